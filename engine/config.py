@@ -1,0 +1,61 @@
+"""EngineConfig: all an operator may set on an engine.  Values derived at start (number of blocks) live elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frozen after start.  `engine.wire.settings.load` fills it from flags, environment and a file."""
+
+    model: Annotated[str, Meta(description="Directory or hub name of a checkpoint; empty: the small built-in one.")] = (
+        ""
+    )
+    served_name: Annotated[str, Meta(description="Name clients use; empty: the model's own.")] = ""
+    redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
+        "redis://127.0.0.1:6379/0"
+    )
+    namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
+    engine_id: Annotated[str, Meta(description="Stable name of this engine; empty: host name and process id.")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Of weights, activations and KV cache; auto: the checkpoint's own."),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one.")] = "auto"
+    threads: Annotated[int, Meta(ge=0, description="CPU threads for arithmetic; 0: all cores.")] = 0
+    block_size: Annotated[
+        Literal[8, 16, 32, 64],
+        Meta(description="Tokens in a KV block: smaller wastes less of the last block, larger reads better."),
+    ] = 16
+    kv_blocks: Annotated[int, Meta(ge=0, description="Blocks in the pool; 0: as many as kv_memory holds.")] = 0
+    kv_memory_gib: Annotated[
+        float, Meta(ge=0, description="GiB for the KV cache; 0: 90 % of the free GPU memory, or 1 GiB on a CPU.")
+    ] = 0.0
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Tokens, prompt and output together; 0: what the model was made for.")
+    ] = 0
+    max_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that may run at once.")] = 256
+    step_tokens: Annotated[
+        int,
+        Meta(
+            ge=1, description="Token budget of a step, decodes included; bounds how long a prompt may stall a stream."
+        ),
+    ] = 1024
+    chunk_tokens: Annotated[
+        int, Meta(ge=0, description="Most prompt tokens of one sequence in a step; 0: bounded by step_tokens alone.")
+    ] = 0
+    prefix_cache: Annotated[bool, Meta(description="Reuse KV blocks of equal prefixes.")] = True
+    admit_threshold: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Start a new sequence only while KV utilisation stays at or below this fraction."),
+    ] = 0.90
+    lease_ms: Annotated[
+        int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
+    ] = 5000
+    poison_free_blocks: Annotated[
+        bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
+    ] = False
+    check_books: Annotated[bool, Meta(description="Audit the block pool after every step (tests).")] = False

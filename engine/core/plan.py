@@ -1,0 +1,79 @@
+"""The seam between policy (core) and arithmetic (executor): plain values, one step at a time, no pickle.
+
+A *row* is a seat in the executor's tables.  It moves through three states, and a plan lists only rows that move:
+
+    free --Start--> prompt --Slice(s)--> decoding --freed_rows--> free
+                                  \\-- Fork --> decoding
+
+  * `Start` seats a sequence in a row and gives it a block table (cached prefix included).
+  * A `Slice` computes given tokens of a row.  While prompt chunks remain `sampler` is None; the slice that carries a
+    `sampler` reaches the last known token, and the row samples its next token from that token's logits.
+  * From the next step on the row *decodes*: each step it computes the token it sampled last and samples one more,
+    without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
+    step costs core and wire what changed, not what runs.
+  * A `Fork` seats a sibling that samples its own next token from the logits its parent produces in this very step.
+  * `edits` set single table entries: growth (one past the end) and copy-on-write.
+
+Within a step the executor applies, in this order: freed_rows, copies, starts, edits, slices, forks; then it computes.
+A row is not reused before every step that may still report it has been committed, so a late token is never mistaken.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.wire.messages import Sampling, TokenLogprob
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    table: list[int]  # block ids, logical order
+
+
+class Sampler(msgspec.Struct, frozen=True, array_like=True):
+    """What a row needs to sample; sent once each time it is seated."""
+
+    sampling: Sampling
+    prompt_len: int  # output position of a sample = its position in the sequence - prompt_len
+    stop_ids: list[int]  # end-of-sequence and stop tokens, masked while fewer than min_tokens are out; else empty
+    history: list[int] = []  # every known token, prompt first; only when a penalty reads it
+    sibling: int = 0  # mixed into the seed, so that n continuations differ
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Compute `token_ids` at positions start, start+1, ... of `row`; write their keys and values."""
+
+    row: int
+    start: int
+    token_ids: list[int]  # never empty
+    sampler: Sampler | None = None
+    targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
+    top: int = 0  # and of this many likeliest tokens
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    parent: int  # a row that samples for the first time in this step
+    table: list[int]
+    sampler: Sampler
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    step: int  # 1, 2, 3, ...
+    freed_rows: list[int] = []
+    copies: list[tuple[int, int]] = []  # (from block, to block), all layers
+    starts: list[Start] = []
+    edits: list[tuple[int, int, int]] = []  # (row, table index, block id)
+    slices: list[Slice] = []
+    forks: list[Fork] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token for every row that sampled in `step`, in any order; `rows` and `tokens` run in parallel."""
+
+    step: int
+    rows: list[int]
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprob] = {}  # by row, where asked for
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by row, for this step's targets
+    failed: dict[int, str] = {}  # by row: the sample is not usable (say, NaN logits) and the request must end

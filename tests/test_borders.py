@@ -1,0 +1,86 @@
+"""Who may import whom (design section 3), walked with ast.  The allowlist of exceptions is empty and stays so."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
+MAY_SEE: dict[str, set[str]] = {
+    "service": {"service", "engine.wire"},
+    "engine.wire": {"engine.wire"},
+    "engine.config": set(),
+    "engine.core": {"engine.core", "engine.wire.messages"},
+    "engine.executor": {"engine.executor", "engine.config", "engine.core.plan", "engine.wire.messages"},
+    "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
+    "loadtest": {"loadtest"},
+}
+# room -> heavy or impure packages it must not import.
+MAY_NOT_USE: dict[str, set[str]] = {
+    "service": {"torch", "numpy"},
+    "engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
+    "engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
+    "engine.loop": {"torch", "transformers"},
+}
+
+
+def room_of(module: str, rooms: dict[str, set[str]]) -> str | None:
+    parts = module.split(".")
+    for n in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:n])) in rooms:
+            return name
+    return None
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for top in ("service", "engine", "loadtest"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found.append((dotted.removesuffix(".__init__"), path))
+    return found
+
+
+def imports(path: Path, module: str) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide borders"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_stay_inside_borders(module: str, path: Path) -> None:
+    used = imports(path, module)
+    room = room_of(module, MAY_SEE)
+    assert room is not None
+    for name in used:
+        if name.split(".")[0] in {"service", "engine", "loadtest", "tests"} and name not in {"engine", "service"}:
+            inside = any(f"{name}.".startswith(f"{seen}.") or seen.startswith(f"{name}.") for seen in MAY_SEE[room])
+            assert inside, f"{module} ({room}) imports {name}; it may see {sorted(MAY_SEE[room])}"
+    banned = room_of(module, MAY_NOT_USE)
+    if banned:
+        clash = {name.split(".")[0] for name in used} & MAY_NOT_USE[banned]
+        assert not clash, f"{module} uses {sorted(clash)}, which {banned} must not"
+
+
+def test_only_ops_names_torch_ops() -> None:
+    for module, path in modules():
+        if module != "engine.executor.ops":
+            assert "torch.ops" not in path.read_text(encoding="utf-8"), f"{module}: call engine.executor.ops instead"
+
+
+@pytest.mark.parametrize("module", ["engine.wire.messages", "engine.core.plan", "service"])
+def test_import_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
