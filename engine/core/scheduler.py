@@ -68,6 +68,7 @@ class Scheduler:
         self.committed = 0  # the last step whose result is in
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()  # by arrival: preempted ones return to the front
+        self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by arrival
         self._decoding = 0  # rows that compute one token each step without being named
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
@@ -107,7 +108,7 @@ class Scheduler:
             refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
         else:
             leader, *leader.siblings = group
-            self.waiting.append(leader)
+            self._enqueue(leader)
             heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
             return
         self._end_request(request.id, "error", refusal)
@@ -147,7 +148,8 @@ class Scheduler:
                 budget -= self._advance(seq, budget, step, slices, forks)
         self._reclaim_rows()
         while budget > 0 and self.waiting and self._may_start(self.waiting[0]):
-            seq = self.waiting.popleft()
+            seq = self.waiting[0]
+            self._dequeue(seq)
             starts.append(self._seat(seq))
             budget -= self._advance(seq, budget, step, slices, forks)
 
@@ -220,10 +222,6 @@ class Scheduler:
         return self._decoding + len(self._prefilling)
 
     @property
-    def waiting_tokens(self) -> int:
-        return sum(seq.known for seq in self.waiting)
-
-    @property
     def idle(self) -> bool:
         """Nothing seated, nothing waiting, nothing on the way."""
         return not self._requests and self.committed == self.step
@@ -233,7 +231,7 @@ class Scheduler:
         rows = len(self._free_rows) - len(self.waiting)
         if not self._requests:
             return self.pool.total * self.pool.block_size, rows
-        waiting_blocks = sum(self._blocks_to_start(seq) for seq in self.waiting)
+        waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
         return max(0, self._spare() - waiting_blocks) * self.pool.block_size, max(0, rows)
 
     def used_slots(self) -> tuple[int, int]:
@@ -260,6 +258,8 @@ class Scheduler:
                     )
             elif seq.table:
                 raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
+        if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
+            raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
         decoding = sum(seq.state is State.DECODING for seq in live)
         if decoding != self._decoding:
             raise BooksError(f"{decoding} sequences decode, {self._decoding} are counted")
@@ -432,10 +432,7 @@ class Scheduler:
         self.totals.preemptions += 1
         self._unseat(seq)
         self._release(seq)
-        seq.state = State.WAITING
-        # Back to the place its arrival gives it: before all that never ran, since those came later.
-        at = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
-        self.waiting.insert(at, seq)
+        self._enqueue(seq)
 
     def _sampler(self, seq: Sequence) -> Sampler:
         sampling = seq.request.sampling
@@ -485,8 +482,8 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         """Its Finish is said: give back the seat and every block."""
-        if seq.state is State.WAITING and seq in self.waiting:
-            self.waiting.remove(seq)
+        if seq.queued_tokens:
+            self._dequeue(seq)
         self._unseat(seq)
         self.totals.released_blocks += len(seq.table)
         self._release(seq)
@@ -496,6 +493,21 @@ class Scheduler:
         if not group:
             del self._requests[seq.request.id]
             self._finished.append(seq.request.id)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        """Join the queue where its arrival says: what was preempted stands before all that never ran."""
+        seq.state = State.WAITING
+        seq.queued_tokens = seq.known
+        self.waiting_tokens += seq.known
+        if not self.waiting or self.waiting[-1].arrival < seq.arrival:
+            self.waiting.append(seq)
+        else:
+            self.waiting.insert(next(i for i, s in enumerate(self.waiting) if s.arrival > seq.arrival), seq)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting_tokens -= seq.queued_tokens
+        seq.queued_tokens = 0
 
     def _unseat(self, seq: Sequence) -> None:
         """Leave the row, if there is one.  The row still reports for `seq` until its last step has been committed."""

@@ -40,6 +40,7 @@ class Sequence(msgspec.Struct, eq=False):
     limit: int  # most tokens, prompt included
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
+    queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
     row: int = -1  # its seat in the executor, -1: none
     table: list[int] = []
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
