@@ -7,7 +7,12 @@ for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -16,8 +21,10 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
+from engine.executor.errors import ModelLoadError
 from engine.executor.models.hf import load_tokenizer
-from engine.loop import Engine, LocalBox
+from engine.loop import ConfigError, Engine, LocalBox
+from engine.wire import settings
 from engine.wire.messages import Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 FOREVER_MS = 2**62
@@ -73,6 +80,7 @@ class LLM:
         max_new_tokens: int | Sequence[int] = 16,
         n: int = 1,
         progress: bool = False,
+        each_turn: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
         """Continue every prompt, all submitted at once; answers come in the order of the prompts.
 
@@ -95,6 +103,7 @@ class LLM:
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
             while self._completions:
                 self.engine.turn()
+                each_turn()
                 bar.update(len(completions) - len(self._completions) - bar.n)
         while not self.engine.core.idle:  # a step issued before the last result was in
             self.engine.turn()
@@ -119,3 +128,60 @@ class LLM:
             self._unfinished[delta.id] -= 1
             if not self._unfinished[delta.id]:
                 del self._unfinished[delta.id], self._completions[delta.id]
+
+
+def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
+    """Run a file of requests, all submitted at once; then one alone, for the time of a token at batch 1."""
+    jobs = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
+    begin = time.perf_counter()
+    llm = LLM.over(config, local.load(config))
+    start_s = time.perf_counter() - begin
+    greedy = Sampling(temperature=0.0, ignore_eos=True)
+    prompts = [job["token_ids"] for job in jobs]
+    llm.generate(prompts[:4], greedy, max_new_tokens=8)  # first steps touch memory for the first time
+    slots = [0, 0]  # holding tokens, allocated; summed over steps
+
+    def watch() -> None:
+        if llm.engine.core.step % 8 == 0:
+            filled, allocated = llm.engine.core.used_slots()
+            slots[0] += filled
+            slots[1] += allocated
+
+    begin = time.perf_counter()
+    limits = [job["max_new_tokens"] for job in jobs]
+    answers = llm.generate(prompts, greedy, max_new_tokens=limits, each_turn=watch)
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    alone = []
+    for count in (1, 129):
+        begin = time.perf_counter()
+        llm.generate([prompts[0][:8]], greedy, max_new_tokens=count)
+        alone.append(time.perf_counter() - begin)
+    llm.close()
+    return {
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "batch1_ms_per_token": (alone[1] - alone[0]) / 128 * 1e3,
+        "start_s": start_s,
+        "slots_filled": slots[0] / max(1, slots[1]),
+        "preemptions": llm.engine.core.totals.preemptions,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Print the figures of one file of requests; 2 with one line on stderr when the model can't be loaded."""
+    parser = argparse.ArgumentParser(prog="python -m engine.offline", add_help=False)
+    parser.add_argument("--requests", type=Path, required=True)
+    own, rest = parser.parse_known_args(argv)
+    config = settings.load(EngineConfig, rest, os.environ, prog="python -m engine.offline", positional="model")
+    try:
+        print(msgspec.json.encode(bench(config, own.requests)).decode())
+    except (ModelLoadError, ConfigError) as error:
+        print(f"python -m engine.offline: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
