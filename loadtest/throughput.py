@@ -64,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, requests = Path(scratch) / "model", Path(scratch) / "requests.jsonl"
         make_checkpoint(checkpoint)
-        jobs = trace.lognormal(64, 78, 172, seed=20261120)
+        jobs = trace.lognormal(64, 78, 172, seed=452)
         trace.write_requests(jobs, VOCAB, requests)
         blocks = str(KV_TOKENS // 16)
         quire = [

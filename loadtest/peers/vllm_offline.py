@@ -30,6 +30,7 @@ def main() -> None:
         num_gpu_blocks_override=args.kv_tokens // 32,
         enable_prefix_caching=False,
         max_num_seqs=256,
+        skip_tokenizer_init=True,
     )
     start = time.perf_counter() - begin
     prompts = [TokensPrompt(prompt_token_ids=job["token_ids"]) for job in jobs]
