@@ -42,9 +42,9 @@ def kv_blocks(
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
     k_cache, v_cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
-    q = query[0].transpose(0, 1).contiguous()  # free when the model handed over a transposed view
+    q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
     ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, step.slots)
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     ops.paged_attention(
         q,
         k_cache,

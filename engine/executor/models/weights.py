@@ -18,7 +18,7 @@ import torch
 
 from engine.executor.errors import ModelLoadError
 
-CACHE = Path.home() / ".cache" / "quire"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # Says which software wrote the file or where it was loaded from, nothing about what the model computes.
 NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
