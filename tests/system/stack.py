@@ -10,11 +10,12 @@ import asyncio
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
 import msgspec
 
 from engine.config import EngineConfig
@@ -45,6 +46,7 @@ class EngineThread:
                 "dtype": "float32",
                 "kv_blocks": 256,
                 "max_seqs": 40,
+                "threads": 1,  # tiny matrices: a second thread would cost more in barriers than it computes
                 "check_books": True,
                 "poison_free_blocks": True,
                 **options,
@@ -120,9 +122,11 @@ class GatewayThread:
             if self.failure is not None:
                 raise self.failure
             try:
-                if httpx.get(f"{self.url}/ready").status_code == 200:
+                with urllib.request.urlopen(f"{self.url}/ready"):
                     return
-            except httpx.TransportError:
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
                 pass
             assert time.monotonic() < deadline, "the gateway did not become ready"
             time.sleep(0.05)
