@@ -66,6 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     edits: list[tuple[int, int, int]] = []  # (row, table index, block id)
     slices: list[Slice] = []
     forks: list[Fork] = []
+    poison: list[int] = []  # tests: blocks whose content is garbage now; filled with NaN before anything else
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,355 @@
+// A *row* is one query head of one query.  All rows of a sequence that read the same KV head are numbered
+// query * G + head (G = H / Hkv) and cut into items of at most kRows rows, so that a key, once loaded, serves the G heads
+// of a decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
+//
+//   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
+//   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
+//   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
+//
+// Tiles and splits start at fixed key positions, and a row's arithmetic is the same sequence of operations whoever shares
+// its item; so a result is the same bit for bit in any batch, chunking or number of threads.  An item usually walks all
+// its splits.  When there are too few items for the cores (one long sequence), each split is an item of its own and a
+// second pass merges them (Flash-Decoding 2023), with the same operations in the same order.
+//
+// Decode moves 2 * len * D * sizeof(T) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
+
+#include "attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace quire::cpu {
+namespace {
+
+constexpr int kRows = 32;
+constexpr int kTile = 64;    // keys; a multiple of kLanes and of every block size
+constexpr int kSplit = 256;  // keys; a multiple of kTile
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Below this cost (see `cost`) one thread is done before a second one has woken up.
+constexpr int64_t kWorthSharing = 2000;
+
+struct Item {
+  int seq, kv_head;
+  int row, rows;        // rows [row, row + rows) of the sequence
+  int first, last;      // keys [first, last) that any of them sees
+  int64_t partial = -1;  // where to leave the states of the splits; -1: finish here
+  int64_t cost() const { return static_cast<int64_t>(last - first) * (rows + 3); }  // 3: loading the keys and values
+};
+
+// Softmax state of some rows over some keys: weights are 2^(score - max), acc their sum over values.
+struct State {
+  float max[kRows];
+  float sum[kRows];
+  alignas(64) float acc[kRows * kMaxHeadSize];  // [rows, padded head size]
+
+  void clear(int rows, int dim) {
+    std::fill_n(max, rows, kNone);
+    std::fill_n(sum, rows, 0.0f);
+    std::fill_n(acc, rows * dim, 0.0f);
+  }
+};
+
+struct Scratch {
+  alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
+  alignas(64) float tile[kTile * kMaxHeadSize];   // [keys, padded head size]: keys, then values; padding zero
+  alignas(64) float weight[kRows * kTile];        // [rows, keys]
+  float rescale[kRows];
+  int first[kRows], last[kRows];  // keys [first, last) that each row sees
+  State total, split;
+};
+
+float exp2_one(float x) { return exp2(broadcast(x))[0]; }
+
+// to [padded] = from [count] as float; padding becomes zero.
+template <class T>
+void widen(float* to, const T* from, int64_t count, int64_t padded) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  if (i == padded) return;
+  T rest[kLanes] = {};
+  std::copy(from + i, from + count, rest);
+  store(to + i, load(rest));
+}
+
+// scores[0 .. kLanes) = query . keys[0 .. kLanes)
+Floats dot_each(const float* query, const float* keys, int dim) {
+  Floats sums[kLanes] = {};
+  for (int d = 0; d < dim; d += kLanes) {
+    const Floats q = load(query + d);
+    for (int k = 0; k < kLanes; ++k) sums[k] = fma(q, load(keys + k * dim + d), sums[k]);
+  }
+  return sum_each(sums);
+}
+
+// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * values[key], for R rows and V vectors.
+template <int R, int V>
+void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
+                int dim) {
+  Floats sums[R][V];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) sums[r][v] = load(acc + r * dim + v * kLanes) * broadcast(rescale[r]);
+  }
+  for (int k = first; k < last; ++k) {
+    for (int r = 0; r < R; ++r) {
+      const Floats w = broadcast(weight[r * kTile + k]);
+      for (int v = 0; v < V; ++v) sums[r][v] = fma(w, load(values + k * dim + v * kLanes), sums[r][v]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) store(acc + r * dim + v * kLanes, sums[r][v]);
+  }
+}
+
+template <int R>
+void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
+                int dim) {
+  int d = 0;
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
+    add_values<R, 4>(acc + d, rescale, weight, values + d, first, last, dim);
+  }
+  for (; d < dim; d += kLanes) add_values<R, 1>(acc + d, rescale, weight, values + d, first, last, dim);
+}
+
+// into = into + part.  Applied split after split, left to right.
+void merge(State& into, const float* max, const float* sum, const float* acc, int rows, int dim) {
+  for (int r = 0; r < rows; ++r) {
+    if (max[r] == kNone) continue;  // the row sees no key of this part
+    const float top = std::max(into.max[r], max[r]);
+    const float a = exp2_one(into.max[r] - top), b = exp2_one(max[r] - top);
+    into.max[r] = top;
+    into.sum[r] = into.sum[r] * a + sum[r] * b;
+    for (int d = r * dim; d < (r + 1) * dim; d += kLanes) {
+      store(into.acc + d, fma(load(acc + d), broadcast(b), load(into.acc + d) * broadcast(a)));
+    }
+  }
+}
+
+template <class T>
+class Attention {
+ public:
+  explicit Attention(const AttentionArgs& args)
+      : a_(args),
+        group_(static_cast<int>(args.heads / args.kv_heads)),
+        dim_(static_cast<int>((args.head_size + kLanes - 1) / kLanes * kLanes)) {}
+
+  void run() {
+    plan();
+    share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
+      Scratch scratch;
+      for (int64_t i; tickets.take(i);) compute(items_[i], scratch);
+    });
+    share(static_cast<int64_t>(merges_.size()), threads_, [&](Tickets& tickets) {
+      Scratch scratch;
+      for (int64_t i; tickets.take(i);) merge_splits(merges_[i], scratch);
+    });
+  }
+
+ private:
+  // Fills items_, largest first so that the last ones to be taken are small, and merges_.
+  void plan() {
+    int64_t cost = 0;
+    std::vector<Item> whole;
+    for (int s = 0; s < a_.seqs; ++s) {
+      const int rows = (a_.q_start[s + 1] - a_.q_start[s]) * group_;
+      for (int row = 0; row < rows; row += kRows) {
+        Item item{s, 0, row, std::min(kRows, rows - row), 0, 0};
+        item.first = first_key(position(item, 0));
+        item.last = position(item, item.rows - 1) + 1;
+        for (item.kv_head = 0; item.kv_head < a_.kv_heads; ++item.kv_head) whole.push_back(item);
+        cost += a_.kv_heads * item.cost();
+      }
+    }
+    threads_ = cost < kWorthSharing ? 1 : a_.threads;
+
+    const int64_t large = threads_ > 1 ? cost / (2 * threads_) : cost;  // at most 2 * threads items are larger
+    int64_t partials = 0;
+    for (Item& item : whole) {
+      const int begin = item.first / kSplit, end = (item.last + kSplit - 1) / kSplit;
+      if (item.cost() <= large || end - begin == 1) {
+        items_.push_back(item);
+        continue;
+      }
+      item.partial = partials;
+      merges_.push_back(item);
+      for (int split = begin; split < end; ++split) {
+        Item part = item;
+        part.first = std::max(item.first, split * kSplit);
+        part.last = std::min(item.last, (split + 1) * kSplit);
+        part.partial = partials;
+        partials += partial_size(item);
+        items_.push_back(part);
+      }
+    }
+    partials_.resize(partials);
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& x, const Item& y) { return x.cost() > y.cost(); });
+  }
+
+  int64_t partial_size(const Item& item) const { return item.rows * (2 + static_cast<int64_t>(dim_)); }
+
+  int position(const Item& item, int row) const {
+    const int queries = a_.q_start[item.seq + 1] - a_.q_start[item.seq];
+    return a_.lens[item.seq] - queries + (item.row + row) / group_;
+  }
+
+  int first_key(int position) const {
+    return a_.window > 0 ? static_cast<int>(std::max<int64_t>(0, position + 1 - a_.window)) : 0;
+  }
+
+  // Offset of a row of this item in q or out.
+  int64_t row_offset(const Item& item, int row, int64_t token_stride, int64_t head_stride) const {
+    const int64_t token = a_.q_start[item.seq] + (item.row + row) / group_;
+    const int64_t head = item.kv_head * group_ + (item.row + row) % group_;
+    return token * token_stride + head * head_stride;
+  }
+
+  void compute(const Item& item, Scratch& s) {
+    for (int r = 0; r < item.rows; ++r) {
+      const T* q = static_cast<const T*>(a_.q) + row_offset(item, r, a_.q_token_stride, a_.q_head_stride);
+      widen(s.query + r * dim_, q, a_.head_size, dim_);
+      s.last[r] = position(item, r) + 1;
+      s.first[r] = first_key(s.last[r] - 1);
+    }
+    s.total.clear(item.rows, dim_);
+    for (int begin = item.first / kSplit * kSplit; begin < item.last; begin += kSplit) {
+      s.split.clear(item.rows, dim_);
+      for (int tile = begin; tile < begin + kSplit; tile += kTile) {
+        if (tile + kTile > item.first && tile < item.last) attend(item, tile, s);
+      }
+      if (item.partial >= 0) {
+        float* p = partials_.data() + item.partial;
+        p = std::copy_n(s.split.max, item.rows, p);
+        p = std::copy_n(s.split.sum, item.rows, p);
+        std::copy_n(s.split.acc, item.rows * dim_, p);
+        return;
+      }
+      merge(s.total, s.split.max, s.split.sum, s.split.acc, item.rows, dim_);
+    }
+    finish(item, s.total);
+  }
+
+  void merge_splits(const Item& item, Scratch& s) {
+    s.total.clear(item.rows, dim_);
+    const int splits = (item.last + kSplit - 1) / kSplit - item.first / kSplit;
+    for (int i = 0; i < splits; ++i) {
+      const float* p = partials_.data() + item.partial + i * partial_size(item);
+      merge(s.total, p, p + item.rows, p + 2 * item.rows, item.rows, dim_);
+    }
+    finish(item, s.total);
+  }
+
+  void finish(const Item& item, State& total) {
+    for (int r = 0; r < item.rows; ++r) {
+      T* out = static_cast<T*>(a_.out) + row_offset(item, r, a_.out_token_stride, a_.out_head_stride);
+      const float* acc = total.acc + r * dim_;
+      const Floats share = broadcast(1.0f / total.sum[r]);
+      int d = 0;
+      for (; d + kLanes <= a_.head_size; d += kLanes) store(out + d, load(acc + d) * share);
+      if (d == a_.head_size) continue;
+      T rest[kLanes];
+      store(rest, load(acc + d) * share);
+      std::copy_n(rest, a_.head_size - d, out + d);
+    }
+  }
+
+  // Adds keys [tile, tile + kTile) to s.split.
+  void attend(const Item& item, int tile, Scratch& s) {
+    const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
+    gather(s.tile, static_cast<const T*>(a_.k_cache), a_.k_block_stride, item, tile, begin, end);
+    for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
+    gather(s.tile, static_cast<const T*>(a_.v_cache), a_.v_block_stride, item, tile, begin, end);
+    // Rows in between see no more than the first and the last row together.
+    int r = 0;
+    const auto range = [&](int rows, auto add) {
+      const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + rows - 1], tile + kTile) - tile;
+      add(s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile, s.tile, from, to, dim_);
+      r += rows;
+    };
+    while (item.rows - r >= 4) range(4, add_values<4>);
+    if (item.rows - r >= 2) range(2, add_values<2>);
+    if (item.rows - r >= 1) range(1, add_values<1>);
+  }
+
+  // to [kTile, dim] = keys (or values) [begin, end) of the item's KV head as float; the other rows are left alone.
+  void gather(float* to, const T* cache, int64_t block_stride, const Item& item, int tile, int begin, int end) const {
+    const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
+    for (int key = begin; key < end;) {
+      const int offset = static_cast<int>(key % a_.block_size);
+      const int count = std::min(end - key, static_cast<int>(a_.block_size) - offset);
+      const T* from = cache + table[key / a_.block_size] * block_stride +
+                      (item.kv_head * a_.block_size + offset) * a_.head_size;
+      float* row = to + (key - tile) * dim_;
+      if (dim_ == a_.head_size) {
+        widen(row, from, int64_t{count} * dim_, int64_t{count} * dim_);
+      } else {
+        for (int i = 0; i < count; ++i) widen(row + i * dim_, from + i * a_.head_size, a_.head_size, dim_);
+      }
+      key += count;
+    }
+  }
+
+  // Row r against the keys in s.tile: its weights, new max and sum, and what its acc must be multiplied with.
+  void weigh(int r, int tile, Scratch& s) {
+    float* weight = s.weight + r * kTile;
+    s.rescale[r] = 1.0f;
+    const int first = s.first[r] - tile, last = s.last[r] - tile;
+    if (first >= kTile || last <= 0) {
+      std::fill_n(weight, kTile, 0.0f);
+      return;
+    }
+    Ints lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    Floats top = broadcast(kNone);
+    for (int k = 0; k < kTile; k += kLanes) {
+      Floats score = broadcast(kNone);
+      if (k < last && k + kLanes > first) {
+        score = dot_each(s.query + r * dim_, s.tile + k * dim_, dim_);
+        if (a_.soft_cap > 0) {
+          score = tanh(score * broadcast(a_.scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
+        } else {
+          score = score * broadcast(a_.scale * kLog2e);
+        }
+        // What an unseen slot holds may be anything, NaN included: choose, don't compute.
+        score = (lane + k >= first) & (lane + k < last) ? score : broadcast(kNone);
+      }
+      store(weight + k, score);
+      top = max(top, score);
+    }
+    const float new_max = std::max(s.split.max[r], max(top));
+    Floats sums = {};
+    for (int k = 0; k < kTile; k += kLanes) {
+      const Floats w = exp2(load(weight + k) - broadcast(new_max));
+      store(weight + k, w);
+      sums += w;
+    }
+    s.rescale[r] = exp2_one(s.split.max[r] - new_max);
+    s.split.max[r] = new_max;
+    s.split.sum[r] = s.split.sum[r] * s.rescale[r] + sum(sums);
+  }
+
+  const AttentionArgs& a_;
+  const int group_;  // G, query heads per KV head
+  const int dim_;    // head size, padded to whole vectors
+  int threads_ = 1;
+  std::vector<Item> items_;
+  std::vector<Item> merges_;  // items whose splits are items of their own
+  std::vector<float> partials_;
+};
+
+}  // namespace
+
+template <class T>
+void paged_attention(const AttentionArgs& args) {
+  Attention<T>(args).run();
+}
+
+template void paged_attention<float>(const AttentionArgs&);
+template void paged_attention<bf16>(const AttentionArgs&);
+template void paged_attention<fp16>(const AttentionArgs&);
+
+}  // namespace quire::cpu

@@ -1,0 +1,33 @@
+// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are moved as bytes, whatever the dtype.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace quire::cpu {
+
+struct Cache {
+  char* data;            // [blocks, Hkv, block_size, D]; everything inside a block is contiguous
+  int64_t block_stride;  // bytes from one block to the next
+};
+
+// [T, Hkv, D] with any strides but contiguous rows of D.
+struct TokenRows {
+  const char* data;
+  int64_t token_stride, head_stride;  // bytes
+};
+
+// Writes token t to slot slots[t] = block * block_size + offset of both caches; slots[t] < 0: nowhere.
+// Two tokens must not share a slot.
+void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+              int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
+
+// In every cache copies block pairs[2i] to block pairs[2i + 1], i = 0, 1, ... in this order.
+void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes, int threads);
+
+// In every cache fills the given blocks with copies of `element`.
+void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
+                const char* element, int64_t element_bytes, int threads);
+
+}  // namespace quire::cpu

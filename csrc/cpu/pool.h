@@ -1,0 +1,46 @@
+// Work sharing on torch's own threads.
+//
+// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would link the system's one beside it (clang: even
+// another kind), and then two pools of spinning threads fight for the same cores.  So nothing here is compiled with
+// OpenMP; the one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all have, and the
+// loader finds it in the runtime that libtorch itself depends on.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+
+namespace quire::cpu {
+
+// Numbers 0, 1, ... items - 1, each handed to exactly one taker.
+class Tickets {
+ public:
+  explicit Tickets(int64_t items) : items_(items) {}
+
+  bool take(int64_t& item) {
+    item = next_.fetch_add(1, std::memory_order_relaxed);
+    return item < items_;
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  const int64_t items_;
+};
+
+// Calls work(tickets) on every thread of the pool and returns when all have; on this thread alone if `threads` is 1.
+// `threads` must be what at::get_num_threads() says: it only saves waking the pool, whose size torch sets.
+// `work` must not throw.
+template <class Work>
+void share(int64_t items, int threads, const Work& work) {
+  struct Shared {
+    Tickets tickets;
+    const Work& work;
+  } shared{Tickets(items), work};
+  if (threads <= 1 || items <= 1) return work(shared.tickets);
+  GOMP_parallel([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared, 0,
+                0);
+}
+
+}  // namespace quire::cpu

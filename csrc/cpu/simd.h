@@ -1,0 +1,176 @@
+// Vectors of float for any CPU: the compiler's own vector types (GCC and clang), as wide as the machine's registers,
+// with intrinsics only where C++ has no word for the instruction.
+//
+// Products are fused with sums only where the code says fma() (-ffp-contract=off): which sums are fused is part of the
+// result, and results must not depend on how a loop was unrolled.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace quire::cpu {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline Floats broadcast(float x) { return Floats{} + x; }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Loads and stores: kLanes elements at p, any alignment.
+
+inline Floats load(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline Floats load(const bf16* p) {
+  Halves x;
+  std::memcpy(&x, p, sizeof x);
+  return bit_cast<Floats>(__builtin_convertvector(x, Words) << 16);
+}
+
+inline Floats load(const fp16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Floats x;
+  for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(bit_cast<_Float16>(p[i]));
+  return x;
+#endif
+}
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void store(bf16* p, Floats x) {
+  Words bits = bit_cast<Words>(x);
+  Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Halves half = __builtin_convertvector(x == x ? rounded : Words{} + 0x7fc0, Halves);
+  std::memcpy(p, &half, sizeof half);
+}
+
+inline void store(fp16* p, Floats x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = bit_cast<fp16>(static_cast<_Float16>(x[i]));
+#endif
+}
+
+// Sums across lanes.
+
+// Lane i of the result: a[i] + a[i ^ h] where bit h of i is clear, b[i] + b[i ^ h] where it is set.
+template <int h, int... i>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, ((i & h) ? kLanes + i : i)...) +
+         __builtin_shufflevector(a, b, ((i & h) ? kLanes + (i ^ h) : (i ^ h))...);
+}
+
+// Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: 3 instructions
+// per vector rather than a horizontal sum for each.  Overwrites v.
+template <int h = kLanes / 2>
+inline Floats sum_each(Floats* v) {
+  for (int j = 0; j < h; ++j) v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (h > 1) return sum_each<h / 2>(v);
+  return v[0];
+}
+
+inline float sum(Floats x) {
+  for (int h = kLanes / 2; h > 0; h /= 2) {
+    for (int i = 0; i < h; ++i) x[i] += x[i + h];
+  }
+  return x[0];
+}
+
+inline float max(Floats x) {
+  float m = x[0];
+  for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+// 2^x for x <= 126, to 2 ulp; 0 below 2^-126; NaN stays NaN.
+// x = n + f with |f| <= 1/2; 2^f by the polynomial of Cephes' exp2f (Moshier), 2^n by its exponent bits.
+inline Floats exp2(Floats x) {
+  const Floats rounder = broadcast(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
+  const Floats y = max(x, broadcast(-126.0f));
+  const Floats shifted = y + rounder;
+  const Floats f = y - (shifted - rounder);
+  Floats p = broadcast(1.535336188319500e-4f);
+  p = fma(p, f, broadcast(1.339887440266574e-3f));
+  p = fma(p, f, broadcast(9.618437357674640e-3f));
+  p = fma(p, f, broadcast(5.550332471162809e-2f));
+  p = fma(p, f, broadcast(2.402264791363012e-1f));
+  p = fma(p, f, broadcast(6.931472028550421e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  const Floats two_n = bit_cast<Floats>((bit_cast<Ints>(shifted) + 127) << 23);
+  const Floats result = x == x ? p * two_n : x;
+  return x < broadcast(-126.0f) ? Floats{} : result;
+}
+
+// tanh to 2 ulp.  Small arguments by Cephes' tanhf polynomial (Moshier), since 1 - 2 / (e^2x + 1) would cancel.
+inline Floats tanh(Floats x) {
+  const Floats size = max(x, -x);
+  const Floats z = x * x;
+  Floats p = broadcast(-5.70498872745e-3f);
+  p = fma(p, z, broadcast(2.06390887954e-2f));
+  p = fma(p, z, broadcast(-5.37397155531e-2f));
+  p = fma(p, z, broadcast(1.33314422036e-1f));
+  p = fma(p, z, broadcast(-3.33332819422e-1f));
+  const Floats small = fma(p * z, x, x);
+  const Floats e = exp2(size * broadcast(-2.885390081777927f));  // e^(-2|x|)
+  const Floats large = (1.0f - e) / (1.0f + e);
+  return size < broadcast(0.625f) ? small : (x < Floats{} ? -large : large);
+}
+
+}  // namespace quire::cpu

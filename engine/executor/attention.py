@@ -1,0 +1,64 @@
+"""The attention function that transformers' models call in place of their own.
+
+    model(..., step=step) ── unknown keywords travel down to ──> kv_blocks(module, q, k, v, ..., step=step)
+                                                                   1. write k, v of this step's tokens to their slots
+                                                                   2. attend from q over the row's block table
+
+Everything comes in with the `step` keyword: no globals, so two workers may live in one process.
+The name matters: transformers strips a `paged|` prefix, treats names containing `sdpa` or `flash` specially, and builds
+no mask at all for a name its mask registry does not know, which is what we want: the kernel is causal by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.executor import ops
+from engine.executor.batch import StepTensors
+
+NAME = "kv_blocks"
+
+
+def kv_blocks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: StepTensors,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of one layer over the KV blocks.
+
+    query [1, H, T, D], key and value [1, Hkv, T, D]: views, usually a transposed [1, T, H, D].  T: all tokens of the
+    step, sequence after sequence.  Returns [1, T, H, D] and no attention weights.
+    `scaling`, `sliding_window` (tokens a query sees, itself included) and `softcap` are what the model passes.
+    Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
+    """
+    k_cache, v_cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
+    q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
+    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, step.slots)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    ops.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        step.tables,
+        step.rows,
+        step.q_start,
+        step.lens,
+        scaling,
+        sliding_window or 0,
+        softcap or 0.0,
+        out,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, kv_blocks)

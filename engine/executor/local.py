@@ -1,0 +1,104 @@
+"""The executor in this process: a worker on a thread of its own.
+
+The engine's loop plans step N+1 and delivers step N-1 while torch, which lets go of the interpreter inside its
+kernels, computes step N.  Plans go in through one queue and results come out of another, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from queue import SimpleQueue
+from threading import Thread
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.plan import StepPlan, StepResult
+from engine.executor.base import Executor, ModelInfo, StepError
+from engine.executor.kv_cache import bytes_per_token
+from engine.executor.models import builtin
+from engine.executor.models.hf import LoadedModel, load_model, one_line
+from engine.executor.models.weights import fingerprint
+from engine.executor.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it."""
+
+    depth = 2
+
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        """Takes the KV memory.  Raises NotEnoughMemory."""
+        self._worker = Worker(config, model)
+        self.blocks = self._worker.blocks
+        self.info = ModelInfo(
+            name=config.served_name or config.model or builtin.NAME,
+            fingerprint=fingerprint(model.directory, model.dtype),
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_ids=model.eos_ids,
+            kv_bytes_per_token=bytes_per_token(model.layers, model.dtype),
+        )
+        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
+        self._results: SimpleQueue[StepResult | Exception] = SimpleQueue()
+        self._in_flight = 0
+        self._thread = Thread(target=self._serve, args=(config.threads or os.cpu_count() or 1,), daemon=True)
+        self._thread.name = "executor"
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue one step; returns at once.  At most `depth` may be in flight."""
+        if self._in_flight >= self.depth:
+            raise RuntimeError(f"{self._in_flight} steps in flight: collect one first")
+        self._in_flight += 1
+        self._plans.put(plan)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void."""
+        if not self._in_flight:
+            raise RuntimeError("no step in flight")
+        self._in_flight -= 1
+        result = self._results.get()
+        if isinstance(result, StepResult):
+            return result
+        # Whatever was queued behind the failed step ran on tables that are no more.  Let it come out and drop it.
+        while self._in_flight:
+            self._in_flight -= 1
+            self._results.get()
+        self._worker.reset()  # the thread is idle now: nothing is queued
+        raise StepError(one_line(result)) from result
+
+    def close(self) -> None:
+        """Finish the steps in flight, stop the thread."""
+        self._plans.put(None)
+        self._thread.join()
+
+    def _serve(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # OpenMP keeps the number per calling thread
+        while (plan := self._plans.get()) is not None:
+            try:
+                self._results.put(self._worker.run(plan))
+            except Exception as error:
+                log.exception("step %d failed", plan.step)
+                self._results.put(error)
+
+
+def load(config: EngineConfig) -> Executor:
+    """Load the model that `config` names (or the built-in one), take the KV memory, start.
+
+    Raises ModelLoadError (UnsupportedModel, NotEnoughMemory) with one line for the operator.
+    """
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    )
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    model = load_model(
+        config.model or str(builtin.builtin()),
+        dtype=config.dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+    )
+    return LocalExecutor(config, model)

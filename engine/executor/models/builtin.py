@@ -1,0 +1,119 @@
+"""The checkpoint served when no model is named: llama shape, seeded random weights, a real byte-level BPE tokenizer.
+
+It says nothing sensible, but it is a checkpoint like any other (config, safetensors, tokenizer, chat template), made
+in seconds from what is on the machine, so that a first run needs no network:
+
+    python -m engine.executor.models.builtin [DIRECTORY]     makes it if need be, prints where it is
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from engine.executor.models.weights import CACHE
+
+NAME = "quire-builtin"
+VERSION = 1  # part of the directory's name: raise it when what is made here changes
+VOCAB = 4096
+CORPUS_BYTES = 4 << 20  # of the standard library's sources: enough for the vocabulary, trained in a second or two
+BOS, EOS, TURN = "<|begin|>", "<|end|>", "<|turn|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(vocab_size: int, corpus_bytes: int = CORPUS_BYTES) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the standard library, special tokens first (ids 0, 1, 2), then the 256 bytes."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    bpe.train_from_iterator(
+        _corpus(corpus_bytes),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS, EOS, TURN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=[TURN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _corpus(size: int) -> list[str]:
+    """Sources in a fixed order, `size` bytes of them."""
+    texts = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        texts.append(text[:size])
+        size -= len(texts[-1])
+        if size <= 0:
+            break
+    return texts
+
+
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write everything `from_pretrained` reads.  Atomic: the directory is complete or absent, whoever else makes it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+    try:
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+        )
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        draft.chmod(0o755)
+        try:
+            draft.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # else another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def builtin(directory: Path | None = None) -> Path:
+    """The directory of the built-in checkpoint, made on first use.  Deterministic for a Python and torch version."""
+    directory = directory or CACHE / f"{NAME}-{VERSION}"
+    if directory.is_dir():
+        return directory
+    tokenizer = train_tokenizer(VOCAB)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    save_checkpoint(model, tokenizer, directory)
+    return directory
+
+
+if __name__ == "__main__":
+    print(builtin(Path(sys.argv[1]) if len(sys.argv) > 1 else None), flush=True)

@@ -1,0 +1,287 @@
+"""Any causal language model from transformers, through our attention.
+
+A model is served only if it is proved, at load, to compute what its authors meant:
+
+    config          names known to be different (encoder-decoders, layers that are not plain attention): refused
+    weights         every tensor of the architecture is in the files; transformers would silently make up the rest
+    probe           one small forward with a recording attention function: every layer called it, once, with nothing
+                    we do not implement; and a sequence's logits do not change with what it is packed together with
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.executor.attention import NAME
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.kv_cache import KVShape
+from engine.executor.models.weights import weight_files
+
+PROBE = "kv_blocks_probe"
+MAX_HEAD_SIZE = 256
+PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+# Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "position_embeddings", "probe"}
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run on its device, and what the worker must know about it."""
+
+    module: PreTrainedModel
+    directory: Path
+    dtype: torch.dtype
+    layers: list[KVShape]  # what each attention layer caches, read from its tensors
+    vocab_size: int
+    max_model_len: int  # tokens
+    eos_ids: list[int]
+
+
+def find(name: str) -> Path:
+    """The local directory of a checkpoint: `name` itself if it is a path, else a snapshot from the hub.
+
+    Raises ModelLoadError when there is no such directory, no such repository, or no network to fetch it.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ModelLoadError(f"{name}: no such directory")
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
+        raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
+
+
+def load_model(name: str, *, dtype: str, device: torch.device, max_model_len: int = 0) -> LoadedModel:
+    """Load `name` (a directory or a hub name) onto `device` and prove that it can be served.
+
+    dtype: auto (the checkpoint's own), float32, bfloat16 or float16.  max_model_len 0: what the model was made for.
+    Raises UnsupportedModel or ModelLoadError, with one line for the operator.
+    """
+    directory = find(name)
+    config = read_config(directory)
+    max_model_len = check_length(config, max_model_len)
+    check_files(directory)
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=NAME,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
+        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{directory}: the weight files lack {missing[0]}{others}")
+    if report["mismatched_keys"]:
+        key, found, wanted = min(report["mismatched_keys"])
+        raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
+    module = module.to(device).eval().requires_grad_(False)
+    layers, vocab_size = probe(module)
+    return LoadedModel(
+        module=module,
+        directory=directory,
+        dtype=module.dtype,
+        layers=layers,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_ids=eos_ids(module),
+    )
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """The config of a checkpoint, if its architecture can be served by what its class says of itself."""
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory}: no config.json")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
+    check_architecture(config)
+    return config
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse, before any weight is read, what is known to compute something else than causal paged attention."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{kind}: an encoder-decoder; only decoder-only language models are served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"{kind}: transformers has no causal language model of this type")
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
+    text = config.get_text_config()
+    if odd := sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS):
+        raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
+    if getattr(text, "alibi", False):
+        raise UnsupportedModel(f"{kind}: ALiBi position bias")
+
+
+def check_length(config: PretrainedConfig, asked: int) -> int:
+    """max_model_len: `asked`, or what the model was made for.  Raises ModelLoadError when asked for more than that."""
+    text = config.get_text_config()
+    made_for: int = getattr(text, "max_position_embeddings", None) or 0
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        # These two change every angle once the longest sequence *of the batch* passes a limit: a request's tokens
+        # would depend on its batch mates, and keys already cached would be wrong.  Up to the limit they are sound.
+        if one.get("rope_type") == "longrope":
+            made_for = min(made_for, one.get("original_max_position_embeddings") or made_for)
+    if not made_for:
+        raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
+    if asked > made_for:
+        raise ModelLoadError(f"max_model_len {asked} is over the {made_for} positions {config.model_type} can serve")
+    return asked or made_for
+
+
+def check_files(directory: Path) -> None:
+    """Open every weight file.  Raises ModelLoadError naming one that is truncated or damaged."""
+    for file in weight_files(directory):
+        try:
+            with safe_open(file, "pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file}: {one_line(error)}") from error
+
+
+def eos_ids(module: PreTrainedModel) -> list[int]:
+    """End-of-sequence tokens, from generation_config.json, else from config.json."""
+    for source in (module.generation_config, module.config.get_text_config()):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return list(found) if isinstance(found, (list, tuple)) else [int(found)]
+    return []
+
+
+def one_line(error: BaseException) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@dataclass
+class Probe:
+    """Packed sequences for one recording forward, and what each attention layer asked for."""
+
+    starts: list[int]  # first token of each sequence, then the total
+    layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
+
+
+def probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    probe: Probe | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
+
+    Shapes as `attention.kv_blocks`.  Windows are left out: the packed sequences are shorter than any.
+    """
+    if probe is None:
+        raise UnsupportedModel("the model keeps keywords from its attention layers")
+    if attention_mask is not None:
+        raise UnsupportedModel("a mask or position bias of its own")
+    if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
+        raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or getattr(module, "is_cross_attention", False):
+        raise UnsupportedModel("attention that is not causal self-attention")
+    if scaling is None:
+        raise UnsupportedModel("attention without a scale")
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int) or index in probe.layers:
+        raise UnsupportedModel("attention layers without an index of their own")
+    heads, size = key.shape[1], key.shape[3]
+    if value.shape != key.shape or query.shape[3] != size:
+        raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
+    if size > MAX_HEAD_SIZE:
+        raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
+    probe.layers[index] = KVShape(heads, size)
+    group = query.shape[1] // heads
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    out = torch.empty_like(query)
+    for first, end in zip(probe.starts, probe.starts[1:], strict=False):
+        score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
+        weight = score.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
+        out[:, :, first:end] = weight @ value[:, :, first:end]
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PROBE, probe_attention)
+
+
+@torch.inference_mode()
+def probe(module: PreTrainedModel) -> tuple[list[KVShape], int]:
+    """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
+
+    Returns what each layer caches, and the width of the logits.  Raises UnsupportedModel, naming the architecture.
+    """
+    kind, text = module.config.model_type, module.config.get_text_config()
+    first, second = 5, 7
+    device = module.get_input_embeddings().weight.device
+    positions = torch.tensor([*range(first), *range(second)], device=device)[None]
+    keep = torch.arange(first, first + second, device=device)
+    ids = torch.arange(1, first + second + 1, device=device)[None] * 31 % text.vocab_size
+    other = ids.clone()
+    other[:, :first] = (ids[:, :first] + 17) % text.vocab_size
+    probes, logits = [], []
+    module.set_attn_implementation(PROBE)
+    try:
+        for tokens in (ids, other):
+            probes.append(seen := Probe([0, first, first + second]))
+            out = module(input_ids=tokens, position_ids=positions, use_cache=False, probe=seen, logits_to_keep=keep)
+            logits.append(out.logits)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{kind}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
+    finally:
+        module.set_attn_implementation(NAME)
+    layers = probes[0].layers
+    if sorted(layers) != list(range(text.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"{kind}: {len(layers)} of {text.num_hidden_layers} layers went through the attention interface"
+        )
+    if logits[0].shape[:2] != (1, second):
+        raise UnsupportedModel(f"{kind}: computes logits of tokens nobody asked for")
+    if device.type != "meta":
+        # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
+        # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
+        drift = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
+        if not drift < 0.05:
+            raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
+    return [layers[i] for i in range(text.num_hidden_layers)], logits[0].shape[2]
+
+
+def shapes_from_config(config: PretrainedConfig) -> list[KVShape]:
+    """What each layer caches, from the config alone: the same probe, on a model without memory."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    return probe(module)[0]

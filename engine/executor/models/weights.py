@@ -1,0 +1,95 @@
+"""The fingerprint of a model: what must be equal for two engines to share a cached prefix.
+
+Digest of every weight file's content, the config and the dtype.  Hashing gigabytes takes seconds to minutes, so files
+are hashed in parallel, and a digest is kept under ~/.cache/quire by (real path, size, mtime in ns).  A file from the
+hub needs no hashing: its cache stores large files under their own sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engine.executor.errors import ModelLoadError
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+SHA256 = re.compile(r"[0-9a-f]{64}")
+# Says which software wrote the file or where it was loaded from, nothing about what the model computes.
+NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none, or a shard is absent."""
+    files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = {directory / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
+        if missing := sorted(shard.name for shard in shards if not shard.exists()):
+            raise ModelLoadError(f"{directory}: {index.name} names {missing[0]}, which is not there")
+        files = sorted(shards)
+    if not files:
+        raise ModelLoadError(f"{directory}: no *.safetensors file (pickled checkpoints are not loaded)")
+    return files
+
+
+def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE) -> str:
+    """64 hex digits.  Equal only if weights (by content), config.json and dtype are."""
+    files = weight_files(directory)
+    config = json.loads((directory / "config.json").read_bytes())
+    described = {key: value for key, value in config.items() if key not in NOT_MATHEMATICS}
+    digests = dict(zip([file.name for file in files], _digests(files, cache), strict=True))
+    everything = json.dumps({"weights": digests, "config": described, "dtype": str(dtype)}, sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()
+
+
+def _digests(files: list[Path], cache: Path) -> list[str]:
+    store = cache / "digests.json"
+    try:
+        kept = dict(json.loads(store.read_bytes()))
+    except (OSError, ValueError):  # absent or half written: hash again
+        kept = {}
+    keys, found = [_identity(file) for file in files], dict(kept)
+    todo = []
+    for file, key in zip(files, keys, strict=True):
+        real = file.resolve()
+        if real.parent.name == "blobs" and SHA256.fullmatch(real.name):  # the hub's cache: named by its content
+            found[key] = real.name
+        elif key not in found:
+            todo.append((file, key))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (_, key), digest in zip(todo, pool.map(_sha256, [file for file, _ in todo]), strict=True):
+            found[key] = digest
+    if found != kept:
+        _replace(store, json.dumps(found))
+    return [found[key] for key in keys]
+
+
+def _identity(file: Path) -> str:
+    real = file.resolve()
+    stat = real.stat()
+    return f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write atomically.  A cache that cannot be written only costs time, so that is no error."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda family: make_checkpoint(root / family, family)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
+    """transformers' own model, with its own eager attention: what our logits and tokens must equal."""
+    loaded: dict[str, PreTrainedModel] = {}
+
+    def load(family: str) -> PreTrainedModel:
+        if family not in loaded:
+            loaded[family] = AutoModelForCausalLM.from_pretrained(
+                checkpoint(family), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return loaded[family]
+
+    return load

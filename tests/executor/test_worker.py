@@ -1,0 +1,176 @@
+"""Every family through the worker, against transformers' own forward and generate in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.core.plan import StepPlan
+from engine.wire.messages import Sampling
+from tests.checkpoints import FAMILIES, VOCAB
+from tests.executor.driver import GREEDY, Driver
+
+Checkpoint = Callable[[str], Path]
+Reference = Callable[[str], PreTrainedModel]
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{count}{seed}").choices(range(3, VOCAB), k=count)
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def own_text(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
+    """Greedy, from the model's full forward: no cache of theirs in the way."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(int(own_logits(model, known)[-1].argmax()))
+    return known[len(tokens) :]
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_position(checkpoint: Checkpoint, reference: Reference, family: str, chunk: int) -> None:
+    prompt = words(61)
+    driver = Driver(checkpoint(family))
+    driver.add(prompt, None, chunk=chunk, targets=True)
+    got = []
+    while driver.rows[0].computed < len(prompt):
+        driver.step()
+        got.append(driver.worker.logits)
+    close(torch.cat(got), own_logits(reference(family), prompt)[: len(prompt) - 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_in_a_mixed_batch(checkpoint: Checkpoint, reference: Reference, family: str) -> None:
+    """Six prompts of different lengths and chunk sizes, joining while others decode, leaving early, rows reused."""
+    driver = Driver(checkpoint(family), block_size=8)
+    model = reference(family)
+    prompts = [words(n, n) for n in (1, 5, 16, 33, 48, 70)]
+    rows, wanted = [], []
+    for prompt, chunk in zip(prompts, (1, 2, 7, 16, 512, 9), strict=True):
+        rows += driver.add(prompt, chunk=chunk)
+        wanted.append(own_text(model, prompt, 12))
+        driver.step()
+    assert driver.generate(rows, 12) == wanted
+    driver.free(rows[0])
+    driver.free(rows[3])
+    again = driver.add(prompts[4], chunk=20)
+    assert again[0] in (rows[0], rows[3])
+    assert driver.generate(again, 12) == [wanted[4]]
+    # The survivors went on meanwhile; each token of theirs is the argmax after what came before it.
+    for row, prompt in zip(rows, prompts, strict=True):
+        if row in driver.rows and row not in again:
+            known = driver.rows[row].tokens
+            best = own_logits(model, known[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+            assert known[len(prompt) :] == best
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_block_size_changes_nothing(checkpoint: Checkpoint, reference: Reference, block_size: int) -> None:
+    prompt = words(50)
+    driver = Driver(checkpoint("gemma2"), block_size=block_size)
+    assert driver.generate(driver.add(prompt, chunk=13), 20) == [own_text(reference("gemma2"), prompt, 20)]
+
+
+def test_permuted_blocks_give_the_same_logits(checkpoint: Checkpoint) -> None:
+    """Bit for bit: where a block lies must not enter the arithmetic."""
+    found = []
+    for seed in (1, 2):
+        driver = Driver(checkpoint("mistral"), seed=seed)
+        rows = driver.add(words(45), chunk=16)
+        driver.generate(rows, 8)
+        found.append((driver.worker.logits, driver.rows[rows[0]].table))
+    assert found[0][1] != found[1][1]
+    assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("length", [32, 37])  # a whole number of blocks: nothing to copy; and not
+def test_forked_siblings(checkpoint: Checkpoint, length: int) -> None:
+    """n continuations of one prefill equal n separate requests with the same seed and sibling numbers."""
+    prompt, sampling = words(length), Sampling(temperature=0.9, seed=7)
+    driver = Driver(checkpoint("llama"))
+    rows = driver.add(prompt, sampling, n=4, chunk=16)
+    together = driver.generate(rows, 20)
+    copies = sum(len(plan.copies) for plan in driver.plans)
+    assert copies == (0 if length == 32 else 3)
+    assert sum(len(plan.slices) for plan in driver.plans) == -(-length // 16)  # one prefill
+    assert len({tuple(text) for text in together}) == 4
+    for sibling, text in enumerate(together):
+        known, alone = list(prompt), Driver(checkpoint("llama"))
+        row = alone.add(known, sampling, n=sibling + 1, chunk=512)[sibling]
+        assert alone.generate([row], 20) == [text]
+
+
+def test_first_sibling_to_finish_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
+    """Freed blocks are NaN: had the survivors lost a shared block, their logits would not be finite."""
+    sampling = Sampling(temperature=0.9, seed=3)
+    driver, calm = Driver(checkpoint("llama")), Driver(checkpoint("llama"))
+    rows = driver.add(words(40), sampling, n=3)
+    driver.generate(rows, 3)
+    driver.free(rows[0])
+    assert driver.generate(rows[1:], 30) == calm.generate(calm.add(words(40), sampling, n=3), 30)[1:]
+
+
+def test_resume_after_preemption(checkpoint: Checkpoint) -> None:
+    """Recompute prompt and output in one go: the sampled text goes on as if nothing had happened."""
+    prompt = words(30)
+    sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=0.5, repetition_penalty=1.3)
+    driver = Driver(checkpoint("qwen3"))
+    rows = driver.add(prompt, sampling)
+    [text] = driver.generate(rows, 30)
+    driver.free(rows[0])
+    rows = driver.add(prompt, sampling, output=text[:11], chunk=9)
+    assert driver.generate(rows, 30) == [text]
+
+
+def test_prompt_logprobs(checkpoint: Checkpoint, reference: Reference) -> None:
+    prompt = words(23)
+    driver = Driver(checkpoint("opt"))
+    driver.add(words(9, 1), GREEDY)
+    driver.step()
+    [row] = driver.add(prompt, chunk=6, targets=True)
+    found = []
+    while not driver.rows[row].output:
+        found += driver.step().prompt_logprobs.get(row, [])
+    wanted = own_logits(reference("opt"), prompt).log_softmax(-1)
+    assert len(found) == len(prompt) - 1
+    for i, entry in enumerate(found):
+        assert entry.logprob == pytest.approx(float(wanted[i, prompt[i + 1]]), abs=5e-5)
+        assert [token for token, _ in entry.top] == wanted[i].topk(5).indices.tolist()
+
+
+def test_a_row_that_is_not_finite_fails_alone(checkpoint: Checkpoint) -> None:
+    driver = Driver(checkpoint("llama"))
+    rows = [driver.add(words(20, i))[0] for i in range(3)]
+    driver.generate(rows, 2)
+    driver._poison = driver.rows[rows[1]].table[:1]  # use after free, as a scheduler's bug would cause it
+    result = driver.step()
+    assert list(result.failed) == [rows[1]]
+    assert result.rows == rows  # still one entry for each row that sampled
+
+
+def test_nothing_to_do(checkpoint: Checkpoint) -> None:
+    driver = Driver(checkpoint("llama"))
+    result = driver.worker.run(StepPlan(1))
+    assert (result.step, result.rows, result.tokens) == (1, [], [])
+
+
+def test_reset_forgets_every_row(checkpoint: Checkpoint) -> None:
+    driver = Driver(checkpoint("llama"))
+    driver.generate(driver.add(words(10)), 3)
+    driver.worker.reset()
+    assert driver.worker.run(StepPlan(9)).rows == []
