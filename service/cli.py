@@ -188,13 +188,13 @@ class Child:
         self._words = words
         self._stop_s = stop_s
         self._process: asyncio.subprocess.Process | None = None
-        self.stopping = False
+        self._stopping = asyncio.Event()
 
     async def keep(self) -> None:
         """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
         FAILURES runs in a row that ended early."""
         failures, first = 0, True
-        while not self.stopping:
+        while not self._stopping.is_set():
             began = time.monotonic()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -205,7 +205,7 @@ class Child:
                 preexec_fn=die_with_parent(),
             )
             status = await self._process.wait()
-            if self.stopping:
+            if self._stopping.is_set():
                 return
             if first and status == CONFIG_ERROR:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
@@ -220,7 +220,7 @@ class Child:
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL if that does not end it in time."""
-        self.stopping = True
+        self._stopping.set()
         if self._process is None or self._process.returncode is not None:
             return
         self._signal(signal.SIGTERM)
@@ -232,7 +232,7 @@ class Child:
             await self._process.wait()
 
     def kill(self) -> None:
-        self.stopping = True
+        self._stopping.set()
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
