@@ -11,11 +11,22 @@ import sys
 import msgspec
 
 from engine.config import EngineConfig
+from engine.executor.base import Executor, ScriptedExecutor
+from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
 from engine.wire import settings
 from engine.wire.bus import BusDown
 
 log = logging.getLogger("quire.engine")
+
+
+def load(config: EngineConfig) -> Executor:
+    """Raises ModelLoadError."""
+    if config.executor == "scripted":
+        return ScriptedExecutor.load(config)
+    from engine.executor import local  # torch, seconds to import: only for a configuration found good
+
+    return local.load(config)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,12 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
-    from engine.executor import local  # torch, seconds to import: after the configuration has been found good
-    from engine.executor.errors import ModelLoadError
-
     bus = BusThread(config)
     try:
-        executor = local.load(config)
+        executor = load(config)
         engine = Engine(config, executor, bus, bus)
         bus.start()
     except (ModelLoadError, ConfigError, BusDown) as error:

@@ -17,12 +17,13 @@ from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
 from engine.executor.errors import ModelLoadError
-from engine.executor.models.hf import load_tokenizer
+from engine.executor.models import builtin, hf
 from engine.loop import ConfigError, Engine, LocalBox
 from engine.wire import settings
 from engine.wire.messages import Delta, FinishReason, Generate, Sampling, TokenLogprob
@@ -55,7 +56,7 @@ class LLM:
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
         config = msgspec.convert({"model": model, **options}, EngineConfig)
-        self._open(config, local.load(config), load_tokenizer(config.model))
+        self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model or str(builtin.builtin()))))
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, Self
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
 
 
@@ -59,6 +61,21 @@ class ScriptedExecutor:
         self.step_seconds = step_seconds  # how long a step takes
         self._plans: deque[StepPlan] = deque()
         self._decoding: dict[int, tuple[Sampler, int]] = {}  # row -> (sampler, next output position)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Self:
+        """Sized as the checkpoint's config.json says, where there is one: its tokenizer can then decode the script."""
+        path = Path(config.model) / "config.json"
+        shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
+        info = ModelInfo(
+            name=config.served_name or config.model or "scripted",
+            fingerprint="scripted",
+            vocab_size=shape.get("vocab_size", 1000),
+            max_model_len=config.max_model_len or shape.get("max_position_embeddings", 4096),
+            eos_ids=[0],
+            kv_bytes_per_token=0,
+        )
+        return cls(info, config.kv_blocks or 4096, step_seconds=config.scripted_step_ms / 1000)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)

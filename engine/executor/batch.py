@@ -57,9 +57,7 @@ class StepTensors:
 class Batch:
     """The mirror.  One plan at a time: `begin`, compute, `finish`."""
 
-    def __init__(
-        self, *, max_seqs: int, max_model_len: int, step_tokens: int, block_size: int, caches: Caches
-    ) -> None:
+    def __init__(self, *, max_seqs: int, max_model_len: int, step_tokens: int, block_size: int, caches: Caches) -> None:
         device = caches[0][0].device
         self._caches = caches
         self._shift = block_size.bit_length() - 1  # block sizes are powers of two

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from engine.wire.messages import Sampling, TokenLogprob
 
 NEVER = float("-inf")
 LANES = 256  # the vocabulary is padded to a multiple of this: sums go lane by lane, then over whole groups
-CANDIDATES = 1024  # top_p looks among this many likeliest tokens first, and sorts a whole row only when it must
 TARGET_ROWS = 64  # prompt positions whose float32 log-softmax exists at one time
 
 # columns of the integer and of the float table
@@ -44,7 +44,20 @@ class Sampled:
     logprobs: dict[int, TokenLogprob]  # by row, where asked for
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Which filters any row of a group uses; the others cost nothing."""
+
+    top_k: bool
+    top_p: bool
+    min_p: bool
+
+    @property
+    def any(self) -> bool:
+        return self.top_k or self.top_p or self.min_p
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Everything about a set of rows that holds as long as the set does.
 
@@ -64,8 +77,7 @@ class Group:
     allowed: tuple[Tensor, Tensor] | None  # [A] j, [A, V] bool
     waiting: tuple[Tensor, Tensor] | None  # [W] j, [W] token that must not come before min_tokens
     reported: list[tuple[int, int, int]]  # (i, row, top k) of rows that report logprobs
-    any_top_k: bool
-    any_top_p: bool
+    wishes: Wishes
 
 
 class SamplerBank:
@@ -129,19 +141,16 @@ class SamplerBank:
             self._group = self._make_group(rows)
         group = self._group
         if group.plain is None:
-            tokens = logits.argmax(-1)
-            chosen = logits.gather(1, tokens[:, None])[:, 0]
+            chosen, tokens = logits.max(-1)  # four times faster than argmax in bfloat16, and gives the value too
         else:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
             chosen = torch.empty(len(rows), dtype=torch.float32, device=self._device)
             if len(group.plain):
-                plain = logits[group.plain]
-                best = plain.argmax(-1)
-                tokens[group.plain] = best
-                chosen[group.plain] = plain.gather(1, best[:, None])[:, 0].float()
+                best, tokens[group.plain] = logits[group.plain].max(-1)
+                chosen[group.plain] = best.float()
             worked = slice(None) if group.worked is None else group.worked
             tokens[worked], chosen[worked] = self._work(group, logits[worked], known[worked])
-        finite = chosen.isfinite()  # argmax and max return a NaN when there is one, so one value tells of the row
+        finite = chosen.isfinite()  # the largest of values with a NaN among them is NaN, so one value tells of the row
         tokens.masked_fill_(~finite, 0)
         return Sampled(tokens, finite, self._logprobs(group, logits, tokens) if group.reported else {})
 
@@ -183,8 +192,11 @@ class SamplerBank:
                 for i, s in enumerate(samplers)
                 if s.sampling.logprobs >= 0
             ],
-            any_top_k=any(0 < s.top_k < self._vocab for s in drawn),
-            any_top_p=any(s.top_p < 1 for s in drawn),
+            wishes=Wishes(
+                top_k=any(0 < s.top_k < self._vocab for s in drawn),
+                top_p=any(s.top_p < 1 for s in drawn),
+                min_p=any(s.min_p > 0 for s in drawn),
+            ),
         )
 
     def _index(self, values: list[int]) -> Tensor:
@@ -201,14 +213,12 @@ class SamplerBank:
         if not len(group.drawn):
             chosen, tokens = x.max(-1)
         elif not len(group.greedy):
-            tokens, chosen = draw(x, position, group.ints, group.floats, top_k=group.any_top_k, top_p=group.any_top_p)
+            tokens, chosen = draw(x, position, group.ints, group.floats, group.wishes)
         else:
             tokens, chosen = torch.empty_like(known), torch.empty_like(x[:, 0])
             chosen[group.greedy], tokens[group.greedy] = x[group.greedy].max(-1)
             at = group.drawn
-            tokens[at], chosen[at] = draw(
-                x[at], position[at], group.ints[at], group.floats[at], top_k=group.any_top_k, top_p=group.any_top_p
-            )
+            tokens[at], chosen[at] = draw(x[at], position[at], group.ints[at], group.floats[at], group.wishes)
         if len(group.penalised):
             self._in_output[group.counts_at, tokens[group.penalised].clamp(max=vocab - 1)] += 1
         return tokens, chosen
@@ -267,58 +277,48 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogpro
     return found
 
 
-def draw(
-    x: Tensor, position: Tensor, ints: Tensor, floats: Tensor, *, top_k: bool, top_p: bool
-) -> tuple[Tensor, Tensor]:
+def draw(x: Tensor, position: Tensor, ints: Tensor, floats: Tensor, wishes: Wishes) -> tuple[Tensor, Tensor]:
     """One token for each row of adjusted logits x [M, V padded to LANES] f32, which is overwritten.
 
-    top_k, top_p: whether any row uses that filter.  Returns tokens [M] i64 and each row's largest logit [M].
+    Returns tokens [M] i64 and each row's largest logit [M].
     """
     peak = x.amax(-1)
     w = x.sub_(peak[:, None]).div_(floats[:, TEMPERATURE, None]).exp_()
-    floor = floats[:, MIN_P]  # the largest weight is 1, so min_p is a floor as it stands
-    if top_k or top_p:
-        upper = torch.zeros_like(floor)
-        if top_k:
-            upper = top_k_floor(w, ints[:, TOP_K])
-        if top_p:
-            upper = torch.maximum(upper, top_p_floor(w.masked_fill(w < upper[:, None], 0), floats[:, TOP_P]))
-        floor = torch.maximum(floor, upper)
-    w.masked_fill_(w < floor[:, None], 0)
-    u = uniform(ints[:, SEED], ints[:, SIBLING], position)
-    return inverse_cdf(w, u), peak
+    if wishes.any:
+        floor = floats[:, MIN_P]  # the largest weight is 1, so min_p is a floor as it stands
+        if wishes.top_k or wishes.top_p:
+            floor = torch.maximum(floor, upper_set_floor(w, ints[:, TOP_K], floats[:, TOP_P]))
+        w.masked_fill_(w < floor[:, None], 0)
+    return inverse_cdf(w, uniform(ints[:, SEED], ints[:, SIBLING], position)), peak
 
 
-def top_k_floor(w: Tensor, k: Tensor) -> Tensor:
-    """[M] f32: the k-th largest weight of each row of w [M, V]; 0 where k [M] i64 is 0 or no limit."""
-    limited = (k > 0) & (k < w.shape[1])
-    most = int(k.masked_fill(~limited, 1).max())
-    kth = w.topk(most, dim=-1).values.gather(1, (k.clamp(1, most) - 1)[:, None])[:, 0]
-    return kth.masked_fill(~limited, 0)
+def upper_set_floor(w: Tensor, k: Tensor, p: Tensor) -> Tensor:
+    """[M] f32: the smallest weight of w [M, V] that top_k k [M] i64 (0: off), then top_p p [M] (1: off) keep.
+
+    top_p keeps the smallest set of the likeliest tokens that holds a fraction p of what top_k left.
+    """
+    vocab = w.shape[1]
+    ascending = sort(w)
+    limited = (k > 0) & (k < vocab)
+    kth = ascending.gather(1, (vocab - k.clamp(1, vocab))[:, None])[:, 0].masked_fill(~limited, 0)
+    if not bool((p < 1).any()):
+        return kth
+    below = ascending.masked_fill_(ascending < kth[:, None], 0).cumsum(-1, dtype=torch.float64)
+    cut = (below <= (1 - p.double())[:, None] * below[:, -1:]).sum(-1).clamp(max=vocab - 1)
+    nucleus = ascending.gather(1, cut[:, None])[:, 0].masked_fill(p >= 1, 0)
+    return torch.maximum(kth, nucleus)
 
 
-def top_p_floor(w: Tensor, p: Tensor) -> Tensor:
-    """[M] f32: the smallest weight in the smallest set of likeliest tokens that holds a fraction p of the row's sum."""
-    floor = torch.zeros_like(p)
-    goal = p.double() * lane_sums(w).cumsum(-1)[:, -1]
-    todo = (p < 1).nonzero()[:, 0]
-    for candidates in (CANDIDATES, w.shape[1]):
-        likeliest = w[todo].topk(min(candidates, w.shape[1]), dim=-1).values
-        reached = likeliest.cumsum(-1, dtype=torch.float64) >= goal[todo, None]
-        if candidates >= w.shape[1]:
-            reached[:, -1] = True  # the sum of all, whatever rounding says
-        done = reached.any(-1)
-        cut = reached.int().argmax(-1)  # the first that reaches it
-        floor[todo] = torch.where(done, likeliest.gather(1, cut[:, None])[:, 0], floor[todo])
-        todo = todo[~done]
-        if not len(todo):
-            break
-    return floor
+def sort(w: Tensor) -> Tensor:
+    """Each row of w [M, V] f32 in ascending order, in new memory."""
+    if w.device.type == "cpu":  # numpy sorts with vector instructions: 3 ms for 64 rows of 16,000, torch takes 58 ms
+        return torch.from_numpy(np.sort(w.numpy(), axis=-1))
+    return w.sort(-1).values
 
 
 def lane_sums(w: Tensor) -> Tensor:
-    """[M, V / LANES] f64: sums of consecutive LANES weights of w [M, V]."""
-    return w.view(len(w), -1, LANES).sum(-1, dtype=torch.float64)
+    """[M, V / LANES] f64: sums of consecutive LANES weights of w [M, V], each taken in float32 (six times faster)."""
+    return w.view(len(w), -1, LANES).sum(-1).double()
 
 
 def inverse_cdf(w: Tensor, u: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One rank: weights, KV cache, table mirror, samplers.  `run(plan) -> result`, strictly in order.
 
-    plan ─ batch.begin ─> StepTensors ─ model(step=...) ─> logits ─ sampling ─> tokens ─ batch.finish, StepResult
-             tables, positions            attention writes KV           └ fed back on the device: plan N+1 needs no N
+plan ─ batch.begin ─> StepTensors ─ model(step=...) ─> logits ─ sampling ─> tokens ─ batch.finish, StepResult
+         tables, positions            attention writes KV           └ fed back on the device: plan N+1 needs no N
 """
 
 from __future__ import annotations
