@@ -105,19 +105,23 @@ Script = Callable[[Generate, int], tuple[list[int], Finish | None]]
 
 
 class FakeEngine:
-    """Answers each continuation with the tokens its script gives: one a step, or all that are left with `burst`.
+    """Answers each continuation with the tokens its script gives, `burst` of them a step.
 
     `script(generate, index)` returns the tokens and the Finish after them; None stands for what an engine would say:
     "length" at max_new_tokens, and silence where the tokens run out before."""
 
     def __init__(self, url: str, namespace: str, script: Script, *, engine: str = "e0", step_s: float = 0.0) -> None:
-        self.script, self.step_s, self.burst, self.holding = script, step_s, False, False
+        self.script, self.step_s, self.burst, self.holding = script, step_s, 1, False
         self.seen: list[Generate] = []
         self.aborted: list[str] = []
         self.load_changes: dict[str, object] = {}
         self._side = EngineSide(url, engine, namespace=namespace)
         self._engine = engine
         self._running: dict[str, tuple[Generate, list[tuple[list[int], Finish | None]], list[int]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
 
     async def __aenter__(self) -> FakeEngine:
         await self._side.open()
@@ -131,7 +135,7 @@ class FakeEngine:
         await self._side.close()
 
     async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
-        load = a_load(self._engine, running=len(self._running), **self.load_changes)
+        load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
         claimed = await self._side.exchange(batches, finished, load, 100_000, 0 if self.holding else 1000)
         for generate in claimed.generates:
             self.seen.append(generate)
@@ -166,7 +170,7 @@ class FakeEngine:
 
     def _delta(self, generate: Generate, index: int, at: int, tokens: list[int], finish: Finish | None) -> Delta | None:
         tokens = tokens[: generate.max_new_tokens]
-        new = tokens[at:] if self.burst else tokens[at : at + 1]
+        new = tokens[at : at + self.burst]
         last = at + len(new) >= len(tokens)
         end = finish if last else None
         if last and end is None and len(tokens) == generate.max_new_tokens:
