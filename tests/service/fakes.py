@@ -201,3 +201,11 @@ class Served:
 
     def __init__(self, url: str, gateway: Gateway, streams: Streams, session: ClientSession) -> None:
         self.url, self.gateway, self.streams, self.session = url, gateway, streams, session
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Return as soon as `condition()` holds; fails the test after 5 s."""
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from aiohttp import ClientSession
 
 from engine.wire.messages import Finish, Generate
 from service.text import Tokenizer
-from tests.service.fakes import FakeEngine, Served
+from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
 
@@ -48,14 +47,6 @@ async def events(response: Any) -> AsyncIterator[tuple[str | None, Any]]:
             yield (None, data) if data == "[DONE]" else (event_id, json.loads(data))
         elif line.startswith(":"):
             yield None, line
-
-
-async def settled(condition: Callable[[], bool]) -> None:
-    """Return as soon as `condition()` holds; fails the test after 5 s."""
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.005)
 
 
 async def test_the_official_client_reads_a_completion(
