@@ -248,14 +248,14 @@ class Streams:
 
     async def submit(self, order: Generate) -> None:
         """Queue one order.  Raises Refusal(503)."""
+        # Count it at once: a burst must see itself, and the next reading of the queue may be far away.
+        self._queued += 1
+        self._queued_tokens += len(order.token_ids)
         try:
             await self._bus.submit(order)
         except BusDown as error:
             self.trouble = str(error)
             raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
-        # Count it at once: the next reading of the queue may be a quarter of a second away.
-        self._queued += 1
-        self._queued_tokens += len(order.token_ids)
 
     def forget(self, orders: list[Generate], running: list[Generate]) -> None:
         """Close the orders' mailboxes, and stop those that may still run.  Never waits: the caller may be cancelled."""

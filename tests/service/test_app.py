@@ -232,6 +232,8 @@ async def test_an_engine_error_fails_its_request_alone(
         ) as response:
             data = [data async for _, data in events(response)]
         assert data[-2]["error"]["message"] == "NaN logits"
+        metrics = await (await served.session.get("/metrics")).text()
+        assert 'quire_refusals_total{code="engine_error",gateway="g0"} 2.0' in metrics
         status, body, _ = await raw(served.session, "/v1/completions", prompt=[7], stop_token_ids=[300])
         assert status == 200
         assert body["choices"][0]["text"] == ""  # a stop token is no text, but it was generated
@@ -279,6 +281,23 @@ async def test_admission_refuses_with_retry_after(
         metrics = await (await served.session.get("/metrics")).text()
         assert 'quire_refusals_total{code="rate_limit_exceeded",gateway="g0"} 1.0' in metrics
         assert 'quire_engine_requests_waiting{engine="e0",gateway="g0",model_name="tiny"} 90.0' in metrics
+
+
+async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(fleet_s=0.5, queue_wait_s=1.0)
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.holding = True
+        fake.load_changes = {"free_blocks": 0, "total_blocks": 100, "running": 5}
+        await settled(lambda: any(load.running == 5 for load in served.streams.fleet.engines))
+        # 10 blocks for the prompt and one for the output: with no known pace the queue holds one pool, 9 requests.
+        asked = {"prompt": [7] * 160, "max_tokens": 5}
+        requests = [asyncio.create_task(raw(served.session, "/v1/completions", **asked)) for _ in range(50)]
+        await settled(lambda: sum(task.done() for task in requests) == 41)
+        fake.holding = False
+        answers = await asyncio.gather(*requests)
+    assert sorted(status for status, _, _ in answers) == [200] * 9 + [429] * 41
 
 
 @pytest.mark.parametrize("chunked", [False, True])
