@@ -125,7 +125,8 @@ def serve(argv: Sequence[str]) -> int:
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
         name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
-        shared = ["--model", model, "--redis-url", url]
+        shared = ["--model", model]
+        os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
         engine = Child("engine", ["-m", "engine", "--engine-id", name, *engine_words, *shared], ENGINE_STOP_S)
         ident = gateway.gateway_id or name
         gateways = [
