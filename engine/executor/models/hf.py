@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape
+from engine.executor.models.fused import fuse
 from engine.executor.models.weights import weight_files
 
 PROBE = "kv_blocks_probe"
@@ -94,6 +95,7 @@ def load_model(name: str, *, dtype: str, device: torch.device, max_model_len: in
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
     module = module.to(device).eval().requires_grad_(False)
     layers, vocab_size = probe(module)
+    fuse(module)
     return LoadedModel(
         module=module,
         directory=directory,
