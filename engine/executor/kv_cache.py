@@ -1,10 +1,10 @@
 """The KV cache: one pair of tensors a layer, allocated once; how many blocks fit.
 
-    k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model
-                            |     |        |       └ one head's vector, contiguous
-                            |     |        └ token in the block, so a head's block is one contiguous run to read
-                            |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
-                            └ block id, what tables hold;  slot = block id * block_size + offset
+k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model
+                        |     |        |       └ one head's vector, contiguous
+                        |     |        └ token in the block, so a head's block is one contiguous run to read
+                        |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
+                        └ block id, what tables hold;  slot = block id * block_size + offset
 """
 
 from __future__ import annotations

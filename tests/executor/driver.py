@@ -134,9 +134,7 @@ class Driver:
                     self.rows[other].table, self.rows[other].computed = table, end
         starts = [Start(number, self.rows[number].table) for number in self._starting]
         self.steps += 1
-        plan = StepPlan(
-            self.steps, self._left, self._copies, starts, self._edits, slices, forks, poison=self._poison
-        )
+        plan = StepPlan(self.steps, self._left, self._copies, starts, self._edits, slices, forks, poison=self._poison)
         self._left, self._copies, self._edits, self._starting, self._poison = [], [], [], [], []
         for fork in forks:  # whoever writes first into a shared block copies it: at the next step, all but the parent
             if (row := self.rows[fork.row]).computed % size:

@@ -45,7 +45,9 @@ def bank_of(samplers: dict[int, Sampler], vocab: int = VOCAB) -> SamplerBank:
     return bank
 
 
-def choose(logits: Tensor, samplings: list[Sampling], *, outputs: int = 0, stop_ids: list[int] | None = None) -> Sampled:
+def choose(
+    logits: Tensor, samplings: list[Sampling], *, outputs: int = 0, stop_ids: list[int] | None = None
+) -> Sampled:
     """One token for each row of logits, every row with PROMPT prompt tokens and `outputs` outputs before it."""
     history = list(range(PROMPT + outputs))
     rows = tuple(range(len(samplings)))
@@ -180,7 +182,11 @@ def test_draws_differ_by_seed_sibling_and_position_only() -> None:
 def test_uniform_is_pinned() -> None:
     """An upgrade that changes these numbers changes every sampled answer that is replayed across it."""
     got = uniform(torch.tensor([0, 1, 2**63 - 1]), torch.tensor([0, 0, 3]), torch.tensor([0, 5, 100_000]))
-    assert got.tolist() == [reference_uniform(0, 0, 0), reference_uniform(1, 0, 5), reference_uniform(2**63 - 1, 3, 10**5)]
+    assert got.tolist() == [
+        reference_uniform(0, 0, 0),
+        reference_uniform(1, 0, 5),
+        reference_uniform(2**63 - 1, 3, 10**5),
+    ]
 
 
 def reference_uniform(seed: int, sibling: int, position: int) -> float:

@@ -1,7 +1,7 @@
 """Swaps submodules of a transformers model for ones that compute the same, faster.  Model code stays as it is.
 
-    nn.Linear -> PackedLinear    bfloat16 on a CPU: the weight is put into oneDNN's layout once, at load.  Measured on
-                                 2 cores with AMX, one product of [64, 512] x [512, 1536]: 382 us -> 145 us.
+nn.Linear -> PackedLinear    bfloat16 on a CPU: the weight is put into oneDNN's layout once, at load.  Measured on
+                             2 cores with AMX, one product of [64, 512] x [512, 1536]: 382 us -> 145 us.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PROBE = "kv_blocks_probe"
 MAX_HEAD_SIZE = 256
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "position_embeddings", "probe"}
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
