@@ -41,11 +41,11 @@ def load(directory: Path | None = None) -> None:
     Says on stderr when it compiles.  Raises KernelBuildError.
     """
     # A library that is already loaded is not loaded again.
-    torch.ops.load_library(str(build(directory or default_directory())))
+    torch.ops.load_library(str(build(directory or default_directory())))  # type: ignore[no-untyped-call]
 
 
 def build(directory: Path) -> Path:
-    """Compile csrc unless `directory` has a build of the same sources, flags, torch and CPU; return the library's path."""
+    """Compile csrc unless `directory` has a build of these sources, flags, torch and CPU; return the library."""
     script = _build_script()
     home = directory / _digest(script)
     library = home / LIBRARY
