@@ -221,6 +221,32 @@ def block_fill(caches: list[torch.Tensor], blocks: torch.Tensor, value: float) -
     torch.ops.quire.block_fill.default(caches, blocks, value)
 
 
+# Not ours: oneDNN's matrix product with a weight kept in the layout its instructions want.  torch's own linear converts
+# the weight in every call, which at the few rows of a decode step costs as much as the product itself.
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `packed_linear` can take this [out, in] weight: bfloat16, on a CPU that oneDNN computes bfloat16 on."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of weight [out, in] in oneDNN's blocked layout: opaque, good for `packed_linear` only."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] times the packed weight [out, in] transposed, plus bias [out] -> [..., out], all of one dtype."""
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y
+
+
 if __name__ == "__main__":
     try:
         print(build(default_directory()))
