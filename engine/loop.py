@@ -24,7 +24,7 @@ from engine.core.blocks import BlockPool
 from engine.core.scheduler import Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
 from engine.wire.bus import EngineSide
-from engine.wire.messages import Delta, EngineLoad, Generate, Order, TokenBatch
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
 
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 
@@ -279,8 +279,8 @@ class BusThread:
             self._claims += 1
             self._claimed.append((self._claims, len(request.token_ids)))
             self._orders.put(request)
-        for order in claimed.aborts:
-            self._orders.put(order)
+        for request_id in claimed.aborts:
+            self._orders.put(Abort(request_id))
 
 
 class LocalBox:

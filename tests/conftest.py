@@ -1,13 +1,17 @@
-"""Fixtures for every room: a real Redis server, and a namespace of its own for each test."""
+"""Fixtures for every room: a real Redis server, a namespace for each test, tiny checkpoints of each family."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.wire.embedded import EmbeddedRedis
+from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +24,30 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def namespace() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny models: a second thread costs more in barriers than it computes."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda family: make_checkpoint(root / family, family)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
+    """transformers' own model, with its own eager attention: what our logits and tokens must equal."""
+    loaded: dict[str, PreTrainedModel] = {}
+
+    def load(family: str) -> PreTrainedModel:
+        if family not in loaded:
+            loaded[family] = AutoModelForCausalLM.from_pretrained(
+                checkpoint(family), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return loaded[family]
+
+    return load

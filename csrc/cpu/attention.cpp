@@ -28,6 +28,8 @@ namespace {
 constexpr int kRows = 32;
 constexpr int kTile = 64;    // keys; a multiple of kLanes and of every block size
 constexpr int kSplit = 256;  // keys; a multiple of kTile
+constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a tile
+constexpr int kChunk = (kTile + 1) * kLanes;  // floats from one chunk of a tile to the next; + 1: not to the same cache set
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -57,7 +59,9 @@ struct State {
 
 struct Scratch {
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
-  alignas(64) float tile[kTile * kMaxHeadSize];   // [keys, padded head size]: keys, then values; padding zero
+  // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
+  // that all offsets in the inner loops are constants.
+  alignas(64) float tile[kMaxHeadSize / kLanes * kChunk];
   alignas(64) float weight[kRows * kTile];        // [rows, keys]
   float rescale[kRows];
   int first[kRows], last[kRows];  // keys [first, last) that each row sees
@@ -66,54 +70,51 @@ struct Scratch {
 
 float exp2_one(float x) { return exp2(broadcast(x))[0]; }
 
-// to [padded] = from [count] as float; padding becomes zero.
+// to = from [count] as float, in chunks of kLanes elements that lie `stride` floats apart; the last is padded with zeros.
 template <class T>
-void widen(float* to, const T* from, int64_t count, int64_t padded) {
+void widen(float* to, int stride, const T* from, int64_t count) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  if (i == padded) return;
+  for (; i + kLanes <= count; i += kLanes, to += stride) store(to, load(from + i));
+  if (i == count) return;
   T rest[kLanes] = {};
   std::copy(from + i, from + count, rest);
-  store(to + i, load(rest));
+  store(to, load(rest));
 }
 
-// scores[0 .. kLanes) = query . keys[0 .. kLanes)
+// Lane i: query . key i of kLanes neighbouring keys of a tile.
 Floats dot_each(const float* query, const float* keys, int dim) {
   Floats sums[kLanes] = {};
-  for (int d = 0; d < dim; d += kLanes) {
+  for (int d = 0; d < dim; d += kLanes, keys += kChunk) {
     const Floats q = load(query + d);
-    for (int k = 0; k < kLanes; ++k) sums[k] = fma(q, load(keys + k * dim + d), sums[k]);
+    unroll<kLanes>([&](auto i) { sums[i] = fma(q, load(keys + i * kLanes), sums[i]); });
   }
   return sum_each(sums);
 }
 
-// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * values[key], for R rows and V vectors.
-template <int R, int V>
+// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * values[key], for R rows and C chunks.
+template <int R, int C>
 void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
                 int dim) {
-  Floats sums[R][V];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) sums[r][v] = load(acc + r * dim + v * kLanes) * broadcast(rescale[r]);
-  }
+  Floats sums[R * C];
+  unroll<R * C>([&](auto i) { sums[i] = load(acc + i / C * dim + i % C * kLanes) * broadcast(rescale[i / C]); });
   for (int k = first; k < last; ++k) {
-    for (int r = 0; r < R; ++r) {
-      const Floats w = broadcast(weight[r * kTile + k]);
-      for (int v = 0; v < V; ++v) sums[r][v] = fma(w, load(values + k * dim + v * kLanes), sums[r][v]);
-    }
+    Floats value[C];
+    unroll<C>([&](auto c) { value[c] = load(values + c * kChunk + k * kLanes); });
+    unroll<R * C>([&](auto i) { sums[i] = fma(broadcast(weight[i / C * kTile + k]), value[i % C], sums[i]); });
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < V; ++v) store(acc + r * dim + v * kLanes, sums[r][v]);
-  }
+  unroll<R * C>([&](auto i) { store(acc + i / C * dim + i % C * kLanes, sums[i]); });
 }
 
 template <int R>
 void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
                 int dim) {
-  int d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
-    add_values<R, 4>(acc + d, rescale, weight, values + d, first, last, dim);
+  int c = 0;
+  for (; (c + 4) * kLanes <= dim; c += 4) {
+    add_values<R, 4>(acc + c * kLanes, rescale, weight, values + c * kChunk, first, last, dim);
   }
-  for (; d < dim; d += kLanes) add_values<R, 1>(acc + d, rescale, weight, values + d, first, last, dim);
+  for (; c * kLanes < dim; ++c) {
+    add_values<R, 1>(acc + c * kLanes, rescale, weight, values + c * kChunk, first, last, dim);
+  }
 }
 
 // into = into + part.  Applied split after split, left to right.
@@ -211,7 +212,7 @@ class Attention {
   void compute(const Item& item, Scratch& s) {
     for (int r = 0; r < item.rows; ++r) {
       const T* q = static_cast<const T*>(a_.q) + row_offset(item, r, a_.q_token_stride, a_.q_head_stride);
-      widen(s.query + r * dim_, q, a_.head_size, dim_);
+      widen(s.query + r * dim_, kLanes, q, a_.head_size);
       s.last[r] = position(item, r) + 1;
       s.first[r] = first_key(s.last[r] - 1);
     }
@@ -260,9 +261,13 @@ class Attention {
   // Adds keys [tile, tile + kTile) to s.split.
   void attend(const Item& item, int tile, Scratch& s) {
     const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
-    gather(s.tile, static_cast<const T*>(a_.k_cache), a_.k_block_stride, item, tile, begin, end);
+    const T* k_cache = static_cast<const T*>(a_.k_cache);
+    const T* v_cache = static_cast<const T*>(a_.v_cache);
+    prefetch(v_cache, a_.v_block_stride, item, begin, end);
+    gather(s.tile, k_cache, a_.k_block_stride, item, tile, begin, end);
     for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
-    gather(s.tile, static_cast<const T*>(a_.v_cache), a_.v_block_stride, item, tile, begin, end);
+    prefetch(k_cache, a_.k_block_stride, item, end, end + kTile);
+    gather(s.tile, v_cache, a_.v_block_stride, item, tile, begin, end);
     // Rows in between see no more than the first and the last row together.
     int r = 0;
     const auto range = [&](int rows, auto add) {
@@ -275,22 +280,32 @@ class Attention {
     if (item.rows - r >= 1) range(1, add_values<1>);
   }
 
-  // to [kTile, dim] = keys (or values) [begin, end) of the item's KV head as float; the other rows are left alone.
-  void gather(float* to, const T* cache, int64_t block_stride, const Item& item, int tile, int begin, int end) const {
+  // Calls use(key, from, count) for each run of keys in [begin, end) of the item's KV head that lies in one block.
+  template <class Use>
+  void each_run(const Item& item, const T* cache, int64_t block_stride, int begin, int end, const Use& use) const {
     const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
     for (int key = begin; key < end;) {
       const int offset = static_cast<int>(key % a_.block_size);
       const int count = std::min(end - key, static_cast<int>(a_.block_size) - offset);
-      const T* from = cache + table[key / a_.block_size] * block_stride +
-                      (item.kv_head * a_.block_size + offset) * a_.head_size;
-      float* row = to + (key - tile) * dim_;
-      if (dim_ == a_.head_size) {
-        widen(row, from, int64_t{count} * dim_, int64_t{count} * dim_);
-      } else {
-        for (int i = 0; i < count; ++i) widen(row + i * dim_, from + i * a_.head_size, a_.head_size, dim_);
-      }
+      const int64_t row = item.kv_head * a_.block_size + offset;
+      use(key, cache + table[key / a_.block_size] * block_stride + row * a_.head_size, count);
       key += count;
     }
+  }
+
+  // to [chunks, kTile + 1, kLanes] = keys (or values) [begin, end) as float, from `tile` on; other keys are left alone.
+  void gather(float* to, const T* cache, int64_t block_stride, const Item& item, int tile, int begin, int end) const {
+    each_run(item, cache, block_stride, begin, end, [&](int key, const T* from, int count) {
+      for (int i = 0; i < count; ++i, from += a_.head_size) widen(to + (key - tile + i) * kLanes, kChunk, from, a_.head_size);
+    });
+  }
+
+  // Blocks lie anywhere, so the CPU can't guess the next one: fetch it while computing on this one.
+  void prefetch(const T* cache, int64_t block_stride, const Item& item, int begin, int end) const {
+    each_run(item, cache, block_stride, begin, std::min(end, item.last), [&](int, const T* from, int count) {
+      const char* line = reinterpret_cast<const char*>(from);
+      for (int64_t i = 0; i < count * a_.head_size * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(line + i, 0, 2);
+    });
   }
 
   // Row r against the keys in s.tile: its weights, new max and sum, and what its acc must be multiplied with.
@@ -302,31 +317,30 @@ class Attention {
       std::fill_n(weight, kTile, 0.0f);
       return;
     }
-    Ints lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    Floats top = broadcast(kNone);
-    for (int k = 0; k < kTile; k += kLanes) {
-      Floats score = broadcast(kNone);
-      if (k < last && k + kLanes > first) {
-        score = dot_each(s.query + r * dim_, s.tile + k * dim_, dim_);
-        if (a_.soft_cap > 0) {
-          score = tanh(score * broadcast(a_.scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
-        } else {
-          score = score * broadcast(a_.scale * kLog2e);
-        }
-        // What an unseen slot holds may be anything, NaN included: choose, don't compute.
-        score = (lane + k >= first) & (lane + k < last) ? score : broadcast(kNone);
+    Floats score[kVectors];
+    unroll<kVectors>([&](auto v) {
+      constexpr int k = v * kLanes;
+      score[v] = broadcast(kNone);
+      if (k >= last || k + kLanes <= first) return;
+      score[v] = dot_each(s.query + r * dim_, s.tile + k * kLanes, dim_);
+      if (a_.soft_cap > 0) {
+        score[v] = tanh(score[v] * broadcast(a_.scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
+      } else {
+        score[v] = score[v] * broadcast(a_.scale * kLog2e);
       }
-      store(weight + k, score);
-      top = max(top, score);
-    }
-    const float new_max = std::max(s.split.max[r], max(top));
+      // What an unseen slot holds may be anything, NaN included: choose, don't compute.
+      const Ints key = lane_numbers() + k;
+      score[v] = (key >= first) & (key < last) ? score[v] : broadcast(kNone);
+    });
+    Floats top = score[0];
+    unroll<kVectors>([&](auto v) { top = max(top, score[v]); });
+    const float new_max = std::max(s.split.max[r], max_lane(top));
     Floats sums = {};
-    for (int k = 0; k < kTile; k += kLanes) {
-      const Floats w = exp2(load(weight + k) - broadcast(new_max));
-      store(weight + k, w);
+    unroll<kVectors>([&](auto v) {
+      const Floats w = exp2(score[v] - broadcast(new_max));
+      store(weight + v * kLanes, w);
       sums += w;
-    }
+    });
     s.rescale[r] = exp2_one(s.split.max[r] - new_max);
     s.split.max[r] = new_max;
     s.split.sum[r] = s.split.sum[r] * s.rescale[r] + sum(sums);

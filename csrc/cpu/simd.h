@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -46,7 +47,27 @@ inline To bit_cast(From from) {
   return to;
 }
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+template <int... i>
+inline Floats broadcast(float x, std::integer_sequence<int, i...>) {
+  return Floats{((void)i, x)...};
+}
+inline Floats broadcast(float x) { return broadcast(x, std::make_integer_sequence<int, kLanes>{}); }
+
+template <int... i>
+inline Ints lane_numbers(std::integer_sequence<int, i...>) {
+  return Ints{i...};
+}
+inline Ints lane_numbers() { return lane_numbers(std::make_integer_sequence<int, kLanes>{}); }
+
+template <class Do, int... i>
+inline void unroll(const Do& run, std::integer_sequence<int, i...>) {
+  (run(std::integral_constant<int, i>{}), ...);
+}
+// run(0), run(1), ... run(n - 1), written out: an array indexed by these constants lives in registers.
+template <int n, class Do>
+inline void unroll(const Do& run) {
+  unroll(run, std::make_integer_sequence<int, n>{});
+}
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -71,9 +92,14 @@ inline Floats load(const float* p) {
 }
 
 inline Floats load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 makes four instructions of the conversion below
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+#else
   Halves x;
   std::memcpy(&x, p, sizeof x);
   return bit_cast<Floats>(__builtin_convertvector(x, Words) << 16);
+#endif
 }
 
 inline Floats load(const fp16* p) {
@@ -120,23 +146,30 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
 // Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: 3 instructions
 // per vector rather than a horizontal sum for each.  Overwrites v.
 template <int h = kLanes / 2>
-inline Floats sum_each(Floats* v) {
-  for (int j = 0; j < h; ++j) v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{});
+inline Floats sum_each(Floats (&v)[kLanes]) {
+  unroll<h>([&](auto j) { v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{}); });
   if constexpr (h > 1) return sum_each<h / 2>(v);
   return v[0];
 }
 
+// x with lanes i and i ^ h swapped.
+template <int h, int... i>
+inline Floats swap(Floats x, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(x, x, (i ^ h)...);
+}
+
+template <int h = kLanes / 2>
 inline float sum(Floats x) {
-  for (int h = kLanes / 2; h > 0; h /= 2) {
-    for (int i = 0; i < h; ++i) x[i] += x[i + h];
-  }
+  x += swap<h>(x, std::make_integer_sequence<int, kLanes>{});
+  if constexpr (h > 1) return sum<h / 2>(x);
   return x[0];
 }
 
-inline float max(Floats x) {
-  float m = x[0];
-  for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
-  return m;
+template <int h = kLanes / 2>
+inline float max_lane(Floats x) {
+  x = max(x, swap<h>(x, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (h > 1) return max_lane<h / 2>(x);
+  return x[0];
 }
 
 // 2^x for x <= 126, to 2 ulp; 0 below 2^-126; NaN stays NaN.

@@ -98,8 +98,8 @@ class Batch:
         for start in plan.starts:
             self._set_table(start.row, start.table)
         if plan.edits:
-            row, index, block = torch.tensor(plan.edits, device=self._device).unbind(1)
-            self.tables[row, index] = block.int()
+            edits = torch.tensor(plan.edits, dtype=torch.int64, device=self._device)
+            self.tables[edits[:, 0], edits[:, 1]] = edits[:, 2].int()
         if self._changed:
             self._order = tuple(self._decoding)
             self._seats = torch.tensor(self._order, dtype=torch.int64, device=self._device)

@@ -45,6 +45,7 @@ class LocalExecutor:
         self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
         self._results: SimpleQueue[StepResult | Exception] = SimpleQueue()
         self._in_flight = 0
+        self._failure: Exception | None = None  # until it is collected, further steps are not run
         self._thread = Thread(target=self._serve, args=(config.threads or os.cpu_count() or 1,), daemon=True)
         self._thread.name = "executor"
         self._thread.start()
@@ -64,11 +65,11 @@ class LocalExecutor:
         result = self._results.get()
         if isinstance(result, StepResult):
             return result
-        # Whatever was queued behind the failed step ran on tables that are no more.  Let it come out and drop it.
-        while self._in_flight:
+        while self._in_flight:  # what was queued behind it comes out void
             self._in_flight -= 1
             self._results.get()
         self._worker.reset()  # the thread is idle now: nothing is queued
+        self._failure = None
         raise StepError(one_line(result)) from result
 
     def close(self) -> None:
@@ -79,11 +80,14 @@ class LocalExecutor:
     def _serve(self, threads: int) -> None:
         torch.set_num_threads(threads)  # OpenMP keeps the number per calling thread
         while (plan := self._plans.get()) is not None:
-            try:
-                self._results.put(self._worker.run(plan))
-            except Exception as error:
-                log.exception("step %d failed", plan.step)
-                self._results.put(error)
+            if self._failure is None:
+                try:
+                    self._results.put(self._worker.run(plan))
+                    continue
+                except Exception as error:
+                    log.exception("step %d failed", plan.step)
+                    self._failure = error
+            self._results.put(self._failure)
 
 
 def load(config: EngineConfig) -> Executor:

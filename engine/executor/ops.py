@@ -41,11 +41,11 @@ def load(directory: Path | None = None) -> None:
     Says on stderr when it compiles.  Raises KernelBuildError.
     """
     # A library that is already loaded is not loaded again.
-    torch.ops.load_library(str(build(directory or default_directory())))
+    torch.ops.load_library(str(build(directory or default_directory())))  # type: ignore[no-untyped-call]
 
 
 def build(directory: Path) -> Path:
-    """Compile csrc unless `directory` has a build of the same sources, flags, torch and CPU; return the library's path."""
+    """Compile csrc unless `directory` has a build of these sources, flags, torch and CPU; return the library."""
     script = _build_script()
     home = directory / _digest(script)
     library = home / LIBRARY
@@ -219,6 +219,32 @@ def block_copy(caches: list[torch.Tensor], pairs: torch.Tensor) -> None:
 def block_fill(caches: list[torch.Tensor], blocks: torch.Tensor, value: float) -> None:
     """In each cache fill the given blocks, [n] int64, with one value (NaN, to catch reads of freed blocks)."""
     torch.ops.quire.block_fill.default(caches, blocks, value)
+
+
+# Not ours: oneDNN's matrix product with a weight kept in the layout its instructions want.  torch's own linear converts
+# the weight in every call, which at the few rows of a decode step costs as much as the product itself.
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `packed_linear` can take this [out, in] weight: bfloat16, on a CPU that oneDNN computes bfloat16 on."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of weight [out, in] in oneDNN's blocked layout: opaque, good for `packed_linear` only."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] times the packed weight [out, in] transposed, plus bias [out] -> [..., out], all of one dtype."""
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y
 
 
 if __name__ == "__main__":

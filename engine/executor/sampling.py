@@ -304,8 +304,8 @@ def upper_set_floor(w: Tensor, k: Tensor, p: Tensor) -> Tensor:
     if not bool((p < 1).any()):
         return kth
     below = ascending.masked_fill_(ascending < kth[:, None], 0).cumsum(-1, dtype=torch.float64)
-    cut = (below <= (1 - p.double())[:, None] * below[:, -1:]).sum(-1).clamp(max=vocab - 1)
-    nucleus = ascending.gather(1, cut[:, None])[:, 0].masked_fill(p >= 1, 0)
+    cut = torch.searchsorted(below, (1 - p.double())[:, None] * below[:, -1:], right=True).clamp(max=vocab - 1)
+    nucleus = ascending.gather(1, cut)[:, 0].masked_fill(p >= 1, 0)
     return torch.maximum(kth, nucleus)
 
 

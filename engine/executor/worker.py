@@ -23,8 +23,11 @@ class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
     def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        """Raises NotEnoughMemory when the KV cache cannot hold one sequence of the model's max_model_len, KernelBuildError without a
-        C++ compiler."""
+        """Compiles the kernels where this machine has not yet, and takes the KV memory.
+
+        Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len, and
+        KernelBuildError without a C++ compiler.
+        """
         ops.load()
         device = model.module.device
         self._model = model.module
@@ -63,9 +66,11 @@ class Worker:
             ops.block_copy(self._flat, torch.tensor(plan.copies, device=self._device))
         for row in plan.freed_rows:
             self._samplers.free(row)
-        for seated in (*plan.slices, *plan.forks):
-            if seated.sampler:
-                self._samplers.seat(seated.row, seated.sampler)
+        for piece in plan.slices:
+            if piece.sampler:
+                self._samplers.seat(piece.row, piece.sampler)
+        for fork in plan.forks:
+            self._samplers.seat(fork.row, fork.sampler)
         step = self._batch.begin(plan)
         if step is None:
             return StepResult(plan.step, [], [])

@@ -347,11 +347,16 @@ class _Link:
         began = clock()
         pause, longest = BACKOFF_S
         tries = 0
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
         cause: Exception | None = None
         while True:
             try:
                 async with asyncio.timeout_at(None if patience_s == math.inf else began + patience_s):
                     result = await command()
+                if task.cancelling() > cancels:  # redis-py loses a cancellation that comes while it connects
+                    raise asyncio.CancelledError
             except (RedisConnectionError, RedisTimeoutError, ResponseError, OSError) as error:
                 if isinstance(error, ResponseError) and not _refuses(error):
                     raise

@@ -10,11 +10,12 @@ import asyncio
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
 import msgspec
 
 from engine.config import EngineConfig
@@ -45,6 +46,7 @@ class EngineThread:
                 "dtype": "float32",
                 "kv_blocks": 256,
                 "max_seqs": 40,
+                "threads": 1,  # tiny matrices: a second thread would cost more in barriers than it computes
                 "check_books": True,
                 "poison_free_blocks": True,
                 **options,
@@ -120,9 +122,11 @@ class GatewayThread:
             if self.failure is not None:
                 raise self.failure
             try:
-                if httpx.get(f"{self.url}/ready").status_code == 200:
+                with urllib.request.urlopen(f"{self.url}/ready"):
                     return
-            except httpx.TransportError:
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
                 pass
             assert time.monotonic() < deadline, "the gateway did not become ready"
             time.sleep(0.05)
@@ -135,13 +139,12 @@ class GatewayThread:
 
 
 class Stack:
-    """`engines` engines and `gateways` gateways on one Redis and a namespace of their own."""
-
-    _count = 0
+    """`engines` engines and `gateways` gateways on one Redis."""
 
     def __init__(
         self,
         redis_url: str,
+        namespace: str,
         checkpoint: Path,
         *,
         engines: int = 1,
@@ -149,13 +152,11 @@ class Stack:
         gateway_options: dict[str, Any] | None = None,
         **engine_options: Any,
     ) -> None:
-        Stack._count += 1
-        space = f"stack{Stack._count}"
         self.engines = [
-            EngineThread(redis_url, space, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
+            EngineThread(redis_url, namespace, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
         ]
         self.gateways = [
-            GatewayThread(redis_url, space, f"gateway{i}", checkpoint, **(gateway_options or {}))
+            GatewayThread(redis_url, namespace, f"gateway{i}", checkpoint, **(gateway_options or {}))
             for i in range(gateways)
         ]
         for gateway in self.gateways:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.system.stack import Stack
 
@@ -65,14 +66,14 @@ def expected(reference: Callable[[str], PreTrainedModel]) -> Callable[[str], lis
 
 async def complete(url: str, work: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
     """All at once, as token ids, and the tokens of each answer back."""
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=64)) as client:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=110)) as client:
 
         async def one(ids: list[int], new: int) -> dict[str, Any]:
             body = {"model": "tiny", "prompt": ids, "max_tokens": new, "temperature": 0, "return_token_ids": True}
-            response = await client.post(f"{url}/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            answer: dict[str, Any] = response.json()
-            return answer
+            async with client.post(f"{url}/v1/completions", json=body) as response:
+                answer: dict[str, Any] = await response.json()
+                assert response.status == 200, answer
+                return answer
 
         return await asyncio.gather(*(one(ids, new) for ids, new in work))
 
@@ -82,12 +83,17 @@ async def complete(url: str, work: list[tuple[list[int], int]]) -> list[dict[str
 def test_greedy_text_equals_transformers(
     family: str,
     shape: str,
-    redis_url: str,
+    redis_server: EmbeddedRedis,
+    namespace: str,
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], list[list[int]]],
 ) -> None:
     want = expected(family)
-    with Stack(redis_url, checkpoint(family), admit_threshold=1.0, **SHAPES[shape]) as stack:
+    patient = {"queue_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
+    with Stack(
+        redis_server.url, namespace, checkpoint(family), gateway_options=patient, admit_threshold=1.0, **SHAPES[shape]
+    ) as stack:
+        asyncio.run(complete(stack.url, prompts()[:1]))  # from now on the gateway knows a pace to estimate waits by
         answers = asyncio.run(complete(stack.url, prompts()))
         got = [answer["choices"][0]["token_ids"] for answer in answers]
         assert got == want
@@ -98,10 +104,12 @@ def test_greedy_text_equals_transformers(
             assert [answer["choices"][0]["token_ids"] for answer in again] == want[:4]
 
 
-def test_a_shared_system_prompt_is_computed_once(redis_url: str, checkpoint: Callable[[str], Path]) -> None:
+def test_a_shared_system_prompt_is_computed_once(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
     """A17: the same 512 tokens before two questions: 512 cached, prefill down by 95 % and more."""
     system = [10 + i % 600 for i in range(512)]
-    with Stack(redis_url, checkpoint("llama")) as stack:
+    with Stack(redis_server.url, namespace, checkpoint("llama")) as stack:
         (first,) = asyncio.run(complete(stack.url, [([*system, 20, 21, 22], 4)]))
         (second,) = asyncio.run(complete(stack.url, [([*system, 30, 31, 32, 33], 4)]))
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -25,13 +25,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape
+from engine.executor.models.fused import fuse
 from engine.executor.models.weights import weight_files
 
 PROBE = "kv_blocks_probe"
 MAX_HEAD_SIZE = 256
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "position_embeddings", "probe"}
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -94,6 +95,7 @@ def load_model(name: str, *, dtype: str, device: torch.device, max_model_len: in
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
     module = module.to(device).eval().requires_grad_(False)
     layers, vocab_size = probe(module)
+    fuse(module)
     return LoadedModel(
         module=module,
         directory=directory,

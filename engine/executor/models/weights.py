@@ -7,6 +7,7 @@ hub needs no hashing: its cache stores large files under their own sha256.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none, or a shard is absent."""
+    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent."""
     files = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -92,4 +93,5 @@ def _replace(path: Path, text: str) -> None:
         draft.write_text(text)
         draft.replace(path)
     except OSError:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()

@@ -1,0 +1,232 @@
+"""What loads, what is refused, and how it is said: always one line, naming what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
+
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.kv_cache import KVShape, bytes_per_token
+from engine.executor.models import hf
+from tests.checkpoints import FAMILIES, config_of, make_checkpoint, tokenizer
+
+CPU = torch.device("cpu")
+Checkpoint = Callable[[str], Path]
+
+
+def load(directory: Path, **options: object) -> hf.LoadedModel:
+    return hf.load_model(str(directory), **({"dtype": "auto", "device": CPU} | options))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def copy(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A llama checkpoint of one's own to damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads(checkpoint: Checkpoint, family: str) -> None:
+    model = load(checkpoint(family))
+    assert len(model.layers) == model.module.config.num_hidden_layers
+    assert {shape.head_size for shape in model.layers} == {64}
+    assert model.eos_ids == [tokenizer().eos_token_id]
+    assert model.vocab_size == model.module.config.vocab_size
+    assert model.max_model_len == 1024
+    assert model.dtype == torch.float32
+
+
+def test_grouped_queries_are_read_from_the_tensors(checkpoint: Checkpoint) -> None:
+    assert load(checkpoint("llama")).layers == [KVShape(heads=2, head_size=64)] * 2
+    assert load(checkpoint("phi3")).layers[0].heads == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(checkpoint: Checkpoint, dtype: str) -> None:
+    assert load(checkpoint("llama"), dtype=dtype).dtype == getattr(torch, dtype)
+
+
+def test_sharded_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    whole = load(checkpoint("qwen3"))
+    AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")).save_pretrained(tmp_path / "cut", max_shard_size="200KB")
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 2
+    cut = load(tmp_path / "cut")
+    assert all(map(torch.equal, whole.module.state_dict().values(), cut.module.state_dict().values()))
+    next((tmp_path / "cut").glob("*-00002-of-*.safetensors")).unlink()
+    with pytest.raises(ModelLoadError, match=r"index\.json names model-00002-of-\d+\.safetensors, which is not there"):
+        load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom", "mpt", "codegen", "gpt_neo", "stablelm"])
+def test_attention_past_the_interface_is_refused(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"^{family}: computes attention by itself"):
+        hf.check_architecture(AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("t5", "an encoder-decoder"),
+        ("bart", "an encoder-decoder"),
+        ("vit", "transformers has no causal language model of this type"),
+        ("llama4_text", "layers of type chunked_attention"),
+        ("mamba", "computes attention by itself"),
+        ("lfm2", "layers of type conv"),
+    ],
+)
+def test_other_architectures_are_refused(family: str, reason: str) -> None:
+    options = {"full_attn_idxs": [0, 2]} if family == "lfm2" else {}
+    with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
+        hf.check_architecture(AutoConfig.for_model(family, **options))
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 640}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gpt_oss", {"head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 64}, "attention takes `s_aux`"),
+        ("deepseek_v3", {"num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 2}, "head size"),
+        ("llama", {"head_dim": 512, "num_key_value_heads": 1}, "head size 512 is over 256"),
+        ("bert", {"intermediate_size": 64}, "attention that is not causal"),
+    ],
+)
+def test_the_probe_sees_what_attention_is_asked_for(family: str, changes: dict[str, object], reason: str) -> None:
+    """Architectures that do go through the interface, but ask it for something that is not implemented."""
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config_of(family, **(SMALL | changes)), attn_implementation=hf.NAME)
+    with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
+        hf.probe(model.eval())
+
+
+def test_the_probe_catches_layers_that_never_attend(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("llama")).module
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UnsupportedModel, match=r"^llama: 1 of 2 layers went through the attention interface"):
+        hf.probe(model)
+
+
+def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint: Checkpoint) -> None:
+    """As a convolution or a recurrence over the token axis would, beside attention that is called as it should be."""
+    model = load(checkpoint("llama")).module
+    mlp = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: mlp(x.cumsum(1))
+    with pytest.raises(UnsupportedModel, match=r"^llama: a sequence's logits change with what it is packed with"):
+        hf.probe(model)
+
+
+def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("llama")).module
+    inner = model.model.layers[0].forward
+    model.model.layers[0].forward = lambda h, **kw: inner(h, **(kw | {"attention_mask": torch.zeros(1, 1, 12, 12)}))
+    with pytest.raises(UnsupportedModel, match=r"^llama: a mask or position bias of its own"):
+        hf.probe(model)
+
+
+def test_kv_bytes_of_opt_13b_from_its_config() -> None:
+    """The figure of the PagedAttention paper, section 3: 800 KiB a token."""
+    config = OPTConfig(
+        hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20480, word_embed_proj_dim=5120
+    )
+    assert bytes_per_token(hf.shapes_from_config(config), torch.float16) == 819_200
+
+
+def test_missing_tensor(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"the weight files lack model\.layers\.1\.mlp\.up_proj\.weight$"):
+        load(copy)
+
+
+def test_tensor_of_another_shape(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lm_head.weight|size mismatch|shape"):
+        load(copy)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 1000, -1])
+def test_truncated_weights(copy: Path, kept: int) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: SafetensorError: ") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors file"):
+        load(copy)
+
+
+def test_no_config(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"llama: no config\.json$"):
+        load(copy)
+
+
+def test_broken_config(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json: "):
+        load(copy)
+    (copy / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ModelLoadError, match=r"no-such-model"):
+        load(copy)
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "./nowhere", "a/b/c", "sp ace", "~/nowhere-at-all"])
+def test_unknown_directory(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"^{name}: no such directory$"):
+        hf.find(name)
+
+
+def test_a_hub_name_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "org/gone":
+            raise OSError("404 Client Error\nand more")
+        return str(tmp_path)
+
+    monkeypatch.setattr(hf, "snapshot_download", download)
+    assert hf.find("org/name-1.5B") == tmp_path
+    with pytest.raises(ModelLoadError, match=r"^org/gone: no such directory, and not found on the hub: OSError: 404"):
+        hf.find("org/gone")
+    assert asked == ["org/name-1.5B", "org/gone"]
+
+
+def test_max_model_len(checkpoint: Checkpoint) -> None:
+    assert load(checkpoint("gpt2"), max_model_len=100).max_model_len == 100
+    with pytest.raises(ModelLoadError, match=r"max_model_len 1025 is over the 1024 positions gpt2 can serve"):
+        load(checkpoint("gpt2"), max_model_len=1025)
+
+
+def test_angles_that_depend_on_the_batch_are_never_reached() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 256,
+        "short_factor": [1.0] * 32,
+        "long_factor": [2.0] * 32,
+    }
+    config = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=256)
+    assert hf.check_length(config, 0) == 256
+    with pytest.raises(ModelLoadError, match=r"max_model_len 257 is over the 256 positions phi3 can serve"):
+        hf.check_length(config, 257)
+
+
+def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:
+    one, two = make_checkpoint(tmp_path / "a", "opt"), make_checkpoint(tmp_path / "b", "opt")
+    for file in sorted(one.iterdir()):
+        assert file.read_bytes() == (two / file.name).read_bytes(), file.name

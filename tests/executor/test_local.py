@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.plan import Sampler, Slice, Start, StepPlan
+from engine.executor.base import Executor, StepError
+from engine.executor.errors import NotEnoughMemory
+from engine.executor.local import load
+from engine.wire.messages import Sampling
+
+SAMPLER = Sampler(Sampling(temperature=0), 4, [])
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def executor(checkpoint: Callable[[str], Path]) -> Iterator[Executor]:
+    model = str(checkpoint("llama"))
+    made = load(EngineConfig(model=model, kv_blocks=80, max_seqs=4, threads=1, poison_free_blocks=True))
+    yield made
+    made.close()
+    made.close()  # harmless
+
+
+def prompt(step: int, row: int = 0, block: int = 0) -> StepPlan:
+    return StepPlan(step, starts=[Start(row, [block])], slices=[Slice(row, 0, PROMPT, SAMPLER)])
+
+
+def test_what_it_says_of_itself(executor: Executor, checkpoint: Callable[[str], Path]) -> None:
+    assert executor.info.name == str(checkpoint("llama"))
+    assert len(executor.info.fingerprint) == 64
+    assert executor.info.kv_bytes_per_token == 2 * 2 * 2 * 64 * 4
+    assert (executor.blocks, executor.depth) == (80, 2)
+
+
+def test_two_plans_in_flight_equal_one_at_a_time(executor: Executor) -> None:
+    executor.submit(prompt(1))
+    ahead = []
+    for step in range(2, 9):
+        executor.submit(StepPlan(step))  # before the token it continues from is known here
+        ahead += executor.collect().tokens
+    ahead += executor.collect().tokens
+    alone = []
+    executor.submit(StepPlan(9, freed_rows=[0]))
+    assert executor.collect().rows == []
+    executor.submit(prompt(10))
+    alone += executor.collect().tokens
+    for step in range(11, 18):
+        executor.submit(StepPlan(step))
+        alone += executor.collect().tokens
+    assert ahead == alone
+    assert len(ahead) == 8
+
+
+def test_no_more_than_depth(executor: Executor) -> None:
+    executor.submit(prompt(1))
+    executor.submit(StepPlan(2))
+    with pytest.raises(RuntimeError, match=r"2 steps in flight"):
+        executor.submit(StepPlan(3))
+    executor.collect()
+    executor.collect()
+    with pytest.raises(RuntimeError, match=r"no step in flight"):
+        executor.collect()
+
+
+def test_a_failed_step_voids_all_in_flight_and_nothing_else(executor: Executor) -> None:
+    executor.submit(prompt(1))
+    before = executor.collect().tokens
+    executor.submit(StepPlan(2, starts=[Start(1, [10_000])], slices=[Slice(1, 0, [5], SAMPLER)]))  # no such block
+    executor.submit(StepPlan(3))
+    with pytest.raises(StepError, match=r"IndexError: .* is 160000"):
+        executor.collect()
+    with pytest.raises(RuntimeError, match=r"no step in flight"):
+        executor.collect()
+    executor.submit(StepPlan(4))
+    assert executor.collect().rows == []  # all rows are free
+    executor.submit(prompt(5))
+    assert executor.collect().tokens == before
+
+
+def test_too_little_memory_for_one_sequence(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"has 63 blocks of 16 tokens .*max_model_len 1024 needs 64"):
+        load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=63, threads=1))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.executor.models import weights
+from engine.executor.models.weights import fingerprint
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "model"))
+
+
+def test_one_changed_byte_of_weights_is_another_model(model: Path, tmp_path: Path) -> None:
+    before = fingerprint(model, torch.float32, tmp_path / "cache")
+    file = model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    after = fingerprint(model, torch.float32, tmp_path / "cache")
+    assert before != after
+    assert len(after) == 64
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert fingerprint(model, torch.float32, tmp_path / "cache") == before
+
+
+def test_dtype_and_config_are_part_of_it(model: Path, tmp_path: Path) -> None:
+    before = fingerprint(model, torch.float32, tmp_path)
+    assert fingerprint(model, torch.bfloat16, tmp_path) != before
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_version": "1.2.3"}))
+    assert fingerprint(model, torch.float32, tmp_path) == before
+    (model / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
+    assert fingerprint(model, torch.float32, tmp_path) != before
+
+
+def test_where_it_lies_is_not(model: Path, tmp_path: Path) -> None:
+    before = fingerprint(model, torch.float32, tmp_path / "cache")
+    moved = shutil.copytree(model, tmp_path / "elsewhere")
+    assert fingerprint(Path(moved), torch.float32, tmp_path / "cache") == before
+
+
+def test_a_file_is_hashed_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(model, torch.float32, tmp_path / "cache")
+    monkeypatch.setattr(weights, "_sha256", lambda file: pytest.fail("hashed again"))
+    assert fingerprint(model, torch.float32, tmp_path / "cache") == before
+    monkeypatch.undo()
+    (tmp_path / "cache" / "digests.json").write_text("{half")
+    assert fingerprint(model, torch.float32, tmp_path / "cache") == before
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    assert fingerprint(model, torch.float32, tmp_path / "file") == fingerprint(model, torch.float32, tmp_path / "cache")
+
+
+def test_a_blob_of_the_hub_is_not_hashed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache keeps a large file as blobs/<its sha256> and links to it."""
+    plain = fingerprint(model, torch.float32, tmp_path / "cache")
+    blob = tmp_path / "blobs" / weights._sha256(model / "model.safetensors")
+    blob.parent.mkdir()
+    os.rename(model / "model.safetensors", blob)
+    (model / "model.safetensors").symlink_to(blob)
+    monkeypatch.setattr(weights, "_sha256", lambda file: pytest.fail("hashed"))
+    assert fingerprint(model, torch.float32, tmp_path / "other") == plain

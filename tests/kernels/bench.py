@@ -1,0 +1,84 @@
+"""How fast the CPU kernels are, beside this machine's memory and torch's own attention on contiguous tensors.
+
+    python -m tests.kernels.bench [threads]
+
+Times are the best of several rounds, so that other work on the machine disturbs them little.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.executor import ops
+
+HEADS, KV_HEADS, BLOCK = 8, 4, 16
+
+
+def best(run: Callable[[], object], seconds: float = 0.5) -> float:
+    """Seconds of the fastest call."""
+    run()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 5:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def paged(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+    """A call of paged_attention over blocks in random order, and the bytes of keys and values it must read."""
+    per_seq = -(-length // BLOCK)
+    # Enough copies of the cache that a call never finds its blocks in the L2 cache from the call before.
+    tables = torch.randperm(seqs * per_seq).int().view(seqs, per_seq)
+    k_cache = torch.randn(seqs * per_seq, KV_HEADS, BLOCK, dim).to(dtype)
+    v_cache = torch.randn_like(k_cache)
+    q = torch.randn(seqs * queries, HEADS, dim).to(dtype)
+    out = torch.empty_like(q)
+    rows = torch.arange(seqs).int()
+    q_start = (torch.arange(seqs + 1) * queries).int()
+    lens = torch.full((seqs,), length).int()
+    size = 2 * seqs * length * KV_HEADS * dim * k_cache.element_size()
+    return lambda: ops.paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, dim**-0.5, 0, 0.0, out), size
+
+
+def contiguous(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtype) -> Callable[[], object]:
+    """The same arithmetic by scaled_dot_product_attention, all sequences of one length and nothing paged."""
+    q = torch.randn(seqs, HEADS, queries, dim).to(dtype)
+    k, v = (torch.randn(seqs, KV_HEADS, length, dim).to(dtype) for _ in range(2))
+    causal = queries == length
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def main() -> None:
+    ops.load()
+    if len(sys.argv) > 1:
+        torch.set_num_threads(int(sys.argv[1]))
+    big = torch.randint(0, 9, (64 << 20,))  # 512 MiB
+    print(f"{torch.get_num_threads()} threads; memory reads {big.nbytes / best(big.sum) / 1e9:.1f} GB/s")
+    print(f"{'case':32} {'ours':>10} {'sdpa':>10}")
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, seqs, length, queries, dim in (
+            ("decode", 64, 256, 1, 64),
+            ("decode", 64, 2048, 1, 64),
+            ("decode", 1, 8192, 1, 64),
+            ("decode", 64, 2048, 1, 128),
+            ("prefill", 8, 128, 128, 64),
+            ("prefill", 1, 1024, 1024, 64),
+            ("prefill", 1, 1024, 1024, 128),
+        ):
+            call, size = paged(seqs, length, queries, dim, dtype)
+            ours, theirs = best(call), best(contiguous(seqs, length, queries, dim, dtype))
+            if name == "decode":
+                rate = f"{size / ours / 1e9:6.1f} GB/s"
+            else:
+                rate = f"{2 * seqs * HEADS * dim * length * (length + 1) / ours / 1e9:6.0f} GFLOP/s"
+            case = f"{name} {seqs}x{length} D={dim} {str(dtype)[6:]}"
+            print(f"{case:32} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {rate}")
+
+
+if __name__ == "__main__":
+    main()

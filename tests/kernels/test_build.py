@@ -1,0 +1,92 @@
+"""Building: once for many processes, fast when built, one clear error when it can't be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.executor import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BUILD = "import sys, pathlib; from engine.executor import ops; print(ops.build(pathlib.Path(sys.argv[1])))"
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ends = [run.communicate(timeout=110) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], ends
+    assert ends[0][0] == ends[1][0]
+    assert Path(ends[0][0].strip()).stat().st_size > 0
+    assert sorted("compiled in" in err for _, err in ends) == [False, True]
+    assert any("[1/" in err for _, err in ends), "progress of ninja"
+
+
+def test_cached_start_is_fast() -> None:
+    """CPU time, since other work may share the machine."""
+    ops.load()
+    started = time.process_time()
+    ops.load()
+    assert time.process_time() - started < 0.1
+
+
+def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ops.KernelBuildError, match="'no-such-compiler' is not on PATH"):
+        ops.build(tmp_path)
+
+
+def test_failed_build_names_compiler_error_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    (csrc / "broken.cpp").write_text("int broken( { }\n")
+    monkeypatch.setattr(ops, "CSRC", csrc)
+    with pytest.raises(
+        ops.KernelBuildError, match=r"c\+\+ failed: .*broken.cpp:1:.*error.*full log: .*build.log"
+    ) as raised:
+        ops.build(tmp_path)
+    assert "compiling" in capfd.readouterr().err
+    log = Path(str(raised.value).split("full log: ")[1].rstrip(")"))
+    assert "broken.cpp:1" in log.read_text()
+    # Nothing half-made is left to be loaded, and once mended it builds.
+    (csrc / "broken.cpp").write_text("int mended() { return 1; }\n")
+    assert ops.build(tmp_path).exists()
+
+
+def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    monkeypatch.setattr(ops, "CSRC", csrc)
+    (csrc / "a.cpp").write_text("int a() { return 1; }\n")
+    first = ops.build(tmp_path)
+    (csrc / "a.h").write_text("// a new header\n")
+    second = ops.build(tmp_path)
+    assert first.parent != second.parent
+    assert ops.build(tmp_path) == second
+
+
+def test_only_torchs_thread_pool_is_used() -> None:
+    """A second OpenMP runtime in the process would mean two pools fighting for the same cores."""
+    code = (
+        "import torch; from engine.executor import ops; before = open('/proc/self/maps').read(); ops.load();"
+        "after = open('/proc/self/maps').read();"
+        "found = lambda maps: {line.split()[-1] for line in maps.splitlines() if 'omp' in line.split()[-1]};"
+        "assert found(before) == found(after), found(after) - found(before)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
