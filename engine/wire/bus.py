@@ -367,10 +367,10 @@ class _Link:
                     raise BusDown(
                         f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {_one_line(cause)}"
                     ) from cause
-                if tries == 1:  # not on the first: a single broken connection is no news
+                if tries == 1 and patience_s == math.inf:  # not on the first: a single broken connection is no news
                     log.warning("Redis at %s is away, trying on: %s", self._name, _one_line(error))
             else:
-                if tries > 1:
+                if tries > 1 and patience_s == math.inf:
                     log.warning("Redis at %s is back after %.1f s", self._name, clock() - began)
                 return result
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
