@@ -50,7 +50,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     n: int = 1
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
     """Stop every continuation of a request.  Unknown or finished ids are ignored."""
 
     id: str
