@@ -437,10 +437,10 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         *(("prompt", ids) for ids in encoded),
     ):
-        for token in ids:
-            if not 0 <= token < vocab:
-                message = f"{name}: token ids are 0 to {vocab - 1}, got {token}"
-                raise _bad("invalid_token_id", message, name, vocab - 1, token)
+        if ids and (min(ids) < 0 or max(ids) >= vocab):
+            token = next(token for token in ids if not 0 <= token < vocab)
+            message = f"{name}: token ids are 0 to {vocab - 1}, got {token}"
+            raise _bad("invalid_token_id", message, name, vocab - 1, token)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size
     rooms = []

@@ -37,7 +37,7 @@ from service.config import GatewayConfig
 from service.streams import Streams
 from service.telemetry import Meter, Telemetry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.gateway")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Parse = Callable[[bytes, GatewayConfig, str], api.ValidRequest]

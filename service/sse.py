@@ -20,7 +20,7 @@ from aiohttp import web
 from service.api import Format, Piece, Refusal
 from service.telemetry import Meter
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.gateway")
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -22,7 +22,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.telemetry import Telemetry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.gateway")
 
 
 class Mailbox:
