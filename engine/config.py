@@ -20,6 +20,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     )
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
     engine_id: Annotated[str, Meta(description="Stable name of this engine; empty: host name and process id.")] = ""
+    executor: Annotated[
+        Literal["local", "scripted"],
+        Meta(
+            description="local: the model in this process; scripted: no model, a known text, for tests and load tests."
+        ),
+    ] = "local"
+    scripted_step_ms: Annotated[float, Meta(ge=0, description="How long a step of the scripted executor takes.")] = 0.0
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Of weights, activations and KV cache; auto: the checkpoint's own."),

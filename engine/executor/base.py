@@ -1,12 +1,16 @@
-"""The Executor protocol: what the loop needs from whoever turns a StepPlan into tokens."""
+"""The Executor protocol, and the executor that needs no model: what the loop expects of whoever runs a StepPlan."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from collections import deque
+from pathlib import Path
+from typing import Protocol, Self
 
 import msgspec
 
-from engine.core.plan import StepPlan, StepResult
+from engine.config import EngineConfig
+from engine.core.plan import Sampler, StepPlan, StepResult
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -39,3 +43,61 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything; harmless when called twice."""
+
+
+def scripted_token(seed: int, sibling: int, position: int, vocab_size: int) -> int:
+    """The token ScriptedExecutor samples at an output position; never 0 or 1, so those can serve as end tokens."""
+    return 2 + (seed * 31 + sibling * 7 + position) % (vocab_size - 2)
+
+
+class ScriptedExecutor:
+    """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else."""
+
+    depth = 2
+
+    def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0) -> None:
+        self.info = info
+        self.blocks = blocks
+        self.step_seconds = step_seconds  # how long a step takes
+        self._plans: deque[StepPlan] = deque()
+        self._decoding: dict[int, tuple[Sampler, int]] = {}  # row -> (sampler, next output position)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Self:
+        """Sized as the checkpoint's config.json says, where there is one: its tokenizer can then decode the script."""
+        path = Path(config.model) / "config.json"
+        shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
+        info = ModelInfo(
+            name=config.served_name or config.model or "scripted",
+            fingerprint="scripted",
+            vocab_size=shape.get("vocab_size", 1000),
+            max_model_len=config.max_model_len or shape.get("max_position_embeddings", 4096),
+            eos_ids=[0],
+            kv_bytes_per_token=0,
+        )
+        return cls(info, config.kv_blocks or 4096, step_seconds=config.scripted_step_ms / 1000)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.popleft()
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        for row in plan.freed_rows:
+            self._decoding.pop(row, None)
+        for piece in plan.slices:
+            if piece.sampler is not None:
+                end = piece.start + len(piece.token_ids)
+                self._decoding[piece.row] = piece.sampler, end - piece.sampler.prompt_len
+        for fork in plan.forks:
+            self._decoding[fork.row] = fork.sampler, self._decoding[fork.parent][1]
+        rows, tokens, vocab_size = [], [], self.info.vocab_size
+        for row, (sampler, position) in self._decoding.items():
+            rows.append(row)
+            tokens.append(scripted_token(sampler.sampling.seed, sampler.sibling, position, vocab_size))
+            self._decoding[row] = sampler, position + 1
+        return StepResult(plan.step, rows, tokens)
+
+    def close(self) -> None:
+        self._plans.clear()

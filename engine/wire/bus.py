@@ -1,12 +1,73 @@
-"""Every Redis key, command, script, TTL and retry of Quire: the two ends of the bus, next to each other."""
+"""Every Redis key, command, script, TTL and retry of Quire: the two ends of the bus, next to each other.
+
+Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that one deployment shares one cluster slot.
+
+    key              type     what                                           written by        goes away
+    arrivals         string   number of the last request queued              submit            never
+    queue            zset     waiting id -> arrival number                   submit, claim..   with its members
+    sizes            hash     waiting id -> prompt tokens                    as queue          with its members
+    queued_tokens    string   the sum of `sizes`                             as queue          never
+    req:ID           hash     payload (msgpack Generate), tokens, arrival,   submit, claim     at its end, or EXPIRY
+                              engine (who claimed it)                                          after its deadline
+                     hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
+                              bring it back
+    engines          set      engines that may have a lease                  exchange          lapse, close
+    lease:ENGINE     string   msgpack EngineLoad                             exchange          lease_ms
+    engine:ENGINE    hash     session, seq and reply of its last exchange    open, exchange    close, MEMORY
+    held:ENGINE      zset     claimed id -> arrival number                   claim, finish     finish, lapse, close
+    lost:ENGINE      zset     what a lapsed lease took from it               lapse             next exchange, MEMORY
+    orders:ENGINE    list     ids to abort                                   cancel            next exchange, MEMORY
+    out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
+                                                                                               STREAM after the last
+    bell             channel  "there may be something to claim"              submit, lapse..
+    bell:ENGINE      channel  "there may be an order for you"                cancel
+
+Arrival numbers order the queue, so what a dead engine held goes back to exactly where it stood: in front of whatever
+nobody has claimed.  All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
+reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange
+carries a sequence number whose last reply the server remembers.
+
+Durability is the server's: with `appendfsync everysec` a server crash loses nothing, a power cut up to a second.
+Needs Redis 6.2 or later, or Valkey; nothing here is pickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import msgspec
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
+
+log = logging.getLogger("quire.bus")
+T = TypeVar("T")
+
+PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, tries before it raises BusDown
+REPLY_S = 5.0  # an engine's exchange takes a silent connection for dead after this, and tries on a new one
+BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of each is random
+BLOCK_MS = 5_000  # a gateway's longest wait for the next batch, and an engine's for the bell, in one command
+CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
+READ_COUNT = 256  # most stream entries in one read
+EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
+TOMBSTONE_MS = 10_000  # longer than any retry of a submit
+STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
+MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 
 
 class BusDown(Exception):
@@ -27,51 +88,413 @@ class Claimed(msgspec.Struct, frozen=True):
 
     generates: list[Generate]
     aborts: list[str]
+    # Requests another engine took over, or a client withdrew, after this engine's lease had lapsed: drop them without a
+    # word, no Delta and no `finished`, for they are somebody else's now.  (A late one does no harm: see `first`.)
+    lost: list[str] = []
 
 
+# ---------------------------------------------------------------------------------------------------------- scripts
+# KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
+# write takes memory, and none that began with a delete.  So submit is refused before it did anything, and the others,
+# which make room in the end, always run.
+
+_PRELUDE = f"""
+local P = KEYS[1]
+local call = redis.call
+
+local function enqueue(id, arrival, tokens)
+  call('ZADD', P .. 'queue', arrival, id)
+  call('HSET', P .. 'sizes', id, tokens)
+  call('INCRBY', P .. 'queued_tokens', tokens)
+end
+
+local function dequeue(id)  -- says whether it was waiting
+  local tokens = call('HGET', P .. 'sizes', id)
+  if not tokens then return false end
+  call('ZREM', P .. 'queue', id)
+  call('HDEL', P .. 'sizes', id)
+  call('DECRBY', P .. 'queued_tokens', tokens)
+  return true
+end
+
+local function alive(id)
+  return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
+end
+
+local function bury(id)
+  local key = P .. 'req:' .. id
+  call('DEL', key)
+  call('HSET', key, 'gone', 1)
+  call('PEXPIRE', key, {TOMBSTONE_MS})
+end
+
+local function head()  -- the id whose turn it is; those whose time ran out with nobody to end them leave here
+  while true do
+    local id = call('ZRANGE', P .. 'queue', 0, 0)[1]
+    if not id or alive(id) then return id end
+    dequeue(id)
+  end
+end
+
+local function hold(engine, id)
+  local key = P .. 'req:' .. id
+  call('ZADD', P .. 'held:' .. engine, call('HGET', key, 'arrival'), id)
+  call('HSET', key, 'engine', engine)
+end
+
+local function order_abort(engine, id)
+  local key = P .. 'orders:' .. engine
+  call('RPUSH', key, id)
+  call('PEXPIRE', key, {MEMORY_MS})
+  call('PUBLISH', P .. 'bell:' .. engine, '')
+end
+
+local function give_back(engine)  -- all it holds goes back to where it stood; returns those requests
+  local pairs_, ids = call('ZRANGE', P .. 'held:' .. engine, 0, -1, 'WITHSCORES'), {{}}
+  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
+  call('SREM', P .. 'engines', engine)
+  for i = 1, #pairs_, 2 do
+    local id = pairs_[i]
+    if alive(id) then
+      call('HDEL', P .. 'req:' .. id, 'engine')
+      enqueue(id, pairs_[i + 1], call('HGET', P .. 'req:' .. id, 'tokens'))
+      ids[#ids + 1] = id
+    end
+  end
+  if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
+  return ids
+end
+"""
+
+# id, payload, prompt tokens, unix ms after which it may vanish
+_SUBMIT = """
+local id, payload, tokens, expiry = unpack(ARGV)
+local key = P .. 'req:' .. id
+if call('EXISTS', key) == 1 then return end
+local arrival = call('INCR', P .. 'arrivals')
+call('HSET', key, 'payload', payload, 'tokens', tokens, 'arrival', arrival)
+call('PEXPIREAT', key, expiry)
+enqueue(id, arrival, tokens)
+call('PUBLISH', P .. 'bell', '')
+"""
+
+# id ...
+_CANCEL = """
+for _, id in ipairs(ARGV) do
+  local engine = call('HGET', P .. 'req:' .. id, 'engine')
+  bury(id)
+  if not dequeue(id) and engine then order_abort(engine, id) end
+end
+"""
+
+_FLEET = f"""
+for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
+  if call('EXISTS', P .. 'lease:' .. engine) == 0 then
+    local lost = P .. 'lost:' .. engine
+    for order, id in ipairs(give_back(engine)) do call('ZADD', lost, order, id) end
+    call('PEXPIRE', lost, {MEMORY_MS})
+  end
+end
+head()
+local loads = {{}}
+for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
+  loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
+end
+local now = call('TIME')
+return {{loads, call('ZCARD', P .. 'queue'), tonumber(call('GET', P .. 'queued_tokens') or 0),
+        now[1] * 1000 + math.floor(now[2] / 1000)}}
+"""
+
+# engine, session: a new process under this name; what an earlier one held, it does not have any more
+_OPEN = f"""
+local engine, session = unpack(ARGV)
+give_back(engine)
+call('DEL', P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+call('HSET', P .. 'engine:' .. engine, 'session', session, 'seq', 0)
+call('PEXPIRE', P .. 'engine:' .. engine, {MEMORY_MS})
+"""
+
+# engine, session
+_CLOSE = """
+local engine, session = unpack(ARGV)
+if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
+give_back(engine)
+call('DEL', P .. 'engine:' .. engine, P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+"""
+
+# engine, session, seq, lease ms, load, room in tokens, room in requests, n, n finished ids, then (gateway, batch) ...
+_EXCHANGE = f"""
+local me, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
+local state = P .. 'engine:' .. me
+local known = call('HMGET', state, 'session', 'seq', 'reply')
+if known[1] and known[1] ~= session then return redis.error_reply('SUPERSEDED') end
+
+local claimed, aborts, lost = {{}}, {{}}, {{}}
+if known[2] == seq then  -- all done already, only the reply did not arrive
+  claimed, aborts, lost = unpack(cmsgpack.unpack(known[3]))
+else
+  call('HDEL', state, 'reply')  -- a first write that memory never refuses: exchanges are what empties a full Redis
+  local room_tokens, room_requests, after = tonumber(ARGV[6]), tonumber(ARGV[7]), 8 + tonumber(ARGV[8])
+  for i = 9, after do
+    local id = ARGV[i]
+    local holder = call('HGET', P .. 'req:' .. id, 'engine')
+    bury(id)
+    call('ZREM', P .. 'held:' .. me, id)
+    call('ZREM', P .. 'lost:' .. me, id)
+    dequeue(id)
+    if holder and holder ~= me then order_abort(holder, id) end  -- it took over, but this engine came first
+  end
+  for i = after + 1, #ARGV, 2 do
+    local out = P .. 'out:' .. ARGV[i]
+    call('XADD', out, '*', 'b', ARGV[i + 1])
+    call('PEXPIRE', out, {STREAM_MS})
+  end
+  for _, id in ipairs(call('ZRANGE', P .. 'lost:' .. me, 0, -1)) do  -- back before anyone took them: carry on
+    if alive(id) and dequeue(id) then hold(me, id) else lost[#lost + 1] = id end
+  end
+  call('DEL', P .. 'lost:' .. me)
+  while room_requests > 0 do
+    local id = head()
+    if not id then break end
+    room_tokens = room_tokens - call('HGET', P .. 'sizes', id)
+    if room_tokens < 0 then break end
+    room_requests = room_requests - 1
+    dequeue(id)
+    hold(me, id)
+    claimed[#claimed + 1] = id
+  end
+  aborts = call('LRANGE', P .. 'orders:' .. me, 0, -1)
+  call('DEL', P .. 'orders:' .. me)
+  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, aborts, lost}}))
+end
+call('SADD', P .. 'engines', me)
+call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
+call('PEXPIRE', state, {MEMORY_MS})
+local payloads = {{}}
+for _, id in ipairs(claimed) do  -- one withdrawn since the lost reply has none, and an abort on its way
+  payloads[#payloads + 1] = call('HGET', P .. 'req:' .. id, 'payload') or nil
+end
+return {{payloads, aborts, lost}}
+"""
+
+
+class _Script:
+    """Lua source behind the prelude, and the SHA-1 by which the server knows it."""
+
+    def __init__(self, body: str) -> None:
+        self.source = _PRELUDE + body
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+SUBMIT, CANCEL, FLEET, OPEN, CLOSE, EXCHANGE = map(_Script, (_SUBMIT, _CANCEL, _FLEET, _OPEN, _CLOSE, _EXCHANGE))
+
+
+# --------------------------------------------------------------------------------------------------------- both ends
+class _Link:
+    """Connections to one Redis, and the only place that decides to try again."""
+
+    def __init__(self, url: str, namespace: str, *, reply_s: float) -> None:
+        """`reply_s`: seconds of silence after which a connection counts as dead.  Raises BusDown: malformed URL."""
+        self.prefix = f"{{{namespace}}}:"
+        parts = urlsplit(url)
+        self._name = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        try:
+            # Retries are ours (redis-py would repeat what is not safe to repeat); protocol 2 keeps replies of one
+            # shape over the supported versions of redis-py.
+            pool = aioredis.BlockingConnectionPool.from_url(
+                url,
+                max_connections=CONNECTIONS,
+                timeout=reply_s,
+                socket_timeout=reply_s,
+                socket_connect_timeout=reply_s,
+                health_check_interval=30,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise BusDown(f"{self._name}: {error}") from None
+        self.redis = aioredis.Redis.from_pool(pool)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    async def check(self) -> None:
+        """Make sure that a server of a fitting version answers.  Raises BusDown."""
+        info = await self.run(self.redis.info, PATIENCE_S)
+        version = str(info["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+            raise BusDown(f"Redis at {self._name} is version {version}; Quire needs 6.2 or later")
+        if info.get("maxmemory_policy") != "noeviction":
+            log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
+
+    async def script(self, script: _Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
+        """Run one script.  Raises BusDown when it did not succeed within `patience_s`; it may have run all the same."""
+
+        async def once() -> Any:
+            try:
+                return await self.redis.evalsha(script.sha, 1, self.prefix, *args)
+            except NoScriptError:  # a new or restarted server
+                return await self.redis.eval(script.source, 1, self.prefix, *args)
+
+        return await self.run(once, patience_s)
+
+    async def run(self, command: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
+        """Await command() until it succeeds, pausing longer each time.  It must be harmless when it runs twice.
+
+        Raises BusDown after `patience_s` seconds.  Errors that another try can't mend come through as they are.
+        """
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        pause, longest = BACKOFF_S
+        tries = 0
+        while True:
+            try:
+                async with asyncio.timeout_at(None if patience_s == math.inf else began + patience_s):
+                    result = await command()
+            except (RedisConnectionError, RedisTimeoutError, ResponseError, OSError) as error:
+                if isinstance(error, ResponseError) and not _refuses(error):
+                    raise
+                left = began + patience_s - clock()
+                if left <= 0:
+                    raise BusDown(
+                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {_one_line(error)}"
+                    ) from error
+                if tries == 1:  # not on the first: a single broken connection is no news
+                    log.warning("Redis at %s is away, trying on: %s", self._name, _one_line(error))
+            else:
+                if tries > 1:
+                    log.warning("Redis at %s is back after %.1f s", self._name, clock() - began)
+                return result
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, longest)
+            tries += 1
+
+
+def _refuses(error: ResponseError) -> bool:
+    """A healthy connection to a server that cannot do it now: full, loading, failing over, or its disk is failing.
+
+    Looks into the text because Redis 6.2 wraps an error inside a script into a general one.
+    """
+    return any(word in str(error) for word in ("OOM ", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY "))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
+# ------------------------------------------------------------------------------------------------------- the gateway
 class GatewaySide:
     """One gateway's end.  All methods belong to one asyncio loop."""
 
     def __init__(self, url: str, gateway: str, *, namespace: str = "quire") -> None:
-        raise NotImplementedError
+        """`url`: redis://, rediss:// or unix://.  Connects to nothing yet.  Raises BusDown for a malformed URL."""
+        self._gateway = gateway
+        self._link = _Link(url, namespace, reply_s=PATIENCE_S)
+        # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
+        self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._owed: set[str] = set()  # withdrawals that have not reached Redis yet
 
     async def open(self) -> None:
-        """Connect, register.  Raises BusDown."""
-        raise NotImplementedError
+        """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines."""
+        await self._link.check()
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
+        await self._link.close()
+        await self._reader.close()
 
     async def submit(self, request: Generate) -> None:
-        """Put a request at the end of the shared queue, durably, and ring the engines.  Raises BusDown: not queued."""
-        raise NotImplementedError
+        """Put a request at the end of the shared queue, durably, and ring the engines.
+
+        Raises BusDown after PATIENCE_S: not queued.  (If only the reply was lost it may be for a moment; it is
+        withdrawn as soon as Redis is back.)
+        """
+        try:
+            await self._link.script(
+                SUBMIT, request.id, self._encode(request), len(request.token_ids), request.deadline_ms + EXPIRY_MS
+            )
+        except BusDown:
+            self._owed.add(request.id)
+            raise
 
     async def cancel(self, request_id: str) -> None:
-        """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent."""
-        raise NotImplementedError
+        """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent.
 
-    def batches(self) -> AsyncIterator[TokenBatch]:
-        """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none."""
-        raise NotImplementedError
+        Never raises BusDown: a withdrawal that does not get through in PATIENCE_S goes along with the next fleet().
+        """
+        self._owed.add(request_id)
+        with contextlib.suppress(BusDown):
+            await self._withdraw()
+
+    async def _withdraw(self) -> None:
+        if ids := list(self._owed):
+            await self._link.script(CANCEL, *ids)
+            self._owed.difference_update(ids)
+
+    async def batches(self) -> AsyncIterator[TokenBatch]:
+        """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
+
+        Asking for the next batch says that those before it are dealt with: they may be trimmed.  Starts with the
+        oldest one not trimmed, so a second call, or a restarted gateway of the same name, may see some again.
+        """
+        decode = msgspec.msgpack.Decoder(TokenBatch).decode
+        stream = f"{self._link.prefix}out:{self._gateway}"
+        last = "0-0"
+        while True:
+            reply = await self._reader.run(
+                partial(self._reader.redis.xread, {stream: last}, count=READ_COUNT, block=BLOCK_MS)
+            )
+            for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
+                for entry_id, fields in entries:
+                    yield decode(fields[b"b"])
+                    last = entry_id.decode()
+            if reply:
+                time_ms, _, count = last.partition("-")
+                following = f"{time_ms}-{int(count) + 1}"
+                await self._reader.run(partial(self._reader.redis.xtrim, stream, minid=following, approximate=False))
 
     async def fleet(self) -> Fleet:
-        """Read the fleet in one round trip, and put what engines with lapsed leases held back at the queue's head."""
-        raise NotImplementedError
+        """Read the fleet in one round trip, and put what engines with lapsed leases held back at the queue's head.
+
+        Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine.
+        """
+        await self._withdraw()
+        loads, queued, queued_tokens, time_ms = await self._link.script(FLEET)
+        return Fleet([msgspec.msgpack.decode(load, type=EngineLoad) for load in loads], queued, queued_tokens, time_ms)
 
 
+# -------------------------------------------------------------------------------------------------------- the engine
 class EngineSide:
     """One engine's end.  All methods belong to one asyncio loop (the loop's I/O thread)."""
 
     def __init__(self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000) -> None:
-        raise NotImplementedError
+        """`url`: redis://, rediss:// or unix://.  Connects to nothing yet.  Raises BusDown for a malformed URL."""
+        self._engine = engine
+        self._lease_ms = lease_ms
+        self._link = _Link(url, namespace, reply_s=REPLY_S)
+        self._bell = self._link.redis.pubsub()
+        self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
+        self._seq = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Generate).decode
 
     async def open(self) -> None:
-        """Connect, register.  Raises BusDown."""
-        raise NotImplementedError
+        """Connect; what an earlier process of this name still held goes back to the queue's head.  Raises BusDown.
+
+        The engine counts as one of the fleet from its first exchange on.
+        """
+        await self._link.check()
+        await self._link.script(OPEN, self._engine, self._session)
+        await self._link.run(self._listen, PATIENCE_S)
 
     async def close(self) -> None:
-        """Give the lease up; whatever is still held goes back to the queue's head."""
-        raise NotImplementedError
+        """Give the lease up; whatever is still held goes back to the queue's head.  Never raises BusDown: while Redis
+        is away the lease lapses by itself, to the same effect."""
+        with contextlib.suppress(BusDown):
+            await self._link.script(CLOSE, self._engine, self._session)
+        await self._bell.aclose()  # type: ignore[no-untyped-call]
+        await self._link.close()
 
     async def exchange(
         self,
@@ -83,9 +506,52 @@ class EngineSide:
     ) -> Claimed:
         """One round trip: append each (gateway, batch) to its stream, forget `finished` requests, renew the lease
         with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none),
-        and take the aborts waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch."""
-        raise NotImplementedError
+        and take the aborts waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
+
+        Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
+        it leaves open what it did, and only close() may follow.
+        """
+        self._seq += 1
+        outgoing: list[bytes | str] = []
+        for gateway, batch in batches:
+            outgoing += (gateway, self._encode(batch))
+        try:
+            payloads, aborts, lost = await self._link.script(
+                EXCHANGE,
+                self._engine,
+                self._session,
+                self._seq,
+                self._lease_ms,
+                self._encode(load),
+                room_tokens,
+                room_requests,
+                len(finished),
+                *finished,
+                *outgoing,
+                patience_s=math.inf,
+            )
+        except ResponseError as error:
+            if "SUPERSEDED" in str(error):
+                raise BusDown(f"engine id {self._engine!r} is in use by a newer process") from None
+            raise
+        return Claimed(
+            [self._decode(payload) for payload in payloads],
+            [request_id.decode() for request_id in aborts],
+            [request_id.decode() for request_id in lost],
+        )
 
     async def bell(self) -> None:
-        """Return when there may be something to claim or an abort to take; spurious returns are fine."""
-        raise NotImplementedError
+        """Return when there may be something to claim or an abort to take; spurious returns are fine.
+
+        They happen after a reconnect and every BLOCK_MS at the latest.  A ring between two calls is not lost.
+        """
+        try:
+            await self._bell.get_message(timeout=BLOCK_MS / 1000)
+            while await self._bell.get_message(timeout=0) is not None:
+                pass  # a burst of rings is one
+        except (RedisConnectionError, RedisTimeoutError, OSError):
+            await self._link.run(self._listen)
+
+    async def _listen(self) -> None:
+        await self._bell.aclose()  # type: ignore[no-untyped-call]  # a half-broken subscription is not worth mending
+        await self._bell.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")

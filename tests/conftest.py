@@ -1,18 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Tiny models gain nothing from more, and threads that wait for each other on a busy machine lose much."""
+    """Tiny models: a second thread costs more in barriers than it computes."""
     torch.set_num_threads(1)
 
 
@@ -35,3 +36,9 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedMo
         return loaded[family]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as server:
+        yield server.url

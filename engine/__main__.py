@@ -1,0 +1,70 @@
+"""`python -m engine`: one engine process.  Load the configuration, start the executor, connect, run the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.executor.base import Executor, ScriptedExecutor
+from engine.executor.errors import ModelLoadError
+from engine.loop import BusThread, ConfigError, Engine
+from engine.wire import settings
+from engine.wire.bus import BusDown
+
+log = logging.getLogger("quire.engine")
+
+
+def load(config: EngineConfig) -> Executor:
+    """Raises ModelLoadError."""
+    if config.executor == "scripted":
+        return ScriptedExecutor.load(config)
+    from engine.executor import local  # torch, seconds to import: only for a configuration found good
+
+    return local.load(config)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    config = settings.load(
+        EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
+    )
+    if not config.engine_id:
+        config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
+
+    bus = BusThread(config)
+    try:
+        executor = load(config)
+        engine = Engine(config, executor, bus, bus)
+        bus.start()
+    except (ModelLoadError, ConfigError, BusDown) as error:
+        print(f"quire engine: {error}", file=sys.stderr)
+        return 2
+
+    def drain(*_: object) -> None:
+        engine.draining = True
+
+    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGINT, drain)
+    log.info(
+        "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
+        executor.info.name,
+        executor.blocks,
+        config.block_size,
+        executor.info.kv_bytes_per_token,
+        executor.info.fingerprint,
+    )
+    engine.run()
+    bus.stop()
+    executor.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""BlockPool: the KV cache's physical blocks, managed as an operating system manages page frames.
+
+Every block is in exactly one of three places:
+
+    free   nothing worth keeping          allocate() takes these first
+    idle   no table names it, but it      lookup() can revive it; allocate() evicts the least recently used
+           holds a cached prefix          when no free block is left
+    held   refs >= 1                      one count for every table that names it
+
+           allocate                  release, last ref, sealed
+    free ------------> held ---------------------------------> idle
+      ^                 ^  |                                    | |
+      |   release, last |  +--- acquire: one more table         | |
+      +--- ref, unsealed+---------------- acquire --------------+ |
+      +--------------------- evicted by allocate, or forgotten ---+
+
+The automatic prefix cache is nothing but this: a block that is *sealed* (full, its tokens known) can be found again by
+a digest that chains over everything before it, so equal digests mean equal prefixes under the same model and salt.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+class OutOfBlocks(Exception):
+    """allocate() was asked for more blocks than are available; nothing was taken."""
+
+
+class BooksError(Exception):
+    """The books do not balance; names the block.  Always a bug of ours, never of a client."""
+
+
+def root_digest(fingerprint: str, salt: str) -> bytes:
+    """Where every chain of one model and tenant starts: other weights or another salt share no digest (invariant 6)."""
+    return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32).digest()
+
+
+def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Digest of one full block given the digest of everything before it.  Cryptographic: a tenant can't forge a hit."""
+    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=32).digest()
+
+
+class BlockPool:
+    """Sole owner of free list, reference counts and digest index.  Callers hold tables; only the pool counts.
+
+    Every operation costs O(blocks it names).  Not thread-safe: the engine loop owns it.
+    """
+
+    def __init__(self, total: int, block_size: int, *, caching: bool = True, note_discarded: bool = False) -> None:
+        self.total = total
+        self.block_size = block_size  # tokens
+        self.caching = caching
+        self.discarded: list[int] = []  # with note_discarded: blocks whose content became garbage, until taken
+        self._note_discarded = note_discarded
+        self._refs = [0] * total
+        self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._digest: list[bytes | None] = [None] * total
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks a new table can have: free ones and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def lookup(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a chain.  Takes nothing: acquire() them before anything else."""
+        found = []
+        for digest in digests:
+            if (block := self._index.get(digest)) is None:
+                break
+            found.append(block)
+        return found
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Count one more table for each block: a prefix hit, or a fork."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._idle[block]
+            self._refs[block] += 1
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these acquire() would take out of `available`."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with undefined content and one reference each; all or nothing.  Raises OutOfBlocks."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.available} of {self.total} available")
+        taken = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _none = self._idle.popitem(last=False)
+                self._unseal(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def release(self, table: Sequence[int]) -> None:
+        """One table less for each block.  Goes backwards, so that eviction eats a prefix from its tail."""
+        for block in reversed(table):
+            if self._refs[block] <= 0:
+                raise BooksError(f"block {block} released more often than it was taken")
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._digest[block] is None:
+                    self._discard(block)
+                else:
+                    self._idle[block] = None
+
+    def refs(self, block: int) -> int:
+        """How many tables name it; with more than one it must be copied before it is written."""
+        return self._refs[block]
+
+    def seal(self, block: int, digest: bytes) -> None:
+        """Let later requests find a full block.  The first block under a digest wins; twins stay private."""
+        if self.caching and self._digest[block] is None and digest not in self._index:
+            self._index[digest] = block
+            self._digest[block] = digest
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody may find these again: their content proved wrong.  Tables that hold them keep them."""
+        for block in blocks:
+            self._unseal(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._discard(block)
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        self.forget(list(self._index.values()))
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Audit against every live table.  Raises BooksError naming the block.  O(blocks)."""
+        named = Counter(block for table in tables for block in table)
+        places = Counter(self._free)
+        places.update(self._idle.keys())
+        for block in range(self.total):
+            refs = self._refs[block]
+            if refs != named[block]:
+                raise BooksError(f"block {block} counts {refs} references, {named[block]} tables name it")
+            if places[block] != (1 if refs == 0 else 0):
+                raise BooksError(
+                    f"block {block} has {refs} references and stands {places[block]} times in free and idle"
+                )
+            digest = self._digest[block]
+            if digest is not None and self._index.get(digest) != block:
+                raise BooksError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
+            if digest is None and block in self._idle:
+                raise BooksError(f"block {block} is idle but holds nothing that can be found")
+        if len(self._index) != self.total - self._digest.count(None):
+            raise BooksError("the index finds a block that is not sealed")
+
+    def _unseal(self, block: int) -> None:
+        if (digest := self._digest[block]) is not None:
+            del self._index[digest]
+            self._digest[block] = None
+
+    def _discard(self, block: int) -> None:
+        self._free.append(block)
+        if self._note_discarded:
+            self.discarded.append(block)

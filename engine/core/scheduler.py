@@ -1,0 +1,546 @@
+"""The scheduler: which tokens of which sequences are computed in the next step.
+
+START HERE: `plan()` is the whole policy.  Everything obeys one rule, *computed catches up with known*: a prompt, a
+chunk of it, a cache hit, a decode and a resume after preemption differ only in how far the two are apart.
+
+Cost: a row that simply decodes is not looked at again until it needs a block, or reaches its length.  Both are known
+in advance, so they stand in a calendar (`_due`); a steady step costs O(rows that changed) to plan.  Committing costs
+O(tokens), since every token has to be delivered.
+
+Pure: no clock, no randomness, no I/O.  Time comes in as an argument, tokens come in as results, and what has to be
+told to clients comes out as `Outputs`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+
+import msgspec
+
+from engine.core.blocks import BlockPool, BooksError
+from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from engine.core.sequence import Sequence, State
+from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What bounds the scheduler; derived from EngineConfig and the loaded model."""
+
+    max_seqs: int  # rows of the executor
+    step_tokens: int  # token budget of a step, decodes included
+    chunk_tokens: int  # most prompt tokens of one sequence in a step
+    max_model_len: int  # tokens
+    vocab_size: int
+    admit_threshold: float  # fraction of the pool
+    eos_ids: frozenset[int]
+    fingerprint: str
+
+
+class Outputs(msgspec.Struct):
+    """What a commit has for the world outside."""
+
+    deltas: dict[str, list[Delta]]  # by gateway
+    finished: list[str]  # ids of requests all of whose continuations have ended
+
+
+class Totals(msgspec.Struct):
+    """Counts since start; the loop exports them."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0  # computed again after a preemption
+    preemptions: int = 0
+    copied_blocks: int = 0
+    released_blocks: int = 0  # by sequences that finished
+
+
+class Scheduler:
+    """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.step = 0  # of the last plan issued
+        self.committed = 0  # the last step whose result is in
+        self.totals = Totals()
+        self.waiting: deque[Sequence] = deque()  # by arrival: preempted ones return to the front
+        self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
+        self._prefilling: list[Sequence] = []  # by arrival
+        self._decoding = 0  # rows that compute one token each step without being named
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
+        self._requests: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
+        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, request id); ended requests drop out lazily
+        self._arrivals = 0
+        self._seats: list[Sequence | None] = [None] * limits.max_seqs  # row -> whose tokens it reports
+        self._free_rows = list(range(limits.max_seqs - 1, -1, -1))
+        self._freed_rows: list[int] = []  # to be told in the next plan
+        self._cooling: deque[tuple[int, int]] = deque()  # (last step that may report it, row): then it can be reused
+        self._growth: list[tuple[Sequence, int, int]] = []  # this plan's edits: (sequence, table index, block)
+        self._copies: list[tuple[Sequence, int, int]] = []  # this plan's copies: (sequence, from, to)
+        self._sources: Counter[int] = Counter()  # references that this plan's copies hold on their sources
+        self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
+        self._finished: list[str] = []
+
+    # ------------------------------------------------------------------------------------------------ coming and going
+
+    def accept(self, request: Generate) -> None:
+        """Queue a request.  One that can never run is finished with an error naming limit and value."""
+        if request.id in self._requests:  # delivered twice: it is running already
+            return
+        limits, prompt = self.limits, request.token_ids
+        room = min(limits.max_model_len, self.pool.total * self.pool.block_size)
+        stops = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stops |= limits.eos_ids
+        limit = min(len(prompt) + request.max_new_tokens, room)
+        order = self._arrivals = self._arrivals + 1
+        group = [Sequence(request, i, (order, i), stops, limit, list(prompt)) for i in range(request.n)]
+        self._requests[request.id] = list(group)
+        if len(prompt) >= room:
+            refusal = f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
+        elif not prompt or max(prompt) >= limits.vocab_size or min(prompt) < 0:
+            refusal = f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
+        elif request.n > limits.max_seqs:
+            refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
+        else:
+            leader, *leader.siblings = group
+            self._enqueue(leader)
+            heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+            return
+        self._end_request(request.id, "error", refusal)
+
+    def abort(self, request_id: str) -> None:
+        """End every continuation of a request now; unknown ids are ignored."""
+        self._end_request(request_id, "cancelled")
+
+    def fail_running(self, message: str) -> None:
+        """The executor lost a step and every row with it: end what was seated, empty the cache, keep the queue."""
+        for group in list(self._requests.values()):
+            if any(seq.row >= 0 or seq.state is State.ENDING for seq in group):
+                self._end_request(group[0].request.id, "error", message)
+        self.pool.forget_all()
+        self.committed = self.step
+        self._freed_rows = []
+        self._cooling.clear()
+        self._seats = [None] * self.limits.max_seqs
+        self._free_rows = list(range(self.limits.max_seqs - 1, -1, -1))
+
+    # ------------------------------------------------------------------------------------------------------- the step
+
+    def plan(self, now_ms: int) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute.  May be called before earlier results are in."""
+        self._expire(now_ms)
+        step = self.step + 1
+        starts: list[Start] = []
+        slices: list[Slice] = []
+        forks: list[Fork] = []
+
+        for seq in sorted(self._due.pop(step, ()), key=lambda s: s.arrival):  # oldest first: the newest yields
+            if seq.due == step:
+                self._attend(seq, step)
+        budget = self.limits.step_tokens - self._decoding
+        for seq in list(self._prefilling):
+            if seq.state is State.PREFILLING:  # an older one may just have taken its blocks
+                budget -= self._advance(seq, budget, step, slices, forks)
+        self._reclaim_rows()
+        while budget > 0 and self.waiting and self._may_start(self.waiting[0]):
+            seq = self.waiting[0]
+            self._dequeue(seq)
+            starts.append(self._seat(seq))
+            budget -= self._advance(seq, budget, step, slices, forks)
+
+        # Who was given a block and preempted afterwards, in this same plan, no longer has a row to edit.
+        copies = [(source, target) for seq, source, target in self._copies if seq.row >= 0]
+        edits = [(seq.row, index, block) for seq, index, block in self._growth if seq.row >= 0]
+        poison, self.pool.discarded = self.pool.discarded, []  # not the sources: they are read by this plan
+        self.pool.release(list(self._sources.elements()))
+        self._growth, self._copies, self._sources = [], [], Counter()
+        if not slices and not self._decoding:
+            self.pool.discarded += poison
+            return None
+        self.step = step
+        plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison)
+        self._freed_rows = []
+        return plan
+
+    def commit(self, result: StepResult) -> None:
+        """Take a step's tokens.  Results come in the order of their plans."""
+        if result.step != self.committed + 1:
+            raise BooksError(f"result of step {result.step} after step {self.committed}")
+        self.committed = result.step
+        seats, deltas, block_size, generated = self._seats, self._deltas, self.pool.block_size, 0
+        for row, logprobs in result.prompt_logprobs.items():
+            if (seq := seats[row]) is not None:
+                seq.prompt_logprobs.extend(logprobs)
+        for row, message in result.failed.items():
+            if (seq := seats[row]) is not None:
+                self.pool.forget(seq.table)  # what it computed is not to be trusted, and nobody shall find it
+                self._end_request(seq.request.id, "error", message)
+        for row, token in zip(result.rows, result.tokens, strict=True):
+            seq = seats[row]
+            if seq is None or seq.state is State.FINISHED:  # it ended while this step ran
+                continue
+            tokens = seq.tokens
+            tokens.append(token)
+            known = len(tokens)
+            if token in seq.stops:
+                finish = Finish("stop", token)
+            elif known == seq.limit:
+                finish = Finish("length")
+            else:
+                finish = None
+            request = seq.request
+            first = known - 1 - len(request.token_ids)
+            if first == 0 or row in result.logprobs:
+                delta = self._full_delta(seq, first, finish, result.logprobs.get(row))
+            else:
+                delta = Delta(request.id, first, [token], finish, seq.index)
+            deltas[request.gateway].append(delta)
+            generated += 1
+            if (known - 1) % block_size == 0 and seq.table:
+                self._seal(seq, known - 1)
+            if finish is not None:
+                self._end(seq)
+        self.totals.generated_tokens += generated
+        self._reclaim_rows()
+
+    def outputs(self) -> Outputs:
+        """Everything said since the last call: deltas by gateway, and the requests that are over."""
+        out = Outputs(dict(self._deltas), self._finished)
+        self._deltas, self._finished = defaultdict(list), []
+        return out
+
+    # --------------------------------------------------------------------------------------------------- what is held
+
+    @property
+    def running(self) -> int:
+        """Sequences with a seat."""
+        return self._decoding + len(self._prefilling)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing seated, nothing waiting, nothing on the way."""
+        return not self._requests and self.committed == self.step
+
+    def room(self) -> tuple[int, int]:
+        """(prompt tokens, requests) the engine could start soon: what to claim from the shared queue."""
+        rows = len(self._free_rows) - len(self.waiting)
+        if not self._requests:
+            return self.pool.total * self.pool.block_size, rows
+        waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
+        return max(0, self._spare() - waiting_blocks) * self.pool.block_size, max(0, rows)
+
+    def used_slots(self) -> tuple[int, int]:
+        """(slots holding tokens, slots allocated) over all tables, shared blocks counted once."""
+        filled: dict[int, int] = {}
+        size = self.pool.block_size
+        for seq in self._live():
+            computed = seq.computed_before(self.step + 1)
+            for i, block in enumerate(seq.table):
+                filled[block] = max(filled.get(block, 0), min(size, computed - i * size))
+        return sum(filled.values()), len(filled) * size
+
+    def check(self) -> None:
+        """Audit the books: the pool against every table, every table against its sequence.  Raises BooksError."""
+        live = list(self._live())
+        self.pool.check([seq.table for seq in live])
+        for seq in live:
+            computed = seq.computed_before(self.step + 1)
+            if seq.state is not State.WAITING:
+                want = -(-computed // self.pool.block_size)
+                if len(seq.table) != want:
+                    raise BooksError(
+                        f"{seq.request.id}: {computed} tokens computed in {len(seq.table)} blocks, not {want}"
+                    )
+            elif seq.table:
+                raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
+        if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
+            raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
+        decoding = sum(seq.state is State.DECODING for seq in live)
+        if decoding != self._decoding:
+            raise BooksError(f"{decoding} sequences decode, {self._decoding} are counted")
+        taken = sum(seq is not None for seq in self._seats)
+        if taken + len(self._free_rows) != self.limits.max_seqs:
+            raise BooksError(f"{taken} rows taken and {len(self._free_rows)} free of {self.limits.max_seqs}")
+
+    # ------------------------------------------------------------------------------------------------ inside one plan
+
+    def _may_start(self, seq: Sequence) -> bool:
+        """Whether the head of the queue fits: rows for all its continuations, blocks for all it knows and one more."""
+        if seq.sampled_in > self.committed:  # preempted while its last token is still on the way
+            return False
+        if len(self._free_rows) < 1 + len(seq.siblings):
+            return False
+        need = self._blocks_to_start(seq)
+        if self.running == 0:  # alone it may pass the threshold, and siblings may take turns
+            return need <= self.pool.available
+        return need + len(seq.siblings) <= self._spare()
+
+    def _blocks_to_start(self, seq: Sequence) -> int:
+        """What starting would take out of `available`: new blocks, and cached ones that are idle now."""
+        hits = self._lookup(seq)
+        blocks = -(-(seq.known + 1) // self.pool.block_size)
+        return blocks - len(hits) + self.pool.idle_among(hits)
+
+    def _spare(self) -> int:
+        """Blocks that new work may take: up to the threshold, less what started prompts have yet to take."""
+        size = self.pool.block_size
+        promised = sum(-(-(seq.known + 1) // size) - len(seq.table) + len(seq.siblings) for seq in self._prefilling)
+        reserve = self.pool.total - int(self.limits.admit_threshold * self.pool.total)
+        return self.pool.available - reserve - promised
+
+    def _lookup(self, seq: Sequence) -> list[int]:
+        """Cached blocks of its longest prefix, short of its last token: computing that one gives the first logits."""
+        if not self.pool.caching or seq.request.sampling.prompt_logprobs >= 0:
+            return []
+        size, fingerprint = self.pool.block_size, self.limits.fingerprint
+        return self.pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
+
+    def _seat(self, seq: Sequence) -> Start:
+        hits = self._lookup(seq)
+        self.pool.acquire(hits)
+        seq.table = hits
+        seq.computed = len(hits) * self.pool.block_size
+        seq.state = State.PREFILLING
+        seq.prompt_logprobs = []
+        if seq.seated_before:
+            self.totals.recomputed_tokens += seq.known - seq.computed
+        else:
+            seq.seated_before = True
+            seq.cached_tokens = seq.computed
+            self.totals.prompt_tokens += seq.prompt_len
+            self.totals.cached_prompt_tokens += seq.computed
+        for member in (seq, *seq.siblings):
+            member.row = self._free_rows.pop()
+            self._seats[member.row] = member
+        insort(self._prefilling, seq, key=lambda s: s.arrival)
+        return Start(seq.row, list(hits))
+
+    def _advance(self, seq: Sequence, budget: int, step: int, slices: list[Slice], forks: list[Fork]) -> int:
+        """Let computed catch up with known, as far as the budget goes.  Returns the tokens taken from it."""
+        start, known = seq.computed, seq.known
+        count = min(known - start, budget, self.limits.chunk_tokens)
+        if count <= 0:
+            return 0
+        end, size = start + count, self.pool.block_size
+        if not self._grow(seq, -(-end // size) - len(seq.table)):
+            return 0
+        sampling = seq.request.sampling
+        targets = seq.tokens[start + 1 : end + 1] if sampling.prompt_logprobs >= 0 and known == seq.prompt_len else []
+        sampler = self._sampler(seq) if end == known else None
+        slices.append(
+            Slice(
+                seq.row,
+                start,
+                seq.tokens[start:end],
+                sampler,
+                targets,
+                max(0, sampling.prompt_logprobs) if targets else 0,
+            )
+        )
+        seq.computed = end
+        for full in range(start // size + 1, end // size + 1):
+            self._seal(seq, full * size)
+        if sampler is not None:
+            self._prefilling.remove(seq)
+            for sibling in seq.siblings:
+                self.pool.acquire(seq.table)
+                sibling.table, sibling.computed = list(seq.table), end
+                sibling.digests = list(seq.digests)
+                forks.append(Fork(sibling.row, seq.row, list(seq.table), self._sampler(sibling)))
+                self._decode_from(sibling, step + 1, forked=True)
+            self._decode_from(seq, step + 1, forked=bool(seq.siblings))
+            seq.siblings = []
+        return count
+
+    def _decode_from(self, seq: Sequence, step: int, *, forked: bool) -> None:
+        """From `step` on the row computes one token each step by itself; enter the step it needs us in the calendar."""
+        seq.state = State.DECODING
+        seq.since = step
+        self._decoding += 1
+        self._schedule(seq, step, now=forked)
+
+    def _schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
+        """The next step to look at a decoding row: when its table is full, or its last token has been sampled."""
+        full = step + len(seq.table) * self.pool.block_size - seq.computed
+        last = step + seq.limit - seq.computed - 1
+        seq.due = step if now else min(full, last)
+        self._due[seq.due].append(seq)
+
+    def _attend(self, seq: Sequence, step: int) -> None:
+        """A decoding row's date has come: stop it at its length, else make the next slot writable."""
+        seq.computed += step - seq.since
+        seq.since = step
+        if seq.computed + 1 == seq.limit:
+            self._unseat(seq)
+            seq.state = State.ENDING
+            return
+        index = seq.computed // self.pool.block_size
+        if index == len(seq.table):
+            if not self._grow(seq, 1):
+                return
+        elif self._is_shared(seq.table[index]) and not self._copy_on_write(seq, index):
+            return
+        self._schedule(seq, step)
+
+    def _grow(self, seq: Sequence, count: int) -> bool:
+        """Append blocks to a table, preempting the newest if need be.  False: the sequence itself had to yield."""
+        if count <= 0:
+            return True
+        if not self._make_room(seq, count):
+            return False
+        for block in self.pool.allocate(count):
+            self._growth.append((seq, len(seq.table), block))
+            seq.table.append(block)
+        return True
+
+    def _copy_on_write(self, seq: Sequence, index: int) -> bool:
+        """Give the sequence its own copy of a shared, partly filled block before it writes there.
+
+        The table's reference to the source passes to `_sources` until the plan is out: a block freed and taken again
+        within one plan could otherwise be source and target of the same batch of copies."""
+        if not self._make_room(seq, 1):
+            return False
+        block = seq.table[index]
+        if self._is_shared(block):  # making room may have ended the sharing
+            (seq.table[index],) = self.pool.allocate(1)
+            self._sources[block] += 1
+            self._copies.append((seq, block, seq.table[index]))
+            self._growth.append((seq, index, seq.table[index]))
+            self.totals.copied_blocks += 1
+        return True
+
+    def _is_shared(self, block: int) -> bool:
+        return self.pool.refs(block) - self._sources[block] > 1
+
+    def _make_room(self, seq: Sequence, count: int) -> bool:
+        """Preempt the newest until `count` blocks are available.  False: the newest was `seq` itself."""
+        while self.pool.available < count:
+            seated = (s for s in self._live() if s.state is State.PREFILLING or s.state is State.DECODING)
+            victim = max(seated, key=lambda s: s.arrival)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """All or nothing: take every block and the seat; what it knows stays, and is computed again later."""
+        self.totals.preemptions += 1
+        self._unseat(seq)
+        self._release(seq)
+        self._enqueue(seq)
+
+    def _sampler(self, seq: Sequence) -> Sampler:
+        sampling = seq.request.sampling
+        reads_history = (
+            sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
+        )
+        return Sampler(
+            sampling,
+            seq.prompt_len,
+            sorted(seq.stops) if seq.known - seq.prompt_len < sampling.min_tokens else [],
+            list(seq.tokens) if reads_history else [],
+            seq.index,
+        )
+
+    def _full_delta(self, seq: Sequence, first: int, finish: Finish | None, logprob: TokenLogprob | None) -> Delta:
+        """A delta with everything a client may have asked for beyond the token."""
+        return Delta(
+            seq.request.id,
+            first,
+            [seq.tokens[-1]],
+            finish,
+            seq.index,
+            None if logprob is None else [logprob],
+            seq.cached_tokens if first == 0 else 0,
+            seq.prompt_logprobs or None if first == 0 else None,
+        )
+
+    def _seal(self, seq: Sequence, end: int) -> None:
+        """Its tokens up to `end`, a multiple of the block size, are known and computed: let others find that block."""
+        if self.pool.caching:
+            block = end // self.pool.block_size - 1
+            self.pool.seal(seq.table[block], seq.digest(block, self.limits.fingerprint, self.pool.block_size))
+
+    # ---------------------------------------------------------------------------------------------------- the endings
+
+    def _expire(self, now_ms: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            self._end_request(heapq.heappop(self._deadlines)[1], "deadline")
+
+    def _end_request(self, request_id: str, reason: FinishReason, message: str = "") -> None:
+        """End every continuation that is still open, with a Finish each."""
+        for seq in list(self._requests.get(request_id, ())):
+            first = seq.known - seq.prompt_len
+            delta = Delta(request_id, first, [], Finish(reason, message=message), seq.index)
+            self._deltas[seq.request.gateway].append(delta)
+            self._end(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        """Its Finish is said: give back the seat and every block."""
+        if seq.queued_tokens:
+            self._dequeue(seq)
+        self._unseat(seq)
+        self.totals.released_blocks += len(seq.table)
+        self._release(seq)
+        seq.state = State.FINISHED
+        group = self._requests[seq.request.id]
+        group.remove(seq)
+        if not group:
+            del self._requests[seq.request.id]
+            self._finished.append(seq.request.id)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        """Join the queue where its arrival says: what was preempted stands before all that never ran."""
+        seq.state = State.WAITING
+        seq.queued_tokens = seq.known
+        self.waiting_tokens += seq.known
+        if not self.waiting or self.waiting[-1].arrival < seq.arrival:
+            self.waiting.append(seq)
+        else:
+            self.waiting.insert(next(i for i, s in enumerate(self.waiting) if s.arrival > seq.arrival), seq)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting_tokens -= seq.queued_tokens
+        seq.queued_tokens = 0
+
+    def _unseat(self, seq: Sequence) -> None:
+        """Leave the row, if there is one.  The row still reports for `seq` until its last step has been committed."""
+        if seq.row < 0:
+            return
+        if seq.state is State.WAITING:  # a sibling that has not forked yet: the executor never heard of its row
+            self._seats[seq.row] = None
+            self._free_rows.append(seq.row)
+        else:
+            self._freed_rows.append(seq.row)
+            self._cooling.append((self.step, seq.row))
+        if seq.state is State.PREFILLING:
+            self._prefilling.remove(seq)
+            for sibling in seq.siblings:
+                self._unseat(sibling)
+        elif seq.state is State.DECODING:
+            seq.computed = seq.computed_before(self.step + 1)
+            seq.sampled_in = self.step
+            seq.due = 0
+            self._decoding -= 1
+        seq.row = -1
+
+    def _reclaim_rows(self) -> None:
+        """Rows that no step in flight can report any more are free; the plan that reuses one frees it first."""
+        while self._cooling and self._cooling[0][0] <= self.committed:
+            _, row = self._cooling.popleft()
+            self._seats[row] = None
+            self._free_rows.append(row)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.table)
+        seq.table, seq.computed = [], 0
+
+    def _live(self) -> Iterator[Sequence]:
+        for group in self._requests.values():
+            yield from group

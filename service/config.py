@@ -1,0 +1,60 @@
+"""GatewayConfig: all an operator may set on a gateway.  The only reader of files and environment in `service`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frozen after start.  `engine.wire.settings.load` fills it from flags, environment and a file."""
+
+    model: Annotated[str, Meta(description="Directory or hub name: its tokenizer and chat template are used.")] = ""
+    served_name: Annotated[str, Meta(description="Name clients use; empty: the model's own.")] = ""
+    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="TCP port; several gateway processes may share it; 0: any free one.")
+    ] = 8000
+    redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
+        "redis://127.0.0.1:6379/0"
+    )
+    namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
+    gateway_id: Annotated[str, Meta(description="Unique name of this process; empty: host name and process id.")] = ""
+    api_keys: Annotated[
+        str, Meta(description="Bearer keys, comma-separated, that may use /v1, /tokenize, /detokenize; empty: open.")
+    ] = ""
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
+    ] = 8 * 1024 * 1024
+    max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
+    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
+    max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
+    max_stop_strings: Annotated[int, Meta(ge=0, description="Each costs a search in every token's text.")] = 16
+    max_stop_chars: Annotated[
+        int, Meta(ge=1, description="Length of one stop string: that much text may be held back.")
+    ] = 256
+    max_token_list: Annotated[
+        int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids and allowed_token_ids.")
+    ] = 1024
+    default_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds a request may take, queue included, when it names no timeout itself.")
+    ] = 600.0
+    max_timeout_s: Annotated[float, Meta(gt=0, description="Longest timeout a request may ask for, seconds.")] = 3600.0
+    heartbeat_s: Annotated[
+        float, Meta(gt=0, description="Seconds of silence before a keep-alive comment; proxies cut idle streams at 50.")
+    ] = 10.0
+    drain_s: Annotated[
+        float, Meta(ge=0, description="Seconds running streams may go on after SIGTERM; then they end in an error.")
+    ] = 30.0
+    fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
+    stale_s: Annotated[
+        float, Meta(gt=0, description="An engine silent for so long counts as full, though its lease still runs.")
+    ] = 3.0
+    admit_threshold: Annotated[
+        float, Meta(gt=0, le=1, description="KV utilisation beyond which new work waits in the queue or gets 429.")
+    ] = 0.90
+    queue_wait_s: Annotated[
+        float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
+    ] = 20.0

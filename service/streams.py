@@ -1,0 +1,341 @@
+"""Open requests: a mailbox for each continuation, one reader task for all of them, deadlines, and the one way out.
+
+    bus.batches() --> one reader --> mailbox (merged) --> the request's own handler --> text --> socket
+                                          ^ a slow client's tokens wait here, at most max_new_tokens of them
+
+Whoever leaves `Streams.open` early, for whatever reason (client gone, stop string, deadline, error), leaves through
+`OpenRequest.__aexit__`, which tells the engines to stop.  Nothing else cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from types import TracebackType
+
+import msgspec
+
+from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
+from service.api import Refusal
+from service.config import GatewayConfig
+from service.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """What one continuation has received and its handler has not taken yet: one merged delta, not a queue of them."""
+
+    __slots__ = (
+        "_finish",
+        "_logprobs",
+        "_tokens",
+        "cached_tokens",
+        "choice",
+        "closed",
+        "ended",
+        "next",
+        "prompt_logprobs",
+    )
+
+    def __init__(self, choice: int) -> None:
+        self.choice = choice
+        self.next = 0  # output position expected next
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        self.ended = False  # the engine (or this gateway, for it) said Finish: no more tokens will come
+        self.closed = False  # the handler wants no more
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self._finish: Finish | None = None
+
+    def put(self, delta: Delta) -> bool:
+        """Merge a delta; False when it brings nothing new (a replay, or after the end).
+
+        A gap can only mean that tokens were lost on the way, so it ends the continuation with an error."""
+        if self.ended or self.closed:
+            return False
+        seen = self.next - delta.first
+        if seen < 0:
+            self.fail(Finish("error", message="tokens were lost on the way from the engine"))
+            return True
+        tokens, logprobs = delta.token_ids, delta.logprobs
+        if seen:  # replayed after a crash or a reconnect
+            tokens = tokens[seen:]
+            logprobs = logprobs[seen:] if logprobs is not None else None
+        if not tokens and delta.finish is None:
+            return False
+        self.next += len(tokens)
+        if self._tokens:
+            self._tokens += tokens
+        else:
+            self._tokens = tokens
+        if logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *logprobs]
+        if delta.first == 0:
+            self.cached_tokens, self.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
+        if delta.finish is not None:
+            self._finish, self.ended = delta.finish, True
+        return True
+
+    def fail(self, finish: Finish) -> None:
+        """End this continuation from here; tokens received so far stay."""
+        self._finish, self.ended = finish, True
+
+    def take(self) -> tuple[list[int], list[TokenLogprob] | None, Finish | None]:
+        """All new tokens, their logprobs if asked for, and the Finish once there is one; empties the mailbox."""
+        taken = (self._tokens, self._logprobs, self._finish)
+        self._tokens, self._logprobs = [], None
+        return taken
+
+
+class OpenRequest:
+    """One client's request while it is being answered.  Iterate for the mailboxes that changed since the last turn;
+    an empty list means that nothing came for `heartbeat_s`.  The iteration ends when every choice was `end`ed."""
+
+    def __init__(self, streams: Streams, orders: list[Generate], deadline: float, heartbeat_s: float) -> None:
+        """`deadline` in the event loop's time."""
+        self._streams, self._orders = streams, orders
+        self._loop = asyncio.get_running_loop()
+        self._deadline, self._heartbeat_s = deadline, heartbeat_s
+        self._continuations = orders[0].n
+        self.mailboxes = [Mailbox(choice) for choice in range(len(orders) * self._continuations)]
+        self._unfinished = len(self.mailboxes)
+        self._changed: list[Mailbox] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._submitted = 0
+        self._cut_short = False  # by a deadline or shutdown, so that the engines must be told
+        self._last_news = self._loop.time()
+
+    async def __aenter__(self) -> OpenRequest:
+        """Queue every order.  Raises Refusal(503) when Redis does not take them; then none stays queued."""
+        self._streams.register(self, self._orders)
+        try:
+            for order in self._orders:
+                self._submitted += 1  # before the attempt: a lost reply may hide a queued request
+                await self._streams.submit(order)
+        except BaseException:
+            self._leave()
+            raise
+        self._timers = [
+            self._loop.call_at(self._deadline, self.end_all, Finish("deadline")),
+            self._loop.call_later(self._heartbeat_s, self._beat),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        size = self._continuations
+        running = []
+        for prompt, order in enumerate(self._orders[: self._submitted]):
+            mailboxes = self.mailboxes[prompt * size : (prompt + 1) * size]
+            if self._cut_short or not all(mailbox.ended for mailbox in mailboxes):
+                running.append(order)
+        self._streams.forget(self._orders, running)
+
+    def __aiter__(self) -> OpenRequest:
+        return self
+
+    async def __anext__(self) -> list[Mailbox]:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        if not self._changed:
+            self._wake = self._loop.create_future()
+            await self._wake
+            self._wake = None
+        changed, self._changed = self._changed, []
+        return changed
+
+    def put(self, prompt: int, delta: Delta) -> None:
+        """From the reader task: file a delta and wake the handler."""
+        index = prompt * self._continuations + delta.index
+        if not 0 <= delta.index < self._continuations:
+            log.error("delta for continuation %d of %d ignored", delta.index, self._continuations)
+            return
+        mailbox = self.mailboxes[index]
+        if mailbox.put(delta):
+            self._notify(mailbox)
+
+    def _notify(self, mailbox: Mailbox) -> None:
+        self._last_news = self._loop.time()
+        if mailbox not in self._changed:
+            self._changed.append(mailbox)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def end(self, choice: int) -> None:
+        """The handler has all it wants of this choice."""
+        mailbox = self.mailboxes[choice]
+        if not mailbox.closed:
+            mailbox.closed = True
+            self._unfinished -= 1
+
+    def end_all(self, finish: Finish) -> None:
+        """End every continuation that still runs: its deadline passed, or this gateway must go."""
+        for mailbox in self.mailboxes:
+            if not (mailbox.ended or mailbox.closed):
+                self._cut_short = True
+                mailbox.fail(finish)
+                self._notify(mailbox)
+
+    def _beat(self) -> None:
+        """One timer a request, re-armed lazily, so that a heartbeat costs tokens nothing."""
+        silent = self._loop.time() - self._last_news
+        if silent >= self._heartbeat_s:
+            self._last_news = self._loop.time()
+            silent = 0.0
+            self._nudge()
+        self._timers[1] = self._loop.call_later(self._heartbeat_s - silent, self._beat)
+
+
+class Streams:
+    """Every open request of this gateway, and its view of the engines."""
+
+    def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
+        self._bus, self._config, self._telemetry = bus, config, telemetry
+        self._open: dict[str, tuple[OpenRequest, int]] = {}  # order id -> its request, and which of its prompts
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancels: set[asyncio.Task[None]] = set()
+        # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
+        self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
+        self._queued = self._queued_tokens = 0
+        self._read_ms = 0
+        self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
+
+    # -- life
+
+    async def start(self) -> None:
+        """Read the fleet once, then keep reading it and the tokens."""
+        await self._refresh()
+        self._tasks = [asyncio.create_task(self._read(), name="read"), asyncio.create_task(self._watch(), name="watch")]
+
+    async def stop(self) -> None:
+        """Stop reading; give the last cancels a moment to leave."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._cancels:
+            await asyncio.wait(self._cancels, timeout=2.0)
+        for task in list(self._cancels):
+            task.cancel()
+
+    def __len__(self) -> int:
+        """Open requests, one for each prompt."""
+        return len(self._open)
+
+    def end_all(self, finish: Finish) -> None:
+        for request, _ in list(self._open.values()):
+            request.end_all(finish)
+
+    # -- requests
+
+    def open(self, orders: list[Generate], timeout_s: float) -> OpenRequest:
+        """An `async with` context in which the orders run; one for each prompt, all with the same `n`."""
+        return OpenRequest(self, orders, asyncio.get_running_loop().time() + timeout_s, self._config.heartbeat_s)
+
+    def register(self, request: OpenRequest, orders: list[Generate]) -> None:
+        for prompt, order in enumerate(orders):
+            self._open[order.id] = (request, prompt)
+        self._telemetry.open_requests.set(len(self._open))
+
+    async def submit(self, order: Generate) -> None:
+        """Queue one order.  Raises Refusal(503)."""
+        try:
+            await self._bus.submit(order)
+        except BusDown as error:
+            self.trouble = str(error)
+            raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
+        # Count it at once: the next reading of the queue may be a quarter of a second away.
+        self._queued += 1
+        self._queued_tokens += len(order.token_ids)
+
+    def forget(self, orders: list[Generate], running: list[Generate]) -> None:
+        """Close the orders' mailboxes, and stop those that may still run.  Never waits: the caller may be cancelled."""
+        for order in orders:
+            self._open.pop(order.id, None)
+        self._telemetry.open_requests.set(len(self._open))
+        for order in running:
+            task = asyncio.create_task(self._cancel(order), name=f"cancel {order.id}")
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
+
+    async def _cancel(self, order: Generate) -> None:
+        while True:
+            try:
+                return await self._bus.cancel(order.id)
+            except BusDown:
+                if time.time() * 1000 > order.deadline_ms:
+                    return None  # past it the engine lets go by itself
+                await asyncio.sleep(1.0)
+
+    # -- tokens and the fleet
+
+    async def _read(self) -> None:
+        """The only consumer of this gateway's token stream."""
+        try:
+            async for batch in self._bus.batches():
+                self.deliver(batch)
+        except Exception:
+            log.exception("the token reader failed")
+            self.trouble = "the token reader failed"
+            self.end_all(Finish("error", message="this gateway lost its token stream"))
+
+    def deliver(self, batch: TokenBatch) -> None:
+        """Spread one step's tokens over the mailboxes.  Deltas of closed requests are dropped."""
+        opened = self._open
+        for delta in batch.deltas:
+            if (found := opened.get(delta.id)) is not None:
+                found[0].put(found[1], delta)
+        if batch.load is not None:
+            self._note(batch.load)
+
+    def _note(self, load: EngineLoad) -> None:
+        known = self._loads.get(load.engine)
+        if known is None or known[0] != load.time_ms:
+            ours = msgspec.structs.replace(load, time_ms=int(time.time() * 1000))
+            self._loads[load.engine] = (load.time_ms, ours)
+
+    async def _refresh(self) -> None:
+        try:
+            fleet = await self._bus.fleet()
+        except BusDown as error:
+            self.trouble = str(error)
+            return
+        for load in fleet.engines:
+            self._note(load)
+        alive = {load.engine for load in fleet.engines}
+        for engine in self._loads.keys() - alive:
+            del self._loads[engine]
+        self._queued, self._queued_tokens = fleet.queued, fleet.queued_tokens
+        self._read_ms = int(time.time() * 1000)
+        self.trouble = None
+        self._telemetry.record_fleet(self.fleet)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.fleet_s)
+            with contextlib.suppress(TimeoutError):
+                await self._refresh()
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines with a live lease, `time_ms` on this process's clock, and the queue."""
+        loads = [load for _, load in self._loads.values()]
+        return Fleet(engines=loads, queued=self._queued, queued_tokens=self._queued_tokens, time_ms=self._read_ms)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What answers carry as system_fingerprint: changes when the weights do."""
+        return next((f"fp_{load.fingerprint[:16]}" for _, load in self._loads.values()), None)

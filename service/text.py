@@ -1,0 +1,341 @@
+"""Text in, text out: tokenizer, chat template, incremental detokenizer, stop strings.  No torch.
+
+    token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text for the client
+                          |-- an unfinished character waits --|-- what may begin a stop string waits --|
+
+Going through bytes makes streaming exact: a token's bytes never depend on its neighbours, so the text is the same
+however the tokens are cut into deltas.  Byte-level BPE (GPT-2, Llama 3, Qwen, OPT, GPT-NeoX) and SentencePiece-style
+vocabularies (Llama 2, Mistral, Phi-3, Gemma) have such a table; a tokenizer that has none is refused at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import os
+import re
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from engine.wire.messages import Finish
+from service.api import Piece, Prompt, Prompted, Refusal, ValidRequest
+from service.streams import Mailbox, OpenRequest
+
+# Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.
+INLINE_CHARS = 4096
+
+
+class ModelError(Exception):
+    """The model's tokenizer cannot be loaded or used; one line an operator can act on."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte -> that byte (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + at): b for at, b in enumerate(others)}
+
+
+def _decoder_kinds(decoder: Any) -> set[str]:
+    """The types in a `tokenizers` decoder, sequences flattened."""
+    if decoder is None:
+        return set()
+    described = json.loads(decoder.__getstate__())
+    parts = described.get("decoders", [described])
+    return {part["type"] for part in parts}
+
+
+def vocabulary_bytes(backend: Any) -> list[bytes]:
+    """The bytes of each token id of a `tokenizers.Tokenizer`; ids it skips get none.  Raises ModelError."""
+    kinds = _decoder_kinds(backend.decoder)
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values()) + 1)
+    if "ByteLevel" in kinds:
+        alphabet = _byte_level_alphabet()
+        for piece, token in vocab.items():
+            try:
+                table[token] = bytes([alphabet[char] for char in piece])
+            except KeyError:  # an added token, stored as it reads
+                table[token] = piece.encode()
+        return table
+    if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        fallback = "ByteFallback" in kinds
+        for piece, token in vocab.items():
+            if fallback and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+                table[token] = bytes([int(piece[3:5], 16)])
+            else:
+                table[token] = piece.replace("\u2581", " ").encode()
+        return table
+    raise ModelError(f"tokenizer: decoder {sorted(kinds) or 'none'} is neither byte-level nor SentencePiece-style")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(self, source: str) -> None:
+        """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError."""
+        # Imported here: it takes over a second, which `import service` must not.
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(source)
+        except Exception as error:  # transformers raises a dozen kinds for a directory that is no model
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelError(f"model {source}: {reason}") from None
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")
+        self._backend = backend
+        self.table = vocabulary_bytes(backend)
+        self._visible = list(self.table)  # the same, special tokens silent
+        for token, added in backend.get_added_tokens_decoder().items():
+            if added.special:
+                self._visible[token] = b""
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+
+    def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
+        """Bytes of each token.  A model may have more rows than its tokenizer has tokens: such ids have none."""
+        table = self._visible if skip_special else self.table
+        try:
+            return [table[token] for token in tokens]
+        except IndexError:
+            return [table[token] if token < len(table) else b"" for token in tokens]
+
+    def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
+        """The text of a whole sequence, as the tokenizer itself would decode it."""
+        text: str = self._backend.decode(tokens, skip_special_tokens=skip_special)
+        return text
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _encode_prompt(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        return self._encode(prompt, special=special) if isinstance(prompt, str) else prompt
+
+    def _encode_chat(self, messages: list[dict[str, Any]], *, generation_prompt: bool = True) -> list[int]:
+        """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
+        if not self._hf.chat_template:
+            message = "messages: this model has no chat template; use /v1/completions"
+            raise Refusal(400, "no_chat_template", message, param="messages")
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        except Exception as error:  # whatever the template does with these messages is the messages' fault
+            # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
+            said = f": {error}" if type(error).__name__ == "TemplateError" else ""
+            message = f"messages: the model's chat template refuses them{said}"
+            raise Refusal(400, "chat_template_error", message, param="messages") from None
+        return self._encode(text, special=False)
+
+    async def _off_loop(self, chars: int, work: Any) -> list[list[int]]:
+        """Run `work` here when it is short, else on a thread: the Rust tokenizer lets go of the interpreter."""
+        if chars <= INLINE_CHARS:
+            result: list[list[int]] = work()
+            return result
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def encode(self, valid: ValidRequest) -> list[list[int]]:
+        """Token ids of each prompt.  Raises Refusal when the chat template does not take the messages."""
+        chars = sum(len(prompt) for prompt in valid.prompts if isinstance(prompt, str))
+        chars += sum(len(message["content"]) for message in valid.messages)
+
+        def work() -> list[list[int]]:
+            if valid.chat:
+                return [self._encode_chat(valid.messages)]
+            return [self._encode_prompt(prompt) for prompt in valid.prompts]
+
+        encoded = await self._off_loop(chars, work)
+        if (keep := valid.truncate_prompt_tokens) is not None:
+            encoded = [ids[-keep:] for ids in encoded]
+        return encoded
+
+    async def tokenize(
+        self, prompt: str | None, messages: list[dict[str, Any]], *, special: bool, generation_prompt: bool
+    ) -> list[int]:
+        """What POST /tokenize answers.  Raises Refusal like `encode`."""
+
+        def work() -> list[list[int]]:
+            if prompt is None:
+                return [self._encode_chat(messages, generation_prompt=generation_prompt)]
+            return [self._encode(prompt, special=special)]
+
+        chars = len(prompt or "") + sum(len(message["content"]) for message in messages)
+        return (await self._off_loop(chars, work))[0]
+
+    def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
+        """The prompts as the answer will speak of them; text and offsets only where `echo` needs them."""
+        if not valid.echo:
+            return [Prompted(ids) for ids in encoded]
+        prompted = []
+        for prompt, ids in zip(valid.prompts, encoded, strict=True):
+            untouched = isinstance(prompt, str) and valid.truncate_prompt_tokens is None
+            text = str(prompt) if untouched else self.text_of(ids, skip_special=valid.skip_special)
+            stream = TextStream(self, skip_special=valid.skip_special, track_offsets=True)
+            stream.push(ids)
+            prompted.append(Prompted(ids, text, stream.take_offsets()))
+        return prompted
+
+
+class TextStream:
+    """The text of one continuation, as its tokens arrive.
+
+    The concatenation of everything `push` and `finish` return depends only on the tokens, never on how they were cut:
+    stop strings are looked for after each single token.  Where several match, the one that begins first wins.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_offsets",
+        "_simple",
+        "_skip_special",
+        "_stops",
+        "_tokenizer",
+        "chars",
+        "matched",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+        track_offsets: bool = False,
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
+        self._held = ""  # the end of the text so far, as long as it may be the beginning of a stop string
+        self.chars = 0  # decoded so far, held ones included
+        self._offsets: list[int] | None = [] if track_offsets else None
+        self._simple = not stop and not track_offsets
+        self.tokens = 0  # consumed; after a match, up to and with the token that completed it
+        self.matched: str | None = None  # the stop string that ended the text: nothing may be pushed any more
+
+    def push(self, tokens: list[int]) -> str:
+        """Consume tokens, up to a match; return the text that may go out now."""
+        pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special)
+        if self._simple:
+            self.tokens += len(tokens)
+            return self._decoder.decode(b"".join(pieces))
+        out = ""
+        for piece in pieces:
+            if self._offsets is not None:
+                self._offsets.append(self.chars)
+            new = self._decoder.decode(piece)
+            self.chars += len(new)
+            self.tokens += 1
+            if self.tokens <= self._min_tokens:
+                out += new  # too early to stop: this text takes no part in any match
+            else:
+                out += self._release(new)
+            if self.matched is not None:
+                break
+        return out
+
+    def finish(self) -> str:
+        """The end of the tokens: return all text still held, an unfinished character as U+FFFD."""
+        tail = self._decoder.decode(b"", final=True)
+        out = self._release(tail) if self._stops else tail
+        if self.matched is None:
+            out += self._held
+        self._held = ""
+        return out
+
+    def take_offsets(self) -> list[int]:
+        """Characters before each token consumed since the last call."""
+        offsets, self._offsets = self._offsets or [], []
+        return offsets
+
+    def _release(self, new: str) -> str:
+        """Add text; return what cannot be part of a stop string any more, or everything before the match."""
+        text = self._held + new
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found)
+            self._held = ""
+            return text[: at + len(self.matched)] if self._include_stop else text[:at]
+        keep = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), keep, -1):
+                if text.endswith(stop[:length]):
+                    keep = length
+                    break
+        split = len(text) - keep
+        self._held = text[split:]
+        return text[:split]
+
+
+def _failure(finish: Finish) -> Refusal:
+    """What a client is told when a continuation ended neither by stop nor by length."""
+    if finish.reason == "deadline":
+        return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
+    if finish.reason == "cancelled":
+        return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
+    return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
+
+
+async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer) -> AsyncGenerator[list[Piece], None]:
+    """Everything an open request has for its client, in lists of what is new; an empty list is a heartbeat.
+
+    Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
+    Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
+    sampling = valid.sampling
+    wants_logprobs = sampling.logprobs >= 0
+    streams = [
+        TextStream(
+            tokenizer,
+            stop=valid.stop,
+            include_stop=valid.include_stop,
+            skip_special=valid.skip_special,
+            min_tokens=sampling.min_tokens,
+            track_offsets=wants_logprobs,
+        )
+        for _ in opened.mailboxes
+    ]
+
+    def read(mailbox: Mailbox) -> Piece:
+        stream = streams[mailbox.choice]
+        tokens, logprobs, finish = mailbox.take()
+        shown = tokens
+        if finish is not None and finish.stop_token >= 0 and not valid.include_stop:
+            shown = tokens[:-1]  # a stop token is counted and reported, but is no text
+        before = stream.tokens
+        piece = Piece(mailbox.choice, stream.push(shown), tokens, cached_tokens=mailbox.cached_tokens)
+        if stream.matched is None and finish is not None:
+            if finish.reason not in ("stop", "length"):
+                raise _failure(finish)
+            piece.text += stream.finish()
+            piece.finish = finish.reason
+            if finish.stop_token in sampling.stop_token_ids:
+                piece.stop_reason = finish.stop_token
+        if stream.matched is not None:
+            piece.token_ids = tokens[: stream.tokens - before]
+            piece.finish, piece.stop_reason = "stop", stream.matched
+        if wants_logprobs:
+            piece.logprobs = (logprobs or [])[: len(piece.token_ids)]
+            piece.offsets = stream.take_offsets()
+            if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
+                piece.offsets.append(stream.chars)
+            piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
+        if piece.finish is not None:
+            opened.end(mailbox.choice)
+        return piece
+
+    async for changed in opened:
+        yield [read(mailbox) for mailbox in changed]
+
+
+def served_name(model: str) -> str:
+    """The name clients use when the operator gave none: a directory's own name, or the hub name as it stands."""
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model

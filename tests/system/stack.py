@@ -1,0 +1,185 @@
+"""A whole server inside the test process: real Redis, real engine and gateway code on threads of their own, real HTTP.
+
+Real processes cost seconds each to start and are used where a process is the point (tests/system/test_processes.py);
+for everything about text, this stack runs the same code in a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.executor.base import Executor, ScriptedExecutor
+from engine.executor.local import load
+from engine.loop import BusThread, Engine
+from service.app import serve
+from service.config import GatewayConfig
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EngineThread:
+    """One engine: the loop of `python -m engine`, without the process."""
+
+    def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
+        self.config = msgspec.convert(
+            {
+                "model": str(checkpoint),
+                "redis_url": redis_url,
+                "namespace": namespace,
+                "engine_id": name,
+                "dtype": "float32",
+                "kv_blocks": 256,
+                "max_seqs": 40,
+                "threads": 1,  # tiny matrices: a second thread would cost more in barriers than it computes
+                "check_books": True,
+                "poison_free_blocks": True,
+                **options,
+            },
+            EngineConfig,
+        )
+        self.executor: Executor = (
+            ScriptedExecutor.load(self.config) if self.config.executor == "scripted" else load(self.config)
+        )
+        self.bus = BusThread(self.config)
+        self.engine = Engine(self.config, self.executor, self.bus, self.bus)
+        self.bus.start()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.failure = error
+
+    def stop(self) -> None:
+        """Drain, and say whether the books balanced to the end."""
+        self.engine.draining = True
+        self._thread.join(timeout=60)
+        self.bus.stop()
+        self.executor.close()
+        if self.failure is not None:
+            raise self.failure
+        self.engine.core.check()
+        pool = self.engine.core.pool
+        assert pool.available == pool.total, "a block leaked"
+
+
+class GatewayThread:
+    """One gateway: `service.app.serve` on an event loop of its own."""
+
+    def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
+        self.port = free_port()
+        config = msgspec.convert(
+            {
+                "model": str(checkpoint),
+                "served_name": "tiny",
+                "redis_url": redis_url,
+                "namespace": namespace,
+                "gateway_id": name,
+                "port": self.port,
+                "drain_s": 10.0,
+                **options,
+            },
+            GatewayConfig,
+        )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(config,), name=name)
+        self._thread.start()
+
+    def _run(self, config: GatewayConfig) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(serve(config, self._stopping))
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._loop.close()
+
+    def wait_ready(self, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready"):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+            except OSError:
+                pass
+            assert time.monotonic() < deadline, "the gateway did not become ready"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout=30)
+        if self.failure is not None:
+            raise self.failure
+
+
+class Stack:
+    """`engines` engines and `gateways` gateways on one Redis and a namespace of their own."""
+
+    _count = 0
+
+    def __init__(
+        self,
+        redis_url: str,
+        checkpoint: Path,
+        *,
+        engines: int = 1,
+        gateways: int = 1,
+        gateway_options: dict[str, Any] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        Stack._count += 1
+        space = f"stack{Stack._count}"
+        self.engines = [
+            EngineThread(redis_url, space, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
+        ]
+        self.gateways = [
+            GatewayThread(redis_url, space, f"gateway{i}", checkpoint, **(gateway_options or {}))
+            for i in range(gateways)
+        ]
+        for gateway in self.gateways:
+            gateway.wait_ready()
+
+    @property
+    def url(self) -> str:
+        return self.gateways[0].url
+
+    @property
+    def core(self) -> Any:
+        return self.engines[0].engine.core
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for gateway in self.gateways:
+            gateway.stop()
+        for engine in self.engines:
+            engine.stop()

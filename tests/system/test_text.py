@@ -1,0 +1,112 @@
+"""What comes out over HTTP is what transformers.generate says, for every family and however the work was cut up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.checkpoints import FAMILIES, VOCAB
+from tests.system.stack import Stack
+
+pytestmark = pytest.mark.system
+
+# Block size, chunk size, prefix cache, blocks in the pool: each value of each appears with every family.
+SHAPES: dict[str, dict[str, Any]] = {
+    "block 8, chunk 1": {"block_size": 8, "chunk_tokens": 1, "prefix_cache": True, "kv_blocks": 512},
+    "block 16, chunk 7, no cache": {"block_size": 16, "chunk_tokens": 7, "prefix_cache": False, "kv_blocks": 256},
+    "block 32, chunk 512": {"block_size": 32, "chunk_tokens": 512, "prefix_cache": True, "kv_blocks": 128},
+    "block 64, chunk 7": {"block_size": 64, "chunk_tokens": 7, "prefix_cache": True, "kv_blocks": 128},
+    "preempted": {"block_size": 8, "chunk_tokens": 512, "prefix_cache": True, "kv_blocks": 22, "max_model_len": 170},
+    "preempted, no cache": {
+        "block_size": 16,
+        "chunk_tokens": 7,
+        "prefix_cache": False,
+        "kv_blocks": 11,
+        "max_model_len": 170,
+    },
+}
+
+
+def prompts() -> list[tuple[list[int], int]]:
+    """32 prompts of mixed lengths, some with a common start, and how much to generate."""
+    rng = random.Random(7)
+    shared = [rng.randrange(10, VOCAB) for _ in range(40)]
+    work = []
+    for i in range(32):
+        own = [rng.randrange(10, VOCAB) for _ in range(rng.choice([1, 2, 7, 8, 15, 16, 17, 33, 50]))]
+        work.append(((shared if i % 4 == 0 else []) + own, rng.choice([4, 9, 17, 24])))
+    return work
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Callable[[str], PreTrainedModel]) -> Callable[[str], list[list[int]]]:
+    """Greedy token ids from transformers.generate in float32, prompt by prompt; computed once a family."""
+    known: dict[str, list[list[int]]] = {}
+
+    def generate(family: str) -> list[list[int]]:
+        if family not in known:
+            model = reference(family)
+            known[family] = [
+                model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
+                for ids, new in prompts()
+            ]
+        return known[family]
+
+    return generate
+
+
+async def complete(url: str, work: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
+    """All at once, as token ids, and the tokens of each answer back."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=110)) as client:
+
+        async def one(ids: list[int], new: int) -> dict[str, Any]:
+            body = {"model": "tiny", "prompt": ids, "max_tokens": new, "temperature": 0, "return_token_ids": True}
+            async with client.post(f"{url}/v1/completions", json=body) as response:
+                answer: dict[str, Any] = await response.json()
+                assert response.status == 200, answer
+                return answer
+
+        return await asyncio.gather(*(one(ids, new) for ids, new in work))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_equals_transformers(
+    family: str,
+    shape: str,
+    redis_url: str,
+    checkpoint: Callable[[str], Path],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    want = expected(family)
+    patient = {"queue_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
+    with Stack(redis_url, checkpoint(family), gateway_options=patient, admit_threshold=1.0, **SHAPES[shape]) as stack:
+        asyncio.run(complete(stack.url, prompts()[:1]))  # from now on the gateway knows a pace to estimate waits by
+        answers = asyncio.run(complete(stack.url, prompts()))
+        got = [answer["choices"][0]["token_ids"] for answer in answers]
+        assert got == want
+        if shape.startswith("preempted"):
+            assert stack.core.totals.preemptions > 0, "the pool was not small enough to test anything"
+        if SHAPES[shape]["prefix_cache"]:
+            again = asyncio.run(complete(stack.url, prompts()[:4]))  # now with whatever the cache still holds
+            assert [answer["choices"][0]["token_ids"] for answer in again] == want[:4]
+
+
+def test_a_shared_system_prompt_is_computed_once(redis_url: str, checkpoint: Callable[[str], Path]) -> None:
+    """A17: the same 512 tokens before two questions: 512 cached, prefill down by 95 % and more."""
+    system = [10 + i % 600 for i in range(512)]
+    with Stack(redis_url, checkpoint("llama")) as stack:
+        (first,) = asyncio.run(complete(stack.url, [([*system, 20, 21, 22], 4)]))
+        (second,) = asyncio.run(complete(stack.url, [([*system, 30, 31, 32, 33], 4)]))
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
+        totals = stack.core.totals
+        assert totals.prompt_tokens - totals.cached_prompt_tokens <= 515 + 0.05 * 516
