@@ -8,7 +8,8 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(quire, m) {
-  // key, value [T, Hkv, D] · caches [blocks, Hkv, block_size, D] · slots [T] i64 = block * block_size + offset, -1: skip
+  // key, value [T, Hkv, D] · caches [blocks, Hkv, block_size, D] · slots [T] i64 = block * block_size + offset,
+  // -1: skip the token
   m.def("kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()");
 
   // q, out [T, H, D] · caches as above · tables [max_rows, max_blocks] i32 · rows [S] i32, a row of tables each ·

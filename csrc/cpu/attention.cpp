@@ -1,13 +1,13 @@
 // A *row* is one query head of one query.  All rows of a sequence that read the same KV head are numbered
-// query * G + head (G = H / Hkv) and cut into items of at most kRows rows, so that a key, once loaded, serves the G heads
-// of a decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
+// query * G + head (G = H / Hkv) and cut into items of at most kRows rows, so that a key, once loaded, serves the G
+// heads of a decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
 //
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
 //   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
 //
-// Tiles and splits start at fixed key positions, and a row's arithmetic is the same sequence of operations whoever shares
-// its item; so a result is the same bit for bit in any batch, chunking or number of threads.  An item usually walks all
+// Tiles and splits start at fixed key positions, and a row's arithmetic is the same sequence of operations whoever
+// shares its item; so a result is the same bit for bit in any batch, chunking or number of threads.  An item usually walks all
 // its splits.  When there are too few items for the cores (one long sequence), each split is an item of its own and a
 // second pass merges them (Flash-Decoding 2023), with the same operations in the same order.
 //
@@ -29,7 +29,8 @@ constexpr int kRows = 32;
 constexpr int kTile = 64;    // keys; a multiple of kLanes and of every block size
 constexpr int kSplit = 256;  // keys; a multiple of kTile
 constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a tile
-constexpr int kChunk = (kTile + 1) * kLanes;  // floats from one chunk of a tile to the next; + 1: not to the same cache set
+// Floats from one chunk of a tile to the next; + 1, lest all chunks of a key fall into the same set of the L1 cache.
+constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -70,7 +71,7 @@ struct Scratch {
 
 float exp2_one(float x) { return exp2(broadcast(x))[0]; }
 
-// to = from [count] as float, in chunks of kLanes elements that lie `stride` floats apart; the last is padded with zeros.
+// to = from [count] as float, in chunks of kLanes elements that lie `stride` floats apart; zeros fill the last.
 template <class T>
 void widen(float* to, int stride, const T* from, int64_t count) {
   int64_t i = 0;
@@ -296,7 +297,9 @@ class Attention {
   // to [chunks, kTile + 1, kLanes] = keys (or values) [begin, end) as float, from `tile` on; other keys are left alone.
   void gather(float* to, const T* cache, int64_t block_stride, const Item& item, int tile, int begin, int end) const {
     each_run(item, cache, block_stride, begin, end, [&](int key, const T* from, int count) {
-      for (int i = 0; i < count; ++i, from += a_.head_size) widen(to + (key - tile + i) * kLanes, kChunk, from, a_.head_size);
+      for (int i = key - tile; i < key - tile + count; ++i, from += a_.head_size) {
+        widen(to + i * kLanes, kChunk, from, a_.head_size);
+      }
     });
   }
 
@@ -330,7 +333,7 @@ class Attention {
       }
       // What an unseen slot holds may be anything, NaN included: choose, don't compute.
       const Ints key = lane_numbers() + k;
-      score[v] = (key >= first) & (key < last) ? score[v] : broadcast(kNone);
+      score[v] = ((key >= first) & (key < last)) ? score[v] : broadcast(kNone);
     });
     Floats top = score[0];
     unroll<kVectors>([&](auto v) { top = max(top, score[v]); });

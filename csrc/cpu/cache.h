@@ -1,4 +1,4 @@
-// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are moved as bytes, whatever the dtype.
+// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are bytes here, whatever the dtype.
 
 #pragma once
 
@@ -24,7 +24,8 @@ void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, cons
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
 
 // In every cache copies block pairs[2i] to block pairs[2i + 1], i = 0, 1, ... in this order.
-void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes, int threads);
+void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes,
+                int threads);
 
 // In every cache fills the given blocks with copies of `element`.
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,

@@ -143,8 +143,8 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
          __builtin_shufflevector(a, b, ((i & h) ? kLanes + (i ^ h) : (i ^ h))...);
 }
 
-// Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: 3 instructions
-// per vector rather than a horizontal sum for each.  Overwrites v.
+// Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: about 3
+// instructions per vector, rather than a horizontal sum for each.  Overwrites v.
 template <int h = kLanes / 2>
 inline Floats sum_each(Floats (&v)[kLanes]) {
   unroll<h>([&](auto j) { v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{}); });

@@ -128,7 +128,7 @@ def _compile(home: Path, script: str) -> None:
     compiler = shlex.split(_compiler())[0]
     if shutil.which(compiler) is None:
         raise KernelBuildError(
-            f"no C++ compiler: {compiler!r} is not on PATH; install g++ 12 or clang 15 or later, or set CXX to one"
+            f"no C++ compiler: {compiler!r} is not on PATH; install g++ 12 or clang 14 or later, or set CXX to one"
         )
     work = home / "build"
     work.mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def paged_attention(
     """Causal attention of S sequences over their cached keys: decodes and prompt chunks mixed in one ragged call.
 
     q, out      [T, H, D] float32, bfloat16 or float16, any strides as long as rows of D are contiguous; D <= 256
-    caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; block_size divides 64
+    caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; any block_size
     tables      [max_rows, max_blocks] int32 block ids in logical order; entries past a sequence's end may be anything
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1

@@ -32,7 +32,6 @@ def best(run: Callable[[], object], seconds: float = 0.5) -> float:
 def paged(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
     """A call of paged_attention over blocks in random order, and the bytes of keys and values it must read."""
     per_seq = -(-length // BLOCK)
-    # Enough copies of the cache that a call never finds its blocks in the L2 cache from the call before.
     tables = torch.randperm(seqs * per_seq).int().view(seqs, per_seq)
     k_cache = torch.randn(seqs * per_seq, KV_HEADS, BLOCK, dim).to(dtype)
     v_cache = torch.randn_like(k_cache)

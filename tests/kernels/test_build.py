@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,11 +35,13 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_cached_start_is_fast() -> None:
-    """CPU time, since other work may share the machine."""
-    ops.load()
-    started = time.process_time()
-    ops.load()
-    assert time.process_time() - started < 0.1
+    """Beyond importing torch, in a fresh process; CPU time, since other work may share the machine."""
+    code = (
+        "import time; from engine.executor import ops; started = time.process_time(); ops.load();"
+        "print(time.process_time() - started)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 0.1
 
 
 def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
