@@ -105,6 +105,8 @@ class Engine:
             if isinstance(order, Generate):
                 self.core.accept(order)
                 self._accepted += 1
+            elif order.lost:
+                self.core.drop(order.id)
             else:
                 self.core.abort(order.id)
         try:
@@ -281,6 +283,8 @@ class BusThread:
             self._orders.put(request)
         for request_id in claimed.aborts:
             self._orders.put(Abort(request_id))
+        for request_id in claimed.lost:
+            self._orders.put(Abort(request_id, lost=True))
 
 
 class LocalBox:

@@ -87,12 +87,11 @@ class LLM:
 
         `sampling` and `max_new_tokens`: one for all prompts, or one for each.  Greedy unless told otherwise."""
         prompts = list(prompts)
-        samplings = [sampling or Sampling(temperature=0.0)] * len(prompts)
-        if sampling is not None and not isinstance(sampling, Sampling):
-            samplings = list(sampling)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         completions = []
-        for prompt, how, limit in zip(prompts, samplings, limits, strict=True):
+        for prompt, how, limit in zip(prompts, sampling, limits, strict=True):
             ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
             self._ids += 1
             request = Generate(f"offline-{self._ids}", "", ids, limit, how, FOREVER_MS, n=n)

@@ -79,7 +79,7 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     missing = ahead + need - room
     if drain > 0:
         wait = missing / drain
-    elif ahead + need <= sum(load.total_blocks for load in fresh):
+    elif not any(map(_drain, open_engines)) and ahead + need <= sum(load.total_blocks for load in fresh):
         return config.queue_wait_s
     else:
         wait = 2 * config.queue_wait_s + 1.0

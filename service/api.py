@@ -210,7 +210,7 @@ def decode(body: bytes, kind: type[Any]) -> Any:
         raise _bad("invalid_type", f"{param or 'body'}: {message.split(' - at ')[0]}", param) from None
     except UnicodeDecodeError as error:
         raise _bad("invalid_utf8", f"body is not UTF-8: bad byte at position {error.start}", None) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         if (name := _non_finite(body)) is not None:
             raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
         code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"

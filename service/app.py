@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -61,7 +61,7 @@ class Gateway:
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._gateway = gateway
         self._model = config.served_name or text.served_name(config.model)
-        self._keys = [key.strip().encode() for key in config.api_keys.split(",") if key.strip()]
+        self._keys = [key.encode() for key in config.api_keys if key]
         self._created = int(time.time())
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
@@ -328,11 +328,10 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         tokenizer = text.Tokenizer(config.model)
     except text.ModelError as error:
         raise StartError(str(error)) from None
-    bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
     try:
+        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
         await bus.open()
     except BusDown as error:
-        await bus.close()
         raise StartError(str(error)) from None
     telemetry = Telemetry(gateway_id)
     streams = Streams(bus, config, telemetry)
@@ -361,12 +360,15 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.close()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`python -m service.app`.  Returns 0 after a drain, 2 with one line on stderr when it cannot start."""
-    config = settings.load(GatewayConfig, argv, os.environ, prog="quire gateway", positional="model")
+def main(argv: Sequence[str]) -> None:
+    """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
+    cannot start."""
+    prog = "quire gateway"
+    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence
 
     async def run() -> None:
         stopping = asyncio.Event()
@@ -377,10 +379,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asyncio.run(run())
     except StartError as error:
-        print(f"quire gateway: {error}", file=sys.stderr)
-        return 2
-    return 0
+        settings.stop(prog, str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

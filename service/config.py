@@ -23,8 +23,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
     gateway_id: Annotated[str, Meta(description="Unique name of this process; empty: host name and process id.")] = ""
     api_keys: Annotated[
-        str, Meta(description="Bearer keys, comma-separated, that may use /v1, /tokenize, /detokenize; empty: open.")
-    ] = ""
+        list[str], Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; empty: everybody may.")
+    ] = []
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
     ] = 8 * 1024 * 1024

@@ -57,6 +57,7 @@ async def write(
         if not isinstance(error, Refusal):
             log.exception("a stream failed")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
+        meter.fail(error.code)
         last = b"data: %s\n\n" % error.body()
     await response.write(last + DONE)
     await response.write_eof()

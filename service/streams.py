@@ -10,7 +10,6 @@ Whoever leaves `Streams.open` early, for whatever reason (client gone, stop stri
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from types import TracebackType
@@ -226,10 +225,7 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._cancels:
-            await asyncio.wait(self._cancels, timeout=2.0)
-        for task in list(self._cancels):
-            task.cancel()
+        await asyncio.gather(*self._cancels, return_exceptions=True)  # each bounded by the bus' own patience
 
     def __len__(self) -> int:
         """Open requests, one for each prompt."""
@@ -252,14 +248,14 @@ class Streams:
 
     async def submit(self, order: Generate) -> None:
         """Queue one order.  Raises Refusal(503)."""
+        # Count it at once: a burst must see itself, and the next reading of the queue may be far away.
+        self._queued += 1
+        self._queued_tokens += len(order.token_ids)
         try:
             await self._bus.submit(order)
         except BusDown as error:
             self.trouble = str(error)
             raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
-        # Count it at once: the next reading of the queue may be a quarter of a second away.
-        self._queued += 1
-        self._queued_tokens += len(order.token_ids)
 
     def forget(self, orders: list[Generate], running: list[Generate]) -> None:
         """Close the orders' mailboxes, and stop those that may still run.  Never waits: the caller may be cancelled."""
@@ -267,18 +263,10 @@ class Streams:
             self._open.pop(order.id, None)
         self._telemetry.open_requests.set(len(self._open))
         for order in running:
-            task = asyncio.create_task(self._cancel(order), name=f"cancel {order.id}")
+            # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
+            task = asyncio.create_task(self._bus.cancel(order.id), name=f"cancel {order.id}")
             self._cancels.add(task)
             task.add_done_callback(self._cancels.discard)
-
-    async def _cancel(self, order: Generate) -> None:
-        while True:
-            try:
-                return await self._bus.cancel(order.id)
-            except BusDown:
-                if time.time() * 1000 > order.deadline_ms:
-                    return None  # past it the engine lets go by itself
-                await asyncio.sleep(1.0)
 
     # -- tokens and the fleet
 
@@ -326,8 +314,7 @@ class Streams:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._config.fleet_s)
-            with contextlib.suppress(TimeoutError):
-                await self._refresh()
+            await self._refresh()
 
     @property
     def fleet(self) -> Fleet:

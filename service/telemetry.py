@@ -109,6 +109,10 @@ class Meter:
                 self._telemetry.time_to_first_token.observe(self._first - self._started)
             self._tokens += tokens
 
+    def fail(self, code: str) -> None:
+        """The answer broke off after its status line had gone out."""
+        self._telemetry.record_refusal(code)
+
     def close(self) -> None:
         telemetry = self._telemetry
         telemetry.latency.observe(time.monotonic() - self._started)

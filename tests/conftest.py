@@ -1,5 +1,8 @@
+"""Fixtures for every room: a real Redis server, a namespace for each test, tiny checkpoints of each family."""
+
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +12,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """Shared by the whole session: isolate by `namespace`; a test that stops or fills a server starts its own."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,9 +51,3 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedMo
         return loaded[family]
 
     return load
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with EmbeddedRedis() as server:
-        yield server.url

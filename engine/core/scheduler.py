@@ -117,6 +117,14 @@ class Scheduler:
         """End every continuation of a request now; unknown ids are ignored."""
         self._end_request(request_id, "cancelled")
 
+    def drop(self, request_id: str) -> None:
+        """Forget a request without a word: another engine answers it now.  Unknown ids are ignored."""
+        group = list(self._requests.get(request_id, ()))
+        for seq in group:
+            self._end(seq)
+        if group:
+            self._finished.remove(request_id)
+
     def fail_running(self, message: str) -> None:
         """The executor lost a step and every row with it: end what was seated, empty the cache, keep the queue."""
         for group in list(self._requests.values()):

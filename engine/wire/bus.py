@@ -347,22 +347,30 @@ class _Link:
         began = clock()
         pause, longest = BACKOFF_S
         tries = 0
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        cause: Exception | None = None
         while True:
             try:
                 async with asyncio.timeout_at(None if patience_s == math.inf else began + patience_s):
                     result = await command()
+                if task.cancelling() > cancels:  # redis-py loses a cancellation that comes while it connects
+                    raise asyncio.CancelledError
             except (RedisConnectionError, RedisTimeoutError, ResponseError, OSError) as error:
                 if isinstance(error, ResponseError) and not _refuses(error):
                     raise
+                if cause is None or not isinstance(error, TimeoutError):  # our patience ending says nothing of why
+                    cause = error
                 left = began + patience_s - clock()
                 if left <= 0:
                     raise BusDown(
-                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {_one_line(error)}"
-                    ) from error
-                if tries == 1:  # not on the first: a single broken connection is no news
+                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {_one_line(cause)}"
+                    ) from cause
+                if tries == 1 and patience_s == math.inf:  # not on the first: a single broken connection is no news
                     log.warning("Redis at %s is away, trying on: %s", self._name, _one_line(error))
             else:
-                if tries > 1:
+                if tries > 1 and patience_s == math.inf:
                     log.warning("Redis at %s is back after %.1f s", self._name, clock() - began)
                 return result
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
@@ -476,6 +484,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
+        self._registered = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
 
@@ -486,13 +495,16 @@ class EngineSide:
         """
         await self._link.check()
         await self._link.script(OPEN, self._engine, self._session)
+        self._registered = True
         await self._link.run(self._listen, PATIENCE_S)
 
     async def close(self) -> None:
         """Give the lease up; whatever is still held goes back to the queue's head.  Never raises BusDown: while Redis
         is away the lease lapses by itself, to the same effect."""
-        with contextlib.suppress(BusDown):
-            await self._link.script(CLOSE, self._engine, self._session)
+        if self._registered:
+            self._registered = False
+            with contextlib.suppress(BusDown):
+                await self._link.script(CLOSE, self._engine, self._session)
         await self._bell.aclose()  # type: ignore[no-untyped-call]
         await self._link.close()
 

@@ -54,6 +54,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Stop every continuation of a request.  Unknown or finished ids are ignored."""
 
     id: str
+    lost: bool = False  # it is somebody else's now: drop it without a word
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):

@@ -414,6 +414,22 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.finishes[good, 0].reason == "length"
 
 
+def test_a_request_that_went_to_another_engine_is_dropped_without_a_word() -> None:
+    rig = Rig()
+    lost = rig.add([1] * 9, 50, n=2, ignore_eos=True)
+    kept = rig.add([2] * 9, 10, ignore_eos=True)
+    for _ in range(3):
+        rig.submit()
+        rig.commit()
+    said = len(rig.deltas)
+    rig.core.drop(lost)
+    rig.core.drop("unknown")
+    rig.collect_outputs()
+    assert len(rig.deltas) == said
+    rig.run()
+    assert rig.over == {kept}
+
+
 def test_deadline_ends_waiting_and_running_requests() -> None:
     rig = Rig(max_seqs=1)
     running = rig.add([1] * 4, 50, ignore_eos=True, deadline=1000)

@@ -139,13 +139,12 @@ class GatewayThread:
 
 
 class Stack:
-    """`engines` engines and `gateways` gateways on one Redis and a namespace of their own."""
-
-    _count = 0
+    """`engines` engines and `gateways` gateways on one Redis."""
 
     def __init__(
         self,
         redis_url: str,
+        namespace: str,
         checkpoint: Path,
         *,
         engines: int = 1,
@@ -153,13 +152,11 @@ class Stack:
         gateway_options: dict[str, Any] | None = None,
         **engine_options: Any,
     ) -> None:
-        Stack._count += 1
-        space = f"stack{Stack._count}"
         self.engines = [
-            EngineThread(redis_url, space, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
+            EngineThread(redis_url, namespace, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
         ]
         self.gateways = [
-            GatewayThread(redis_url, space, f"gateway{i}", checkpoint, **(gateway_options or {}))
+            GatewayThread(redis_url, namespace, f"gateway{i}", checkpoint, **(gateway_options or {}))
             for i in range(gateways)
         ]
         for gateway in self.gateways:

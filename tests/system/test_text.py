@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.system.stack import Stack
 
@@ -82,13 +83,16 @@ async def complete(url: str, work: list[tuple[list[int], int]]) -> list[dict[str
 def test_greedy_text_equals_transformers(
     family: str,
     shape: str,
-    redis_url: str,
+    redis_server: EmbeddedRedis,
+    namespace: str,
     checkpoint: Callable[[str], Path],
     expected: Callable[[str], list[list[int]]],
 ) -> None:
     want = expected(family)
     patient = {"queue_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
-    with Stack(redis_url, checkpoint(family), gateway_options=patient, admit_threshold=1.0, **SHAPES[shape]) as stack:
+    with Stack(
+        redis_server.url, namespace, checkpoint(family), gateway_options=patient, admit_threshold=1.0, **SHAPES[shape]
+    ) as stack:
         asyncio.run(complete(stack.url, prompts()[:1]))  # from now on the gateway knows a pace to estimate waits by
         answers = asyncio.run(complete(stack.url, prompts()))
         got = [answer["choices"][0]["token_ids"] for answer in answers]
@@ -100,10 +104,12 @@ def test_greedy_text_equals_transformers(
             assert [answer["choices"][0]["token_ids"] for answer in again] == want[:4]
 
 
-def test_a_shared_system_prompt_is_computed_once(redis_url: str, checkpoint: Callable[[str], Path]) -> None:
+def test_a_shared_system_prompt_is_computed_once(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
     """A17: the same 512 tokens before two questions: 512 cached, prefill down by 95 % and more."""
     system = [10 + i % 600 for i in range(512)]
-    with Stack(redis_url, checkpoint("llama")) as stack:
+    with Stack(redis_server.url, namespace, checkpoint("llama")) as stack:
         (first,) = asyncio.run(complete(stack.url, [([*system, 20, 21, 22], 4)]))
         (second,) = asyncio.run(complete(stack.url, [([*system, 30, 31, 32, 33], 4)]))
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,0 +1,47 @@
+# Four commands.  Each sets up what it needs on a fresh machine, and says so; the second time it starts at once.
+#
+#   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
+#   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
+#   make lint                                                   format, lint, types
+#   make bench [ARGS='--rounds 1']                              tokens per second beside other systems
+#
+# Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+RUN := .venv/bin/python
+INSTALLED := .venv/.installed
+KERNELS := .venv/.kernels
+MODEL ?=
+ARGS ?=
+
+.PHONY: serve test lint bench
+.DELETE_ON_ERROR:
+
+serve: $(KERNELS)
+	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
+
+test: $(KERNELS)
+	@$(RUN) -m pytest -m "not gpu and not multi_gpu" $(ARGS)
+
+lint: $(INSTALLED)
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+bench: $(KERNELS)
+	@$(RUN) -m loadtest.throughput $(ARGS)
+
+# One pip call, so that the constraints choose the build of torch before anything that depends on it can.
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or 3.12, and found neither: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(RUN) || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
+	@echo "Installing the packages of pyproject.toml, as pinned in .ci/constraints.txt (a minute or two)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	@touch $@
+
+$(KERNELS): $(INSTALLED) engine/executor/ops.py $(shell find csrc -type f)
+	@echo "Building the kernels of csrc, unless they are built already"
+	@$(RUN) -m engine.executor.ops
+	@touch $@

@@ -1,0 +1,195 @@
+"""One way to fill a frozen config struct, shared by both processes: flags > environment > TOML file > defaults.
+
+A field `max_seqs` of a struct is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS` and the key `max_seqs` of the
+file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits come from the
+struct's annotations, help texts from their `msgspec.Meta(description=...)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+import textwrap
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+class SettingsError(Exception):
+    """One line naming the option, its limit and the value given."""
+
+
+def load(
+    cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, positional: str | None = None
+) -> C:
+    """Build `cls` from `argv` (without the program's name), `environ` and an optional file.
+
+    `positional` names the one field that may also be given without its flag.  Variables that name no field are left
+    alone: another process may be meant.  On `--help` prints the options and exits with 0; on a bad setting prints one
+    line to stderr and exits with 2.
+    """
+    if any(word in ("-h", "--help") for word in argv):
+        words = f" [{positional.upper()}]" if positional else ""
+        print(f"usage: {prog}{words} [--config FILE.toml] [options]\n\n{describe(cls)}")
+        raise SystemExit(0)
+    try:
+        return parse(cls, argv, environ, positional=positional)
+    except SettingsError as error:
+        stop(prog, str(error))
+
+
+def stop(prog: str, reason: str, status: int = 2) -> NoReturn:
+    """End the process with one line on stderr: what every Quire program does when it cannot start."""
+    print(f"{prog}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def parse(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, positional: str | None = None) -> C:
+    """load() without exits: raises SettingsError."""
+    flags, config = _read_flags(cls, argv, positional)
+    types = typing.get_type_hints(cls, include_extras=True)
+    values: dict[str, Any] = {}
+    if config is not None:
+        for name, value in _read_file(config).items():
+            if name not in types:
+                raise SettingsError(f"{config}: {name} is not a setting{_meant(name, types)}")
+            values[name] = _convert(value, types[name], f"{config}: {name}", strict=True)
+    for name, kind in types.items():
+        if (text := environ.get(variable := f"QUIRE_{name.upper()}")) is not None:
+            values[name] = _convert(_split(text, kind), kind, variable)
+    for name, (flag, text) in flags.items():
+        values[name] = _convert(_split(text, types[name]), types[name], flag)
+    for field in msgspec.structs.fields(cls):
+        if field.required and field.name not in values:
+            raise SettingsError(f"{flag_of(field.name)} is required")
+    try:
+        return cls(**values)
+    except (ValueError, TypeError) as error:  # __post_init__: limits between fields
+        raise SettingsError(str(error)) from None
+
+
+def flag_of(field: str) -> str:
+    """max_seqs -> --max-seqs"""
+    return "--" + field.replace("_", "-")
+
+
+def is_bool(cls: type[msgspec.Struct], field: str) -> bool:
+    """Whether the field's flag takes no value."""
+    return _plain(typing.get_type_hints(cls)[field]) is bool
+
+
+def describe(cls: type[msgspec.Struct]) -> str:
+    """The options of `cls`, one paragraph each: flag, limits, default, meaning."""
+    types = typing.get_type_hints(cls, include_extras=True)
+    lines: list[str] = []
+    for field in msgspec.structs.fields(cls):
+        kind = types[field.name]
+        flag = f"--[no-]{field.name.replace('_', '-')}" if is_bool(cls, field.name) else flag_of(field.name)
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else f"default {_show(value)}"
+        lines.append(f"  {flag}  ({', '.join([*_limits(kind), default])})")
+        for meta in getattr(kind, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.description:
+                lines += textwrap.wrap(meta.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _read_flags(
+    cls: type[msgspec.Struct], argv: Sequence[str], positional: str | None
+) -> tuple[dict[str, tuple[str, str]], str | None]:
+    """field -> (how it was written, its text), and the file given with --config.  The last of two equal flags wins."""
+    fields = {flag_of(name): name for name in cls.__struct_fields__}
+    found: dict[str, tuple[str, str]] = {}
+    config: str | None = None
+    words = iter(argv)
+    for word in words:
+        flag, given, text = word.partition("=")
+        positive = "--" + flag.removeprefix("--no-")
+        if not word.startswith("-"):
+            if positional is None or positional in found:
+                raise SettingsError(f"{word!r} is one argument too many")
+            found[positional] = (positional.upper(), word)
+        elif flag in fields and is_bool(cls, fields[flag]):
+            found[fields[flag]] = (flag, text if given else "true")
+        elif flag.startswith("--no-") and positive in fields and is_bool(cls, fields[positive]) and not given:
+            found[fields[positive]] = (flag, "false")
+        elif flag in fields or flag == "--config":
+            if not given:
+                text = next(words, "--")
+                if text.startswith("--"):
+                    raise SettingsError(f"{flag} needs a value")
+            if flag == "--config":
+                config = text
+            else:
+                found[fields[flag]] = (flag, text)
+        else:
+            raise SettingsError(f"{flag} is not an option{_meant(flag, fields)}")
+    return found, config
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: {error}") from None
+
+
+def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> Any:
+    """`source`: flag, variable or file and key, for the message.  `strict`: texts are not taken for numbers."""
+    try:
+        converted = msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        limits = ", ".join(_limits(kind))
+        raise SettingsError(f"{source} is {_show(value)}; must be {limits or str(error).lower()}") from None
+    if isinstance(converted, float) and not math.isfinite(converted):  # NaN passes every >= and <=
+        raise SettingsError(f"{source} is {value}; must be a finite number")
+    return converted
+
+
+def _split(text: str, kind: Any) -> str | list[str]:
+    if typing.get_origin(_plain(kind)) is list:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def _plain(kind: Any) -> Any:
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+
+
+def _limits(kind: Any) -> list[str]:
+    """What a value must be, in words: ["a whole number", ">= 1"]."""
+    plain = _plain(kind)
+    if typing.get_origin(plain) is typing.Literal:
+        return ["one of " + " ".join(str(choice) for choice in typing.get_args(plain))]
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    limits = [names.get(plain, "a comma-separated list" if typing.get_origin(plain) is list else str(plain))]
+    for meta in getattr(kind, "__metadata__", ()):
+        if isinstance(meta, msgspec.Meta):
+            for sign, limit in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt)):
+                if limit is not None:
+                    limits.append(f"{sign} {limit}")
+            if meta.min_length is not None:
+                limits.append(f"at least {meta.min_length} long")
+            if meta.max_length is not None:
+                limits.append(f"at most {meta.max_length} long")
+            if meta.pattern is not None:
+                limits.append(f"matching {meta.pattern}")
+    return limits
+
+
+def _show(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _meant(name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,324 @@
+"""The `quire` command: starts the other processes and keeps them running; imports neither of them.
+
+quire serve [MODEL]   Redis, one engine and some gateways under one supervisor, for one machine
+quire gateway | engine   one process of a larger deployment, around a Redis of your own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from engine.wire import settings
+from engine.wire.bus import BusDown, GatewaySide
+from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
+from service.config import GatewayConfig
+
+USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
+       quire gateway [MODEL] [options]  one gateway, around a Redis of your own
+       quire engine [MODEL] [options]   one engine, around a Redis of your own
+Each says more with --help."""
+
+PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
+# Settings that a gateway and its engine must agree on: given once, passed to both.
+BOTH = {"model", "served_name", "namespace", "admit_threshold"}
+CONFIG_ERROR = 2  # exit status of a child that another start can't help
+FAILURES = 5  # starts in a row that may fail
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart
+STEADY_S = 60.0  # a child that ran for so long has not failed to start
+ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL; its gateways have gone by then, so it has nothing to finish
+POLL_S = 0.2
+
+Children = list["Child"]
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `quire serve` itself needs to know; the rest is passed on."""
+
+    gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
+    redis_url: Annotated[
+        str, Meta(description="redis://, rediss:// or unix:// URL; empty: a private Redis that ends with this command.")
+    ] = ""
+    data_dir: Annotated[
+        str, Meta(description="Where the private Redis keeps its queue over a restart; empty: nowhere.")
+    ] = ""
+
+
+class GivenUp(Exception):
+    """Serving cannot go on; one line an operator can act on."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
+    command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    rest = rest[:-1]  # the "" only stands in for a missing command
+    if command == "serve":
+        return serve(rest)
+    if command in PROCESSES:
+        os.execv(sys.executable, [sys.executable, "-m", PROCESSES[command], *rest])
+    asked = command in ("-h", "--help")
+    print(USAGE, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
+
+    What neither it nor a gateway knows is the engine's, who refuses what it does not know either.  So that a value
+    is never taken for the model, MODEL must be the first word.
+    """
+    own: list[str] = []
+    gateway: list[str] = []
+    engine: list[str] = []
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words[:1] = ["--model", words[0]]
+    while words:
+        flag, given, _ = words[0].partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        length, targets = 1, [engine]
+        for cls, target in ((GatewayConfig, gateway), (ServeConfig, own)):
+            if name in cls.__struct_fields__:
+                length = 1 if given or settings.is_bool(cls, name) else 2
+                targets = [target, engine] if name in BOTH else [target]
+            elif name.removeprefix("no_") in cls.__struct_fields__:
+                targets = [target]
+        for target in targets:
+            target += words[:length]
+        del words[:length]
+    return own, gateway, engine
+
+
+def serve(argv: Sequence[str]) -> int:
+    prog = "quire serve"
+    if "-h" in argv or "--help" in argv:
+        print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
+        print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
+        print("Every other option goes to the engine: see quire engine --help")
+        return 0
+    own_words, gateway_words, engine_words = split(argv)
+    own = settings.load(ServeConfig, own_words, os.environ, prog=prog)
+    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog)
+    embedded: EmbeddedRedis | None = None
+    try:
+        port = free_port(gateway.host, gateway.port)
+        model = gateway.model or builtin_model()
+        if own.redis_url:
+            url = own.redis_url
+        else:
+            embedded = EmbeddedRedis(Path(own.data_dir).absolute() if own.data_dir else None)
+            embedded.start()
+            url = embedded.url
+        asyncio.run(check_redis(url, gateway.namespace))
+        name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
+        shared = ["--model", model]
+        os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
+        engine = Child("engine", ["-m", "engine", "--engine-id", name, *engine_words, *shared], ENGINE_STOP_S)
+        ident = gateway.gateway_id or name
+        gateways = [
+            Child(
+                f"gateway {i}",
+                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"],
+                gateway.drain_s + 10,
+            )
+            for i in range(own.gateways)
+        ]
+        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
+    except (GivenUp, BusDown, EmbeddedRedisError) as error:
+        settings.stop(prog, str(error), 1)
+    except KeyboardInterrupt:  # before the supervisor took over the signals
+        return 130
+    finally:
+        if embedded is not None:
+            embedded.close()
+    return 0
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0.  Raises GivenUp when it is taken: gateways share ports, so they would not notice."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections long closed
+            probe.bind(address)
+            found: int = probe.getsockname()[1]
+    except OSError as error:
+        raise GivenUp(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
+    return found
+
+
+def builtin_model() -> str:
+    """Directory of the small built-in checkpoint, made on first use.  Raises GivenUp."""
+    made = subprocess.run(
+        [sys.executable, "-m", "engine.executor.models.builtin"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if made.returncode != 0 or not made.stdout.strip():
+        raise GivenUp("the built-in model could not be made; name one: quire serve MODEL")
+    return made.stdout.strip().splitlines()[-1]
+
+
+async def check_redis(url: str, namespace: str) -> None:
+    """Raises BusDown: better before a model is loaded than after."""
+    bus = GatewaySide(url, "supervisor", namespace=namespace)
+    try:
+        await bus.open()
+    finally:
+        await bus.close()
+
+
+class Child:
+    """One supervised process, restarted when it ends by itself."""
+
+    def __init__(self, name: str, words: list[str], stop_s: float) -> None:
+        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM."""
+        self._name = name
+        self._words = words
+        self._stop_s = stop_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
+        FAILURES runs in a row that ended early."""
+        failures, first = 0, True
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
+                preexec_fn=die_with_parent(),
+            )
+            status = await self._process.wait()
+            if self._stopping.is_set():
+                return
+            if first and status == CONFIG_ERROR:
+                raise GivenUp(f"the {self._name} cannot start (its reason is above)")
+            first = False
+            failures = 0 if time.monotonic() - began > STEADY_S else failures + 1
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            if failures == FAILURES:
+                raise GivenUp(f"the {self._name} {how} {failures} times in a row")
+            pause = min(BACKOFF_S[0] * 2 ** max(failures - 1, 0), BACKOFF_S[1])
+            print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
+            await asyncio.sleep(pause)
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not end it in time."""
+        self._stopping.set()
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), self._stop_s)
+        except TimeoutError:
+            print(f"quire serve: the {self._name} did not end in {self._stop_s:g} s, killing it", file=sys.stderr)
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+class Supervisor:
+    """Keeps one engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
+
+    def __init__(self, engine: Child, gateways: Children, embedded: EmbeddedRedis | None, host: str, port: int) -> None:
+        self._engine, self._gateways, self._embedded = engine, gateways, embedded
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+        self._base = f"http://{f'[{local}]' if ':' in local else local}:{port}"
+        self._signals = 0
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after a drain.  Raises GivenUp, everything stopped, when a child cannot be kept running."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        children = [self._engine, *self._gateways]
+        keepers = [asyncio.create_task(child.keep()) for child in children]
+        helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]
+        stop = asyncio.create_task(self._stop.wait())
+        # Helpers belong here for their errors; the announcement ends by itself and must not end the rest.
+        watched: set[asyncio.Task[Any]] = {*keepers, *helpers, stop}
+        try:
+            while not stop.done():
+                done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in [*helpers, stop]:
+                task.cancel()
+            # Gateways first: they finish the streams they have, for which they need the engine; it needs Redis.
+            await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
+            await self._engine.stop()
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(*keepers, *helpers, stop, return_exceptions=True)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals == 1:
+            print("quire serve: finishing what runs; once more to stop at once", file=sys.stderr)
+        else:
+            for child in [self._engine, *self._gateways]:
+                child.kill()
+
+    async def _keep_redis(self) -> None:
+        """Start the embedded Redis again should it die; its file has everything, and both sides reconnect."""
+        while self._embedded is not None:
+            await asyncio.sleep(POLL_S)
+            if self._embedded.pid is None:
+                print("quire serve: Redis died, starting it again", file=sys.stderr)
+                self._embedded.start()
+
+    async def _announce(self) -> None:
+        """Wait until a request would be answered; then say where and how."""
+        while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
+            await asyncio.sleep(POLL_S)
+        models = await asyncio.to_thread(self._get, "/v1/models")
+        name = models["data"][0]["id"] if models else ""  # none when keys are needed to see it
+        body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 16, "stream": True})
+        print(
+            f"serving {name} at {self._base}/v1\n"
+            f"  curl -N {self._base}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            flush=True,
+        )
+
+    def _get(self, path: str) -> Any:
+        """The JSON there, or None for any other answer than 200."""
+        direct = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # not through a proxy from the environment
+        try:
+            with direct.open(self._base + path, timeout=2) as answer:
+                return json.load(answer)
+        except (OSError, ValueError):
+            return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Fixtures of the gateway's tests: a Redis server, tokenizers, gateways and scripted engines on one namespace."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+
+from engine.wire.bus import GatewaySide
+from engine.wire.embedded import EmbeddedRedis
+from service.app import Gateway
+from service.config import GatewayConfig
+from service.streams import Streams
+from service.telemetry import Telemetry
+from service.text import Tokenizer
+from tests.service.fakes import FakeEngine, Script, Served, byte_level, sentencepiece_like
+
+
+@pytest.fixture(scope="session")
+def byte_level_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_level(tmp_path_factory.mktemp("tokenizers") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def byte_level_tokenizer(byte_level_dir: Path) -> Tokenizer:
+    return Tokenizer(str(byte_level_dir))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(str(sentencepiece_like(tmp_path_factory.mktemp("tokenizers") / "spm")))
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+Serve = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve(
+    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, byte_level_tokenizer: Tokenizer
+) -> AsyncIterator[Serve]:
+    """Start gateways on the test's namespace: `await serve(**config)`.  A request still open at the end is an error."""
+    closers: list[Callable[[], Awaitable[None]]] = []
+
+    async def start(**changes: object) -> Served:
+        settings: dict[str, object] = {"fleet_s": 0.02, "queue_wait_s": 5.0, **changes}
+        config = GatewayConfig(
+            model=str(byte_level_dir), redis_url=redis_server.url, namespace=namespace, port=0, **settings
+        )
+        gateway_id = f"g{len(closers)}"
+        bus = GatewaySide(config.redis_url, gateway_id, namespace=namespace)
+        await bus.open()
+        telemetry = Telemetry(gateway_id)
+        streams = Streams(bus, config, telemetry)
+        await streams.start()
+        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, gateway_id)
+        runner = web.AppRunner(gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site.port}"
+        session = ClientSession(base_url=url)
+
+        async def close() -> None:
+            await session.close()
+            await runner.cleanup()
+            await streams.stop()
+            await bus.close()
+            assert len(streams) == 0
+
+        closers.append(close)
+        return Served(url, gateway, streams, session)
+
+    yield start
+    for close in reversed(closers):
+        await close()
+
+
+@pytest.fixture
+def engine(redis_server: EmbeddedRedis, namespace: str) -> Callable[..., FakeEngine]:
+    """`async with engine(script, **options) as fake:` on the test's namespace."""
+
+    def make(script: Script, **options: object) -> FakeEngine:
+        return FakeEngine(redis_server.url, namespace, script, **options)  # type: ignore[arg-type]
+
+    return make

@@ -1,0 +1,211 @@
+"""Real tokenizers trained on the spot, and an engine that computes nothing.
+
+`FakeEngine` sits on the engine's end of the bus and answers from a script, one token a step, so every test decides
+what the gateway gets to see, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import ClientSession
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from engine.wire.bus import EngineSide
+from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
+from service.app import Gateway
+from service.streams import Streams
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Paging keeps the waste in the last block.",
+    "def plan(self): return self.rows  # naïve café, Übergröße, žluťoučký kůň, 日本語のテキスト, 한국어, 🙂🙃 👩‍👩‍👧",
+    "One request down, one token up; stop strings cross chunk borders. END of story. ###",
+] * 4
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level(folder: Path) -> Path:
+    """A GPT-2-style byte-level BPE tokenizer, trained here."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return save(backend, folder)
+
+
+def sentencepiece_like(folder: Path) -> Path:
+    """A Llama-2-style BPE tokenizer with spaces as U+2581 and a byte for whatever it has not seen, trained here."""
+    backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False
+    )
+    backend.train_from_iterator([line.replace("🙂", "").replace("日本語", "") for line in CORPUS], trainer)
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = [entry for entry in described["added_tokens"] if entry["content"] in special]
+    backend = Backend.from_str(json.dumps(described))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return save(backend, folder)
+
+
+def save(backend: Backend, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def a_load(engine: str = "e0", **changes: object) -> EngineLoad:
+    """An idle engine with 1,000 blocks of 16 tokens."""
+    load = EngineLoad(
+        engine=engine,
+        model="tiny",
+        fingerprint="f" * 32,
+        max_model_len=512,
+        vocab_size=500,
+        block_size=16,
+        total_blocks=1000,
+        free_blocks=1000,
+        cached_blocks=0,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        time_ms=int(time.time() * 1000),
+    )
+    return msgspec.structs.replace(load, **changes)
+
+
+Script = Callable[[Generate, int], tuple[list[int], Finish | None]]
+
+
+class FakeEngine:
+    """Answers each continuation with the tokens its script gives, `burst` of them a step.
+
+    `script(generate, index)` returns the tokens and the Finish after them; None stands for what an engine would say:
+    "length" at max_new_tokens, and silence where the tokens run out before."""
+
+    def __init__(self, url: str, namespace: str, script: Script, *, engine: str = "e0", step_s: float = 0.0) -> None:
+        self.script, self.step_s, self.burst, self.holding = script, step_s, 1, False
+        self.seen: list[Generate] = []
+        self.aborted: list[str] = []
+        self.load_changes: dict[str, object] = {}
+        self._side = EngineSide(url, engine, namespace=namespace)
+        self._engine = engine
+        self._running: dict[str, tuple[Generate, list[tuple[list[int], Finish | None]], list[int]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    async def __aenter__(self) -> FakeEngine:
+        await self._side.open()
+        await self._exchange([], [])
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._side.close()
+
+    async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
+        load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
+        claimed = await self._side.exchange(batches, finished, load, 100_000, 0 if self.holding else 1000)
+        for generate in claimed.generates:
+            self.seen.append(generate)
+            scripts = [self.script(generate, index) for index in range(generate.n)]
+            self._running[generate.id] = (generate, scripts, [0] * generate.n)
+        for request_id in claimed.aborts:
+            self.aborted.append(request_id)
+            self._running.pop(request_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            outgoing: dict[str, list[Delta]] = {}
+            finished = []
+            for request_id, (generate, scripts, positions) in list(self._running.items()):
+                for index, (tokens, finish) in enumerate(scripts):
+                    at = positions[index]
+                    if at < 0:
+                        continue
+                    delta = self._delta(generate, index, at, tokens, finish)
+                    if delta is None:
+                        continue
+                    positions[index] = -1 if delta.finish else at + len(delta.token_ids)
+                    outgoing.setdefault(generate.gateway, []).append(delta)
+                if all(at < 0 for at in positions):
+                    finished.append(request_id)
+                    del self._running[request_id]
+            batches = [
+                (gateway, TokenBatch(engine=self._engine, deltas=deltas)) for gateway, deltas in outgoing.items()
+            ]
+            await self._exchange(batches, finished)
+            await asyncio.sleep(self.step_s if self._running else 0.005)
+
+    def _delta(self, generate: Generate, index: int, at: int, tokens: list[int], finish: Finish | None) -> Delta | None:
+        tokens = tokens[: generate.max_new_tokens]
+        new = tokens[at : at + self.burst]
+        last = at + len(new) >= len(tokens)
+        end = finish if last else None
+        if last and end is None and len(tokens) == generate.max_new_tokens:
+            end = Finish("length")
+        if not new and end is None:
+            return None
+        sampling = generate.sampling
+
+        def logprob(token: int, top: int) -> TokenLogprob:
+            return TokenLogprob(-0.5, [(token, -0.5), *((t, -2.0 - t) for t in range(3, 3 + top - 1))][:top])
+
+        return Delta(
+            id=generate.id,
+            first=at,
+            token_ids=new,
+            finish=end,
+            index=index,
+            logprobs=[logprob(token, sampling.logprobs) for token in new] if sampling.logprobs >= 0 else None,
+            cached_tokens=len(generate.token_ids) // 16 * 16 if at == 0 else 0,
+            prompt_logprobs=[logprob(token, sampling.prompt_logprobs) for token in generate.token_ids[1:]]
+            if at == 0 and sampling.prompt_logprobs >= 0
+            else None,
+        )
+
+
+class Served:
+    """A running gateway, its engine, and a client session with the base URL set."""
+
+    def __init__(self, url: str, gateway: Gateway, streams: Streams, session: ClientSession) -> None:
+        self.url, self.gateway, self.streams, self.session = url, gateway, streams, session
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Return as soon as `condition()` holds; fails the test after 5 s."""
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)

@@ -1,0 +1,416 @@
+"""The gateway over HTTP: a real server, a real Redis, real clients, and an engine that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from aiohttp import ClientSession
+
+from engine.wire.messages import Finish, Generate
+from service.text import Tokenizer
+from tests.service.fakes import FakeEngine, Served, settled
+
+Serve = Callable[..., Awaitable[Served]]
+
+ANSWER = "One request down, one token up 🙂 café. END of story."
+EngineMaker = Callable[..., FakeEngine]
+
+
+def says(tokenizer: Tokenizer, text: str = ANSWER, *, eos: bool = False) -> Callable[..., Any]:
+    """A script: `text` for ever, or once and then the end-of-sequence token."""
+
+    def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
+        ids = tokenizer._encode(text, special=False)
+        if eos:
+            return [*ids, 1], Finish("stop", stop_token=1)
+        return ids * (generate.max_new_tokens // len(ids) + 1), None
+
+    return script
+
+
+async def events(response: Any) -> AsyncIterator[tuple[str | None, Any]]:
+    """(event id, decoded data) of an SSE response; comments as (None, the line); [DONE] as (None, "[DONE]")."""
+    event_id = None
+    async for raw in response.content:
+        line = raw.decode().rstrip("\n")
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: "):
+            data = line[6:]
+            yield (None, data) if data == "[DONE]" else (event_id, json.loads(data))
+        elif line.startswith(":"):
+            yield None, line
+
+
+async def test_the_official_client_reads_a_completion(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with (
+        engine(says(byte_level_tokenizer, eos=True)),
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        answer = await client.completions.create(model="tiny", prompt="Say it", max_tokens=400)
+        assert answer.choices[0].text == ANSWER
+        assert answer.choices[0].finish_reason == "stop"
+        ids = byte_level_tokenizer._encode(ANSWER, special=False)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(ids) + 1
+        assert answer.system_fingerprint == "fp_" + "f" * 16
+
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Say it"}],
+            stream=True,
+            n=2,
+            stream_options={"include_usage": True},
+        )
+        texts, roles, finishes, usage = ["", ""], [0, 0], [None, None], None
+        async for chunk in stream:
+            for choice in chunk.choices:
+                assert usage is None
+                texts[choice.index] += choice.delta.content or ""
+                roles[choice.index] += choice.delta.role == "assistant"
+                finishes[choice.index] = choice.finish_reason
+            usage = chunk.usage
+        assert texts == [ANSWER, ANSWER]
+        assert roles == [1, 1]
+        assert finishes == ["stop", "stop"]
+        assert usage is not None
+        assert usage.completion_tokens == 2 * len(ids) + 2
+
+
+async def raw(session: ClientSession, path: str, **body: Any) -> tuple[int, dict[str, Any], Any]:
+    """(status, decoded body, headers) of a POST."""
+    async with session.post(path, json={"model": "tiny", **body}) as response:
+        return response.status, await response.json(), response.headers
+
+
+async def test_streamed_and_whole_answers_agree_with_a_stop_string(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        asked = {"prompt": ["a", "b"], "n": 2, "max_tokens": 300, "stop": ["END of", "nowhere"]}
+        status, whole, headers = await raw(served.session, "/v1/completions", **asked)
+        assert status == 200
+        expected = ANSWER.partition("END of")[0]
+        assert [choice["text"] for choice in whole["choices"]] == [expected] * 4
+        assert {(c["finish_reason"], c["stop_reason"]) for c in whole["choices"]} == {("stop", "END of")}
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        assert int(headers["openai-processing-ms"]) >= 0
+
+        texts, position = [""] * 4, None
+        async with served.session.post(
+            "/v1/completions", json={"model": "tiny", "stream": True, **asked}, headers={"X-Request-Id": "mine-1"}
+        ) as response:
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            assert response.headers["Cache-Control"] == "no-cache"
+            assert response.headers["X-Accel-Buffering"] == "no"
+            assert response.headers["x-request-id"] == "mine-1"
+            async for event_id, data in events(response):
+                if data != "[DONE]":
+                    position = event_id
+                    texts[data["choices"][0]["index"]] += data["choices"][0]["text"]
+        assert texts == [expected] * 4
+        used = whole["usage"]["completion_tokens"]
+        assert position is not None
+        assert sum(map(int, position.split(":")[1].split(","))) == used
+        await settled(lambda: len(fake.aborted) == 4)  # both requests, both prompts: the engine went on after the match
+        assert len(served.streams) == 0
+
+
+async def test_a_client_that_leaves_stops_the_engine(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 400}
+        async with served.session.post("/v1/completions", json={**body, "stream": True}) as response:
+            await response.content.readline()
+            response.close()
+        await settled(lambda: len(fake.aborted) == 1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await served.session.post("/v1/completions", json=body)
+        await settled(lambda: len(fake.aborted) == 2)
+        fake.holding = True  # now one that is still queued
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await served.session.post("/v1/completions", json=body)
+        await settled(lambda: len(served.streams) == 0 and served.streams.fleet.queued == 0)
+        assert len(fake.seen) == 2
+
+
+async def test_two_hundred_random_disconnects_leave_nothing_behind(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer), step_s=0.005) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+
+        async def visit(number: int) -> None:
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": number % 3 > 0}
+            try:
+                async with asyncio.timeout(0.05 + number % 17 * 0.02):
+                    async with served.session.post("/v1/completions", json=body) as response:
+                        await response.read()
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(visit(number) for number in range(200)))
+        await settled(lambda: len(served.streams) == 0 and not fake.busy and served.streams.fleet.queued == 0)
+
+
+async def test_heartbeats_while_nothing_flows(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(heartbeat_s=0.05)
+    async with engine(says(byte_level_tokenizer, eos=True)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        fake.holding = True
+        seen = []
+        async with served.session.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 99}
+        ) as response:
+            async for _, data in events(response):
+                if data == ": keep-alive":
+                    seen.append(data)
+                    fake.holding = len(seen) < 3
+                elif data != "[DONE]":
+                    seen.append(data["choices"][0]["text"])
+        assert seen[:3] == [": keep-alive"] * 3
+        assert "".join(text for text in seen if text != ": keep-alive") == ANSWER
+
+
+async def test_a_deadline_is_504_or_an_event(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer), step_s=0.05) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        asked = {"prompt": "a", "max_tokens": 400, "timeout": 0.3}
+        status, body, headers = await raw(served.session, "/v1/completions", **asked)
+        assert (status, body["error"]["code"], headers["x-should-retry"]) == (504, "deadline_exceeded", "false")
+        async with served.session.post("/v1/completions", json={"model": "tiny", "stream": True, **asked}) as response:
+            assert response.status == 200
+            data = [data async for _, data in events(response)]
+        assert len(data) > 2
+        assert data[-2]["error"]["code"] == "deadline_exceeded"
+        assert data[-1] == "[DONE]"
+        await settled(lambda: len(fake.aborted) == 2)
+
+
+async def test_an_engine_error_fails_its_request_alone(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+
+    def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
+        if generate.token_ids == [9]:
+            return [], Finish("error", message="NaN logits")
+        if generate.token_ids == [8]:
+            return [300, 301], Finish("error", message="NaN logits")
+        return [300], Finish("stop", stop_token=300)
+
+    async with engine(script):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, body, _ = await raw(served.session, "/v1/completions", prompt=[9], stream=True)
+        assert (status, body["error"]["message"], body["error"]["type"]) == (500, "NaN logits", "server_error")
+        async with served.session.post(
+            "/v1/completions", json={"model": "tiny", "prompt": [8], "stream": True}
+        ) as response:
+            data = [data async for _, data in events(response)]
+        assert data[-2]["error"]["message"] == "NaN logits"
+        metrics = await (await served.session.get("/metrics")).text()
+        assert 'quire_refusals_total{code="engine_error",gateway="g0"} 2.0' in metrics
+        status, body, _ = await raw(served.session, "/v1/completions", prompt=[7], stop_token_ids=[300])
+        assert status == 200
+        assert body["choices"][0]["text"] == ""  # a stop token is no text, but it was generated
+        assert body["choices"][0]["stop_reason"] == 300
+        assert body["usage"]["completion_tokens"] == 1
+
+
+async def test_echo_with_logprobs(serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        asked: dict[str, Any] = {"prompt": "café 🙂", "echo": True, "logprobs": 2, "max_tokens": 30}
+        _, whole, _ = await raw(served.session, "/v1/completions", **asked)
+        choice = whole["choices"][0]
+        logprobs = choice["logprobs"]
+        ids = byte_level_tokenizer._encode("café 🙂", special=False)
+        assert choice["text"].startswith("café 🙂One request")
+        assert {len(column) for column in logprobs.values()} == {len(ids) + 30}
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+        assert choice["text"][logprobs["text_offset"][len(ids)] :].startswith("One")
+        assert fake.seen[0].sampling.prompt_logprobs == 2
+        streamed: dict[str, list[Any]] = {name: [] for name in logprobs}
+        async with served.session.post("/v1/completions", json={"model": "tiny", "stream": True, **asked}) as response:
+            async for _, data in events(response):
+                if data != "[DONE]":
+                    for name, column in data["choices"][0]["logprobs"].items():
+                        streamed[name] += column
+        assert streamed == logprobs
+
+
+async def test_admission_refuses_with_retry_after(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    status, body, _ = await raw(served.session, "/v1/completions", prompt="a")
+    assert (status, body["error"]["code"]) == (503, "no_engine")
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.load_changes = {"free_blocks": 0, "running": 9, "waiting": 90, "waiting_tokens": 9000, "blocks_per_s": 5.0}
+        await settled(lambda: any(load.waiting for load in served.streams.fleet.engines))
+        status, body, headers = await raw(served.session, "/v1/completions", prompt="a")
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(headers["Retry-After"]) <= 60
+        assert 1000 <= int(headers["retry-after-ms"]) <= 60_000
+        metrics = await (await served.session.get("/metrics")).text()
+        assert 'quire_refusals_total{code="rate_limit_exceeded",gateway="g0"} 1.0' in metrics
+        assert 'quire_engine_requests_waiting{engine="e0",gateway="g0",model_name="tiny"} 90.0' in metrics
+
+
+async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(fleet_s=0.5, queue_wait_s=1.0)
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.holding = True
+        fake.load_changes = {"free_blocks": 0, "total_blocks": 100, "running": 5}
+        await settled(lambda: any(load.running == 5 for load in served.streams.fleet.engines))
+        # 10 blocks for the prompt and one for the output: with no known pace the queue holds one pool, 9 requests.
+        asked = {"prompt": [7] * 160, "max_tokens": 5}
+        requests = [asyncio.create_task(raw(served.session, "/v1/completions", **asked)) for _ in range(50)]
+        await settled(lambda: sum(task.done() for task in requests) == 41)
+        fake.holding = False
+        answers = await asyncio.gather(*requests)
+    assert sorted(status for status, _, _ in answers) == [200] * 9 + [429] * 41
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_huge_body_is_refused_without_keeping_it(serve: Serve, chunked: bool) -> None:
+    served = await serve()
+    block, sent = b"x" * 2**20, 0
+
+    async def upload() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += len(block)
+            yield block
+
+    headers = {} if chunked else {"Content-Length": str(100 * 2**20)}
+    before = psutil.Process().memory_info().rss
+    async with served.session.post("/v1/completions", data=upload(), headers=headers) as response:
+        assert response.status == 413
+        error = (await response.json())["error"]
+    assert (error["param"], error["limit"]) == ("body", 8 * 2**20)
+    assert psutil.Process().memory_info().rss - before < 50 * 2**20
+
+
+async def test_errors_have_openais_shape_everywhere(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(api_keys=["k1", "k2"])
+    async with engine(says(byte_level_tokenizer, eos=True)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        url, session = served.url, served.session
+        for key, raises in (("nope", openai.AuthenticationError), ("k1", openai.NotFoundError)):
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+                with pytest.raises(raises):
+                    await client.completions.create(model="other", prompt="a")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k2", max_retries=0) as client:
+            assert [card.id async for card in client.models.list()] == ["tiny"]
+            assert (await client.models.retrieve("tiny")).id == "tiny"
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("other/one")
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model="tiny", prompt=[1] * 600)
+            assert caught.value.code == "context_length_exceeded"
+            assert "512" in caught.value.message
+            assert "616" in caught.value.message
+        for method, path, status in (
+            ("GET", "/nowhere", 404),
+            ("GET", "/v1/completions", 401),
+            ("DELETE", "/ping", 405),
+        ):
+            async with session.request(method, path) as response:
+                assert response.status == status
+                assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_the_small_endpoints(serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer) -> None:
+    served = await serve()
+    session = served.session
+    assert (await session.get("/health")).status == 503
+    ready = await session.get("/ready")
+    assert (ready.status, (await ready.json())["reason"]) == (503, "no engine is running")
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        for path in ("/health", "/ready", "/ping", "/version", "/metrics"):
+            assert (await session.get(path)).status == 200
+        _, body, _ = await raw(session, "/tokenize", prompt="café")
+        assert body == {"count": len(body["tokens"]), "max_model_len": 512, "tokens": body["tokens"]}
+        _, body, _ = await raw(session, "/detokenize", tokens=body["tokens"])
+        assert body == {"prompt": "café"}
+        _, body, _ = await raw(session, "/tokenize", messages=[{"role": "user", "content": "hi"}])
+        _, body, _ = await raw(session, "/detokenize", tokens=body["tokens"])
+        assert body == {"prompt": "<|user|>hi</s><|assistant|>"}
+        assert (await raw(session, "/tokenize"))[0] == 400
+        assert (await raw(session, "/detokenize", tokens=[10_000]))[0] == 400
+        fake.load_changes = {"draining": True}
+        await settled(lambda: all(load.draining for load in served.streams.fleet.engines))
+        assert (await (await session.get("/ready")).json())["reason"] == "every engine is shutting down"
+    await settled(lambda: not served.streams.fleet.engines)
+    assert (await session.get("/health")).status == 503
+
+
+async def test_a_slow_reader_delays_nobody_and_loses_nothing(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    tokens = 8000  # about two kilobytes each with their logprobs: several times what socket buffers hold
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.load_changes = {"max_model_len": 10_000}
+        fake.burst = 50
+        await settled(lambda: any(load.max_model_len == 10_000 for load in served.streams.fleet.engines))
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+        reader, writer = await asyncio.open_connection(sock=client, limit=4096)
+        body = json.dumps(
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": tokens,
+                "stream": True,
+                "logprobs": True,
+                "top_logprobs": 20,
+            }
+        ).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await settled(lambda: len(fake.seen) == 1)  # and read nothing
+        for _ in range(20):
+            async with asyncio.timeout(2):
+                assert (await raw(served.session, "/v1/completions", prompt="b"))[0] == 200
+        await settled(lambda: not fake.busy)
+        assert len(served.streams) == 1  # the engine is long done, the rest waits here
+        received = (await reader.read()).decode()
+        assert f":{tokens}\n" in received
+        assert received.count('"top_logprobs"') == tokens
+        assert "data: [DONE]" in received
+        writer.close()
+        await writer.wait_closed()

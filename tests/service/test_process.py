@@ -1,0 +1,166 @@
+"""The gateway as a process: how it starts, shares a port, refuses to start, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+
+from engine.wire.embedded import EmbeddedRedis
+from service.text import Tokenizer
+from tests.service.fakes import FakeEngine, settled
+
+ROOT = Path(__file__).resolve().parents[2]
+EngineMaker = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def launch(
+    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
+        command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+
+
+async def answers(url: str) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError, urllib.error.HTTPError):
+            await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"{url} does not answer")
+
+
+def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import time, sys; t = time.process_time(); import service.app; used = time.process_time() - t\n"
+        "print(used); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    # The least of three: another process on this core can only make it slower.
+    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
+    assert min(times) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1"),
+        (["--redis-url", "nonsense://"], "nonsense"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--admit-threshold", "1.5"], "--admit-threshold is '1.5'"),
+    ],
+)
+def test_what_prevents_a_start_is_one_line(
+    launch: Callable[..., subprocess.Popen[str]], options: list[str], reason: str
+) -> None:
+    process = launch(*options)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    *before, last = errors.splitlines()
+    assert last.startswith("quire gateway: ")
+    assert reason in last
+    assert all(" quire.bus WARNING " in line for line in before), errors  # at most a word on what it waited for
+
+
+def test_a_taken_port_is_one_line(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        _, errors = launch().communicate(timeout=30)
+    assert errors.splitlines()[-1].startswith(f"quire gateway: cannot listen on 127.0.0.1:{port}: ")
+    assert "Traceback" not in errors
+
+
+@contextlib.asynccontextmanager
+async def slow_engine(engine: EngineMaker, tokenizer: Tokenizer, step_s: float) -> AsyncIterator[FakeEngine]:
+    ids = tokenizer._encode("one token at a time ", special=False)
+    async with engine(lambda generate, index: (ids * 100, None), step_s=step_s) as fake:
+        yield fake
+
+
+async def test_two_gateways_share_a_port_and_each_gets_its_own_tokens(
+    launch: Callable[..., subprocess.Popen[str]], port: int, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    launch()
+    launch()
+    url = f"http://127.0.0.1:{port}"
+    async with slow_engine(engine, byte_level_tokenizer, 0.0) as fake:
+        await answers(f"{url}/ready")
+        deadline = time.monotonic() + 30
+        while len({generate.gateway for generate in fake.seen}) < 2 and time.monotonic() < deadline:
+            # A connection of its own each time: the kernel picks the process by its address.
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 20}
+            async with ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+                assert (await response.json())["usage"]["completion_tokens"] == 20
+        assert len({generate.gateway for generate in fake.seen}) == 2
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_sigterm_drains(
+    launch: Callable[..., subprocess.Popen[str]],
+    port: int,
+    engine: EngineMaker,
+    byte_level_tokenizer: Tokenizer,
+    in_time: bool,
+) -> None:
+    process = launch("--drain-s", "20" if in_time else "0.2")
+    url = f"http://127.0.0.1:{port}"
+    async with slow_engine(engine, byte_level_tokenizer, 0.02) as fake, ClientSession() as session:
+        await answers(f"{url}/ready")
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 60 if in_time else 500, "stream": True}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            await response.content.readline()
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=1)
+            lines = [line async for line in response.content if line.startswith(b"data: ")]
+        assert lines[-1] == b"data: [DONE]\n"
+        last = json.loads(lines[-2][6:])
+        if in_time:
+            assert last["choices"][0]["finish_reason"] == "length"
+        else:
+            assert last["error"]["code"] == "cancelled"
+            await settled(lambda: len(fake.aborted) == 1)
+        _, errors = await asyncio.to_thread(process.communicate, None, 10)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+
+
+def test_the_process_never_loads_torch(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
+    process = launch()
+    asyncio.run(answers(f"http://127.0.0.1:{port}/ping"))
+    mapped = Path(f"/proc/{process.pid}/maps")
+    if not mapped.exists():
+        pytest.skip("needs /proc")
+    assert "tokenizers" in mapped.read_text()  # it is up, and this file can be read
+    assert "libtorch" not in mapped.read_text()

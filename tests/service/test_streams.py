@@ -1,0 +1,200 @@
+"""Open requests: replays are dropped, gaps are noticed, and everything ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
+from service.api import Refusal
+from service.config import GatewayConfig
+from service.streams import Mailbox, Streams
+from service.telemetry import Telemetry
+from tests.service.fakes import a_load, settled
+
+
+def drain(mailbox: Mailbox) -> tuple[list[int], Finish | None]:
+    tokens, _, finish = mailbox.take()
+    return tokens, finish
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6), st.booleans()), max_size=20))
+def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, bool]]) -> None:
+    """(how far back, how many tokens, taken at once): a dead engine is replaced by one that starts further back."""
+    mailbox, got, at = Mailbox(0), list[int](), 0
+
+    def take() -> Finish | None:
+        tokens, found, finish = mailbox.take()
+        assert [entry.logprob for entry in found or ()] == [float(token) for token in tokens]
+        got.extend(tokens)
+        return finish
+
+    def put(first: int, stop: int, finish: Finish | None = None) -> bool:
+        logprobs = [TokenLogprob(float(position)) for position in range(first, stop)]
+        return mailbox.put(Delta("r", first, list(range(first, stop)), finish, logprobs=logprobs))
+
+    for back, count, taken in deltas:
+        first = max(0, at - back)
+        assert put(first, first + count) == (first + count > at)
+        at = max(at, first + count)
+        if taken:
+            assert take() is None
+    assert put(0, at, Finish("length"))
+    assert take() == Finish("length")
+    assert got == list(range(at))
+    assert not put(0, at + 1, Finish("stop"))
+
+
+def test_a_gap_ends_in_an_error() -> None:
+    mailbox = Mailbox(0)
+    mailbox.put(Delta("r", 0, [1]))
+    assert mailbox.put(Delta("r", 2, [3]))
+    tokens, finish = drain(mailbox)
+    assert tokens == [1]
+    assert finish is not None
+    assert finish.reason == "error"
+
+
+def test_the_first_delta_brings_what_the_prompt_brought() -> None:
+    mailbox = Mailbox(0)
+    mailbox.put(Delta("r", 0, [1], cached_tokens=48, prompt_logprobs=[TokenLogprob(-1.0)]))
+    mailbox.put(Delta("r", 1, [2]))
+    assert mailbox.cached_tokens == 48
+    assert mailbox.prompt_logprobs == [TokenLogprob(-1.0)]
+    assert drain(mailbox) == ([1, 2], None)
+
+
+class Wire:
+    """A bus that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+        self.down_after = 1000
+        self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
+        self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
+
+    async def submit(self, request: Generate) -> None:
+        if len(self.submitted) >= self.down_after:
+            raise BusDown("gone")
+        self.submitted.append(request.id)
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def fleet(self) -> Fleet:
+        return self.fleets[0]
+
+    async def batches(self) -> AsyncIterator[TokenBatch]:
+        while True:
+            yield await self.incoming.get()
+
+
+@pytest.fixture
+async def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+async def streams(wire: Wire) -> AsyncIterator[Streams]:
+    made = Streams(cast(GatewaySide, wire), GatewayConfig(heartbeat_s=0.05, fleet_s=0.01), Telemetry("g"))
+    await made.start()
+    yield made
+    await made.stop()
+    assert len(made) == 0
+
+
+def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
+    deadline_ms = int(time.time() * 1000) + 60_000
+    return [Generate(f"r.{at}", "g", [1, 2, 3], 9, Sampling(), deadline_ms, n=n) for at in range(prompts)]
+
+
+async def put(wire: Wire, *deltas: Delta, **changes: Any) -> None:
+    wire.incoming.put_nowait(TokenBatch("e0", list(deltas), **changes))
+
+
+async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(prompts=2, n=2), 60) as opened:
+        assert wire.submitted == ["r.0", "r.1"]
+        await put(wire, Delta("r.1", 0, [5], index=0), Delta("r.0", 0, [6], index=1), Delta("other.0", 0, [7]))
+        changed = await anext(opened)
+        assert [(mailbox.choice, drain(mailbox)[0]) for mailbox in changed] == [(2, [5]), (1, [6])]
+        await put(wire, *(Delta(f"r.{at}", 9, [], Finish("stop"), index=i) for at in (0, 1) for i in (0, 1)))
+        for mailbox in await anext(opened):
+            opened.end(mailbox.choice)
+        with pytest.raises(StopAsyncIteration):
+            await anext(opened)
+    await asyncio.sleep(0)
+    assert wire.cancelled == []  # the engine has ended all of it already
+
+
+async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(prompts=2), 60) as opened:
+        await put(wire, Delta("r.0", 0, [1], Finish("stop")))
+        await anext(opened)
+    await asyncio.sleep(0)
+    assert wire.cancelled == ["r.1"]
+
+
+async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(n=2), 0.02) as opened:
+        changed = await anext(opened)
+        assert [drain(mailbox) for mailbox in changed] == [([], Finish("deadline"))] * 2
+    await asyncio.sleep(0)
+    assert wire.cancelled == ["r.0"]
+
+
+async def test_a_queue_that_fails_halfway_takes_back_the_first_half(streams: Streams, wire: Wire) -> None:
+    wire.down_after = 1
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(prompts=3), 60):
+            pytest.fail("must not open")
+    assert caught.value.status == 503
+    await asyncio.sleep(0)
+    assert wire.cancelled == ["r.0", "r.1"]  # the second may have been queued although its reply was lost
+
+
+async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(), 60) as opened:
+        assert await anext(opened) == []
+        await put(wire, Delta("r.0", 0, [1]))
+        assert len(await anext(opened)) == 1
+        began = time.monotonic()
+        assert await anext(opened) == []
+        assert time.monotonic() - began > 0.03
+
+
+async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(streams: Streams, wire: Wire) -> None:
+    assert streams.fleet.queued_tokens == 20
+    wire.fleets[0] = Fleet(engines=[a_load(time_ms=5, running=7)], queued=0, queued_tokens=0, time_ms=1)
+    await put(wire, load=a_load(time_ms=5, running=7))
+    await settled(lambda: any(load.running == 7 for load in streams.fleet.engines))
+    seen = streams.fleet.engines[0].time_ms
+    assert abs(seen - time.time() * 1000) < 1000  # the engine's own clock stands in 1970
+    await asyncio.sleep(0.05)
+    assert streams.fleet.engines[0].time_ms == seen  # the same reading again is no sign of life
+    async with streams.open(orders(), 60):
+        assert streams.fleet.queued_tokens == 3
+    wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
+    await asyncio.sleep(0.05)
+    assert streams.fleet.engines == []
+
+
+async def test_a_reader_that_breaks_ends_every_request(wire: Wire) -> None:
+    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=60), Telemetry("g"))
+    await streams.start()
+    async with streams.open(orders(), 60) as opened:
+        wire.incoming.put_nowait(cast(TokenBatch, None))
+        [mailbox] = await anext(opened)
+        finish = drain(mailbox)[1]
+        assert finish is not None
+        assert finish.reason == "error"
+    assert streams.trouble is not None
+    await streams.stop()

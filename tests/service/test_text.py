@@ -1,0 +1,185 @@
+"""Text out of tokens: exact for any tokens, any cuts and any stop strings, on both kinds of vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from service import api
+from service.api import Refusal, ValidRequest
+from service.config import GatewayConfig
+from service.text import INLINE_CHARS, ModelError, TextStream, Tokenizer, vocabulary_bytes
+from tests.service.fakes import save
+
+TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
+IDS = st.lists(st.integers(0, 499), max_size=40)
+
+
+@pytest.fixture(params=["byte_level_tokenizer", "sentencepiece_tokenizer"], scope="session")
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    found: Tokenizer = request.getfixturevalue(request.param)
+    return found
+
+
+def run(stream: TextStream, ids: list[int], cuts: list[int]) -> str:
+    """Push `ids` cut into deltas of the given sizes (cycled), then finish, as a handler would."""
+    out, at, turn = "", 0, 0
+    while at < len(ids) and stream.matched is None:
+        size = cuts[turn % len(cuts)]
+        out += stream.push(ids[at : at + size])
+        at, turn = at + size, turn + 1
+    return out if stream.matched is not None else out + stream.finish()
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 7), min_size=1))
+def test_what_was_encoded_comes_back(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    ids = tokenizer._encode(text, special=False)
+    got = run(TextStream(tokenizer, skip_special=False), ids, cuts)
+    # A SentencePiece vocabulary marks the beginning of a text with a space, which a continuation rightly keeps.
+    assert got == tokenizer.text_of(ids, skip_special=False) or got == " " + tokenizer.text_of(ids, skip_special=False)
+
+
+@given(ids=IDS, cuts=st.lists(st.integers(1, 7), min_size=1))
+def test_any_bytes_decode_as_the_tokenizer_would(
+    byte_level_tokenizer: Tokenizer, ids: list[int], cuts: list[int]
+) -> None:
+    """Random tokens are mostly broken UTF-8: each broken sequence becomes U+FFFD at the same place."""
+    got = run(TextStream(byte_level_tokenizer), ids, cuts)
+    assert got == byte_level_tokenizer.text_of(ids)
+
+
+@given(ids=IDS)
+def test_no_delta_ever_ends_inside_a_character(tokenizer: Tokenizer, ids: list[int]) -> None:
+    text = "🙂 čaj 日本"
+    stream = TextStream(tokenizer)
+    for token in tokenizer._encode(text, special=False):
+        assert "\ufffd" not in stream.push([token])
+    assert stream.finish() == ""
+
+
+def expected(
+    tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...], minimum: int, include: bool
+) -> tuple[str, int]:
+    """The specification: after each token look at the whole text so far for the stop that begins first."""
+    stream, early, late = TextStream(tokenizer), "", ""
+    for count, token in enumerate(ids, 1):
+        new = stream.push([token])
+        if count <= minimum:
+            early += new
+            continue
+        late += new
+        found = [(late.find(stop), stop) for stop in stops if stop in late]
+        if found:
+            at, stop = min(found)
+            return early + late[: at + (len(stop) if include else 0)], count
+    late += stream.finish()
+    found = [(late.find(stop), stop) for stop in stops if stop in late]
+    if found:
+        at, stop = min(found)
+        late = late[: at + (len(stop) if include else 0)]
+    return early + late, len(ids)
+
+
+@given(
+    text=st.text(alphabet="abAB 🙂é", max_size=30),
+    stops=st.lists(st.text(alphabet="abAB 🙂é", min_size=1, max_size=4), min_size=1, max_size=4).map(tuple),
+    cuts=st.lists(st.integers(1, 7), min_size=1),
+    minimum=st.integers(0, 5),
+    include=st.booleans(),
+)
+def test_stop_strings_wherever_the_text_is_cut(
+    tokenizer: Tokenizer, text: str, stops: tuple[str, ...], cuts: list[int], minimum: int, include: bool
+) -> None:
+    ids = tokenizer._encode(text, special=False)
+    stream = TextStream(tokenizer, stop=stops, min_tokens=minimum, include_stop=include)
+    got = run(stream, ids, cuts)
+    assert (got, stream.tokens) == expected(tokenizer, ids, stops, minimum, include)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back(byte_level_tokenizer: Tokenizer) -> None:
+    stream = TextStream(byte_level_tokenizer, stop=("###",))
+    ids = [byte_level_tokenizer._encode(char, special=False)[0] for char in "ab##c###d"]
+    assert [stream.push([token]) for token in ids[:8]] == ["a", "b", "", "", "##c", "", "", ""]
+    assert stream.matched == "###"
+
+
+@given(ids=IDS)
+def test_offsets_point_at_each_token(byte_level_tokenizer: Tokenizer, ids: list[int]) -> None:
+    stream = TextStream(byte_level_tokenizer, track_offsets=True)
+    stream.push(ids)
+    plain = TextStream(byte_level_tokenizer)
+    offsets, chars = [], 0
+    for token in ids:
+        offsets.append(chars)
+        chars += len(plain.push([token]))
+    assert stream.take_offsets() == offsets
+    assert stream.take_offsets() == []
+
+
+def test_special_tokens_are_silent_unless_wanted(byte_level_tokenizer: Tokenizer) -> None:
+    assert TextStream(byte_level_tokenizer).push([1]) == ""
+    assert TextStream(byte_level_tokenizer, skip_special=False).push([1]) == "</s>"
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(byte_level_tokenizer: Tokenizer) -> None:
+    """Models round their embedding up: such ids can be sampled."""
+    assert TextStream(byte_level_tokenizer).push([10_000]) == ""
+
+
+def request(**fields: object) -> ValidRequest:
+    body = api.msgspec.json.encode({"model": "m", **fields})
+    parse = api.parse_chat if "messages" in fields else api.parse_completion
+    return parse(body, GatewayConfig(), "m")
+
+
+async def test_encoding_is_the_tokenizers_own(sentencepiece_tokenizer: Tokenizer) -> None:
+    tokenizer = sentencepiece_tokenizer
+    long = "The quick brown fox. " * (INLINE_CHARS // 10)
+    [short, longer] = await tokenizer.encode(request(prompt=["The fox", long]))
+    assert short[0] == 1  # begin-of-sequence
+    assert tokenizer.text_of(short) == "The fox"
+    assert tokenizer.text_of(longer) == long
+    assert await tokenizer.encode(request(prompt=[[5, 6, 7]], truncate_prompt_tokens=2)) == [[6, 7]]
+
+
+async def test_the_chat_template_is_the_checkpoints_own(byte_level_tokenizer: Tokenizer) -> None:
+    valid = request(messages=[{"role": "user", "content": "hi"}])
+    [ids] = await byte_level_tokenizer.encode(valid)
+    assert byte_level_tokenizer.text_of(ids, skip_special=False) == "<|user|>hi</s><|assistant|>"
+
+
+async def test_a_template_that_refuses_is_the_clients_error(byte_level_tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refusal) as caught:
+        await byte_level_tokenizer.encode(request(messages=[{"role": "tool", "content": "secret"}]))
+    assert (caught.value.status, caught.value.code) == (400, "chat_template_error")
+    assert "no tools here" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_a_tokenizer_without_a_byte_table_is_refused() -> None:
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ModelError, match="WordPiece"):
+        vocabulary_bytes(backend)
+
+
+def test_a_directory_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    backend = Backend(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(["a"])
+    folder = save(backend, tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(Refusal) as caught:
+        await Tokenizer(str(folder)).encode(request(messages=[{"role": "user", "content": "a"}]))
+    assert caught.value.code == "no_chat_template"

@@ -1,0 +1,81 @@
+"""The private Redis server: private, persistent, and gone with its owner."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from engine.wire import embedded
+from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError
+
+
+def test_it_is_private_and_leaves_nothing() -> None:
+    with EmbeddedRedis() as server:
+        socket = Path(server.url.removeprefix("unix://"))
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        assert server.pid is not None
+        assert psutil.Process(server.pid).net_connections("inet") == []
+        with redis.Redis.from_url(server.url) as client:
+            found = client.config_get("*")
+            assert found["appendonly"] == "yes"
+            assert found["appendfsync"] == "everysec"
+            assert found["maxmemory-policy"] == "noeviction"
+    assert not socket.parent.exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_data_survives_a_stop_and_a_crash(tmp_path: Path, how: signal.Signals) -> None:
+    folder = tmp_path / ("deep" * 30)  # far too long for a socket of its own
+    with EmbeddedRedis(folder) as server, redis.Redis.from_url(server.url) as client:
+        client.set("kept", 1)
+        assert server.pid is not None
+        os.kill(server.pid, how)
+        while server.pid is not None:
+            time.sleep(0.01)
+        server.start()
+    with EmbeddedRedis(folder) as server, redis.Redis.from_url(server.url) as client:
+        assert client.get("kept") == b"1"
+
+
+def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "appendonly.aof").write_bytes(b"not a log\n")
+    with pytest.raises(EmbeddedRedisError, match=r"(?i)bad file format|aof|append") as caught, EmbeddedRedis(tmp_path):
+        pass
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(embedded.shutil, "which", lambda _: None)
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(EmbeddedRedisError, match="no redis-server"):
+        EmbeddedRedis()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux only")
+def test_it_ends_when_its_owner_is_killed() -> None:
+    code = """
+import time
+from engine.wire.embedded import EmbeddedRedis
+server = EmbeddedRedis()
+server.start()
+print(server.pid, server.url, flush=True)
+time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    number, url = owner.stdout.readline().split()
+    pid = int(number)
+    owner.kill()
+    owner.communicate()
+    give_up = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    shutil.rmtree(Path(url.removeprefix("unix://")).parent)  # which its killed owner could not

@@ -1,0 +1,141 @@
+"""Golden bytes: what is on the wire today.  A failure here means that two versions can't run side by side any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.wire.messages import (
+    Abort,
+    Delta,
+    EngineLoad,
+    Finish,
+    Generate,
+    Order,
+    Sampling,
+    TokenBatch,
+    TokenLogprob,
+)
+
+SAMPLING = Sampling(
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.1,
+    seed=2**63 - 1,
+    min_tokens=2,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.5,
+    logit_bias=[(7, -100.0)],
+    allowed_token_ids=[1, 2],
+    stop_token_ids=[3],
+    ignore_eos=True,
+    logprobs=5,
+    prompt_logprobs=0,
+)
+GENERATE = Generate("r1", "g1", [1, 300, 70000], 16, SAMPLING, 1_700_000_000_000, "tenant", "00-ab-cd-01", 2)
+LOAD = EngineLoad(
+    "e1", "m", "f" * 4, 4096, 32000, 16, 100, 60, 20, 3, 2, 512, 1_700_000_000_000, 1.5, 0.5, *range(5), True
+)
+DELTA = Delta(
+    "r1", 4, [5, 6], Finish("stop", 6, ""), 1, [TokenLogprob(-0.5, [(5, -0.5)]), TokenLogprob(-1.0)], 512, None
+)
+BATCH = TokenBatch("e1", [DELTA, Delta("r2", 0, [9])], LOAD)
+
+GOLDEN: list[tuple[Any, str]] = [
+    (
+        SAMPLING,
+        "8fab74656d7065726174757265cb3fe0000000000000a5746f705f70cb3feccccccccccccda5746f705f6b28a56d696e5f70"
+        "cb3fb999999999999aa473656564cf7fffffffffffffffaa6d696e5f746f6b656e7302b070726573656e63655f70656e616c"
+        "7479cbbfe0000000000000b16672657175656e63795f70656e616c7479cb3fd0000000000000b272657065746974696f6e5f"
+        "70656e616c7479cb3ff8000000000000aa6c6f6769745f62696173919207cbc059000000000000b1616c6c6f7765645f746f"
+        "6b656e5f696473920102ae73746f705f746f6b656e5f6964739103aa69676e6f72655f656f73c3a86c6f6770726f627305af"
+        "70726f6d70745f6c6f6770726f627300",
+    ),
+    (
+        GENERATE,
+        "8aa474797065a867656e6572617465a26964a27231a767617465776179a26731a9746f6b656e5f6964739301cd012cce0001"
+        "1170ae6d61785f6e65775f746f6b656e7310a873616d706c696e678fab74656d7065726174757265cb3fe0000000000000a5"
+        "746f705f70cb3feccccccccccccda5746f705f6b28a56d696e5f70cb3fb999999999999aa473656564cf7fffffffffffffff"
+        "aa6d696e5f746f6b656e7302b070726573656e63655f70656e616c7479cbbfe0000000000000b16672657175656e63795f70"
+        "656e616c7479cb3fd0000000000000b272657065746974696f6e5f70656e616c7479cb3ff8000000000000aa6c6f6769745f"
+        "62696173919207cbc059000000000000b1616c6c6f7765645f746f6b656e5f696473920102ae73746f705f746f6b656e5f69"
+        "64739103aa69676e6f72655f656f73c3a86c6f6770726f627305af70726f6d70745f6c6f6770726f627300ab646561646c69"
+        "6e655f6d73cf0000018bcfe56800aa63616368655f73616c74a674656e616e74ab7472616365706172656e74ab30302d6162"
+        "2d63642d3031a16e02",
+    ),
+    (
+        Abort("r1"),
+        "82a474797065a561626f7274a26964a27231",
+    ),
+    (
+        Finish("error", -1, "out of luck"),
+        "93a56572726f72ffab6f7574206f66206c75636b",
+    ),
+    (
+        TokenLogprob(-0.5, [(5, -0.5), (6, -2.0)]),
+        "92cbbfe0000000000000929205cbbfe00000000000009206cbc000000000000000",
+    ),
+    (
+        DELTA,
+        "98a272310492050693a473746f7006a0019292cbbfe0000000000000919205cbbfe000000000000092cbbff0000000000000"
+        "90cd0200c0",
+    ),
+    (
+        LOAD,
+        "de0015a6656e67696e65a26531a56d6f64656ca16dab66696e6765727072696e74a466666666ad6d61785f6d6f64656c5f6c"
+        "656ecd1000aa766f6361625f73697a65cd7d00aa626c6f636b5f73697a6510ac746f74616c5f626c6f636b7364ab66726565"
+        "5f626c6f636b733cad6361636865645f626c6f636b7314a772756e6e696e6703a777616974696e6702ae77616974696e675f"
+        "746f6b656e73cd0200a774696d655f6d73cf0000018bcfe56800ac746f6b656e735f7065725f73cb3ff8000000000000ac62"
+        "6c6f636b735f7065725f73cb3fe0000000000000ab707265656d7074696f6e7300ad70726f6d70745f746f6b656e7301b463"
+        "61636865645f70726f6d70745f746f6b656e7302b067656e6572617465645f746f6b656e7303b17265636f6d70757465645f"
+        "746f6b656e7304a8647261696e696e67c3",
+    ),
+    (
+        BATCH,
+        "83a6656e67696e65a26531a664656c7461739298a272310492050693a473746f7006a0019292cbbfe0000000000000919205"
+        "cbbfe000000000000092cbbff000000000000090cd0200c098a27232009109c000c000c0a46c6f6164de0015a6656e67696e"
+        "65a26531a56d6f64656ca16dab66696e6765727072696e74a466666666ad6d61785f6d6f64656c5f6c656ecd1000aa766f63"
+        "61625f73697a65cd7d00aa626c6f636b5f73697a6510ac746f74616c5f626c6f636b7364ab667265655f626c6f636b733cad"
+        "6361636865645f626c6f636b7314a772756e6e696e6703a777616974696e6702ae77616974696e675f746f6b656e73cd0200"
+        "a774696d655f6d73cf0000018bcfe56800ac746f6b656e735f7065725f73cb3ff8000000000000ac626c6f636b735f706572"
+        "5f73cb3fe0000000000000ab707265656d7074696f6e7300ad70726f6d70745f746f6b656e7301b46361636865645f70726f"
+        "6d70745f746f6b656e7302b067656e6572617465645f746f6b656e7303b17265636f6d70757465645f746f6b656e7304a864"
+        "7261696e696e67c3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=lambda value: type(value).__name__)
+def test_bytes_of_every_message(message: msgspec.Struct, golden: str) -> None:
+    assert msgspec.msgpack.encode(message).hex() == golden
+    kind = Order if isinstance(message, Generate | Abort) else type(message)
+    assert msgspec.msgpack.decode(bytes.fromhex(golden), type=kind) == message
+
+
+def test_every_message_has_golden_bytes() -> None:
+    import engine.wire.messages as module
+
+    kinds = {value for value in vars(module).values() if isinstance(value, type) and issubclass(value, msgspec.Struct)}
+    assert kinds - {msgspec.Struct} == {type(message) for message, _ in GOLDEN}
+
+
+def test_bytes_of_an_older_peer_decode_with_defaults() -> None:
+    """What the first version sent, before any field with a default was thought of."""
+    old = {"type": "generate", "id": "r", "gateway": "g", "token_ids": [1], "max_new_tokens": 1, "sampling": {}}
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode({**old, "deadline_ms": 5}), type=Order)
+    assert decoded == Generate("r", "g", [1], 1, Sampling(), 5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(["r", 0, [1]]), type=Delta) == Delta("r", 0, [1])
+
+
+def test_fields_of_a_newer_peer_are_ignored() -> None:
+    newer = msgspec.msgpack.decode(msgspec.msgpack.encode(GENERATE)) | {"priority": 3}
+    newer["sampling"]["typical_p"] = 0.5
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=Order) == GENERATE
+    longer = [*msgspec.msgpack.decode(msgspec.msgpack.encode(DELTA)), "a later field", {"x": 1}]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(longer), type=Delta) == DELTA
+    batch = msgspec.msgpack.decode(msgspec.msgpack.encode(BATCH)) | {"trace": "t"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=TokenBatch) == BATCH
