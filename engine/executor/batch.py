@@ -199,7 +199,9 @@ class Batch:
             rows.append(fork.row)
             sample_at.append(parents[fork.parent])
         logits_at = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        at = torch.tensor(sample_at, dtype=torch.int64, device=self._device)
+        # Mostly every wanted row samples, once: then there is nothing to pick, and the logits need no copy.
+        pick = sample_at != list(range(len(wanted)))
+        at = torch.tensor(sample_at, dtype=torch.int64, device=self._device) if pick else None
         return StepTensors(
             input_ids=self._ids[None, :total],
             position_ids=self._positions[None, :total],
@@ -213,7 +215,7 @@ class Batch:
             sample_rows=tuple(rows),
             sample_seats=torch.tensor(rows, dtype=torch.int64, device=self._device),
             sample_at=at,
-            known=self._positions[logits_at[at]] + 1,
+            known=self._positions[logits_at if at is None else logits_at[at]] + 1,
             targets=targets,
         )
 

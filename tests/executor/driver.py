@@ -69,18 +69,22 @@ class Driver:
         *,
         chunk: int = 512,
         n: int = 1,
+        sibling: int = 0,
         targets: bool = False,
         stop_ids: list[int] | None = None,
         output: list[int] | None = None,
     ) -> list[int]:
-        """Seat a prompt (and `output` tokens of it already known) with n continuations; returns their rows."""
+        """Seat a prompt (and `output` tokens of it already known) with n continuations; returns their rows.
+
+        The continuations are numbered from `sibling`.
+        """
         rows = [row for row in range(self.config.max_seqs) if row not in self.rows][:n]
         known = tokens + (output or [])
         table = [self.free_blocks.pop() for _ in range(-(-len(known) // self.config.block_size))]
         samplers: list[Sampler] = []
         if sampling:
             samplers = [
-                Sampler(sampling, len(tokens), stop_ids or [], list(known), sibling=sibling) for sibling in range(n)
+                Sampler(sampling, len(tokens), stop_ids or [], list(known), sibling=sibling + i) for i in range(n)
             ]
         row = Row(list(known), len(tokens), chunk, samplers[0] if samplers else None, table, targets=targets)
         row.siblings = list(zip(rows[1:], samplers[1:], strict=True))
@@ -152,7 +156,9 @@ class Driver:
         return result
 
     def step(self) -> StepResult:
-        return self.commit(self.worker.run(self.plan()))
+        result = self.worker.run(self.plan())
+        assert not result.failed
+        return self.commit(result)
 
     def generate(self, rows: list[int], count: int) -> list[list[int]]:
         """Step until each of the rows has `count` outputs."""

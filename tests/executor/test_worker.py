@@ -110,9 +110,8 @@ def test_forked_siblings(checkpoint: Checkpoint, length: int) -> None:
     assert sum(len(plan.slices) for plan in driver.plans) == -(-length // 16)  # one prefill
     assert len({tuple(text) for text in together}) == 4
     for sibling, text in enumerate(together):
-        known, alone = list(prompt), Driver(checkpoint("llama"))
-        row = alone.add(known, sampling, n=sibling + 1, chunk=512)[sibling]
-        assert alone.generate([row], 20) == [text]
+        alone = Driver(checkpoint("llama"))
+        assert alone.generate(alone.add(prompt, sampling, sibling=sibling), 20) == [text]
 
 
 def test_first_sibling_to_finish_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
@@ -158,7 +157,7 @@ def test_a_row_that_is_not_finite_fails_alone(checkpoint: Checkpoint) -> None:
     rows = [driver.add(words(20, i))[0] for i in range(3)]
     driver.generate(rows, 2)
     driver._poison = driver.rows[rows[1]].table[:1]  # use after free, as a scheduler's bug would cause it
-    result = driver.step()
+    result = driver.worker.run(driver.plan())
     assert list(result.failed) == [rows[1]]
     assert result.rows == rows  # still one entry for each row that sampled
 
