@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -67,8 +68,8 @@ class LLM:
 
     def _open(self, config: EngineConfig, executor: Executor, tokenizer: Any) -> None:
         self.config, self.executor, self.tokenizer = config, executor, tokenizer
-        self._completions: dict[str, Completion] = {}  # by request id, unfinished ones
-        self._unfinished: dict[str, int] = {}  # how many of its outputs
+        self.unfinished: dict[str, Completion] = {}  # by request id, unfinished ones
+        self._open_outputs: dict[str, int] = {}  # how many of its outputs
         self._box = LocalBox(self._take)
         self.engine = Engine(config, executor, self._box, self._box)
         self._ids = 0
@@ -96,15 +97,15 @@ class LLM:
             self._ids += 1
             request = Generate(f"offline-{self._ids}", "", ids, limit, how, FOREVER_MS, n=n)
             completion = Completion(ids, [Output() for _ in range(n)])
-            self._completions[request.id] = completion
-            self._unfinished[request.id] = n
+            self.unfinished[request.id] = completion
+            self._open_outputs[request.id] = n
             completions.append(completion)
             self._box.orders.append(request)
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
-            while self._completions:
+            while self.unfinished:
                 self.engine.turn()
                 each_turn()
-                bar.update(len(completions) - len(self._completions) - bar.n)
+                bar.update(len(completions) - len(self.unfinished) - bar.n)
         while not self.engine.core.idle:  # a step issued before the last result was in
             self.engine.turn()
         if self.tokenizer is not None:
@@ -116,7 +117,7 @@ class LLM:
         self.executor.close()
 
     def _take(self, delta: Delta) -> None:
-        completion = self._completions[delta.id]
+        completion = self.unfinished[delta.id]
         output = completion.outputs[delta.index]
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs or []
@@ -125,9 +126,9 @@ class LLM:
             completion.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is not None:
             output.finish_reason, output.message = delta.finish.reason, delta.finish.message
-            self._unfinished[delta.id] -= 1
-            if not self._unfinished[delta.id]:
-                del self._unfinished[delta.id], self._completions[delta.id]
+            self._open_outputs[delta.id] -= 1
+            if not self._open_outputs[delta.id]:
+                del self._open_outputs[delta.id], self.unfinished[delta.id]
 
 
 def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
@@ -140,8 +141,13 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
     prompts = [job["token_ids"] for job in jobs]
     llm.generate(prompts[:4], greedy, max_new_tokens=8)  # first steps touch memory for the first time
     slots = [0, 0]  # holding tokens, allocated; summed over steps
+    firsts: dict[str, float] = {}  # request id -> seconds to its first token
 
     def watch() -> None:
+        now = time.perf_counter() - begin
+        for request_id, completion in llm.unfinished.items():
+            if completion.outputs[0].token_ids:
+                firsts.setdefault(request_id, now)
         if llm.engine.core.step % 8 == 0:
             filled, allocated = llm.engine.core.used_slots()
             slots[0] += filled
@@ -164,6 +170,7 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
         "tokens_per_s": tokens / seconds,
         "batch1_ms_per_token": (alone[1] - alone[0]) / 128 * 1e3,
         "start_s": start_s,
+        "ttft_p50_ms": statistics.median(firsts.values()) * 1e3,
         "slots_filled": slots[0] / max(1, slots[1]),
         "preemptions": llm.engine.core.totals.preemptions,
     }
