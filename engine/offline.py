@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,6 +74,22 @@ class LLM:
         self.engine = Engine(config, executor, self._box, self._box)
         self._ids = 0
 
+    def submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, *, max_new_tokens: int = 16, n: int = 1
+    ) -> Completion:
+        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done."""
+        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
+        self._ids += 1
+        request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n)
+        completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
+        self._open_outputs[request.id] = n
+        self._box.orders.append(request)
+        return completion
+
+    def step(self) -> None:
+        """One step of the engine, for everything queued."""
+        self.engine.turn()
+
     def generate(
         self,
         prompts: Iterable[str | Sequence[int]],
@@ -82,7 +98,6 @@ class LLM:
         max_new_tokens: int | Sequence[int] = 16,
         n: int = 1,
         progress: bool = False,
-        each_turn: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
         """Continue every prompt, all submitted at once; answers come in the order of the prompts.
 
@@ -90,24 +105,14 @@ class LLM:
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        completions = []
-        for prompt, how, limit in zip(prompts, sampling, limits, strict=True):
-            ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
-            self._ids += 1
-            request = Generate(f"offline-{self._ids}", "", ids, limit, how, FOREVER_MS, n=n)
-            completion = Completion(ids, [Output() for _ in range(n)])
-            self.unfinished[request.id] = completion
-            self._open_outputs[request.id] = n
-            completions.append(completion)
-            self._box.orders.append(request)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompts)
+        work = zip(prompts, sampling, max_new_tokens, strict=True)
+        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n) for prompt, how, limit in work]
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
-            while self.unfinished:
-                self.engine.turn()
-                each_turn()
+            while not self.engine.core.idle or self._box.orders:
+                self.step()
                 bar.update(len(completions) - len(self.unfinished) - bar.n)
-        while not self.engine.core.idle:  # a step issued before the last result was in
-            self.engine.turn()
         if self.tokenizer is not None:
             for output in (output for completion in completions for output in completion.outputs):
                 output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -132,36 +137,38 @@ class LLM:
 
 
 def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
-    """Run a file of requests, all submitted at once; then one alone, for the time of a token at batch 1."""
+    """Run a file of requests, each from its `at_s` on; then one alone, for the time of a token at batch 1."""
     jobs = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
     begin = time.perf_counter()
     llm = LLM.over(config, local.load(config))
     start_s = time.perf_counter() - begin
     greedy = Sampling(temperature=0.0, ignore_eos=True)
-    prompts = [job["token_ids"] for job in jobs]
-    llm.generate(prompts[:4], greedy, max_new_tokens=8)  # first steps touch memory for the first time
-    slots = [0, 0]  # holding tokens, allocated; summed over steps
-    firsts: dict[str, float] = {}  # request id -> seconds to its first token
+    llm.generate([job["token_ids"] for job in jobs[:4]], greedy, max_new_tokens=8)  # touches memory a first time
 
-    def watch() -> None:
-        now = time.perf_counter() - begin
-        for request_id, completion in llm.unfinished.items():
-            if completion.outputs[0].token_ids:
-                firsts.setdefault(request_id, now)
-        if llm.engine.core.step % 8 == 0:
-            filled, allocated = llm.engine.core.used_slots()
-            slots[0] += filled
-            slots[1] += allocated
-
+    submitted: list[Completion] = []
+    firsts: dict[int, float] = {}  # number of the request -> seconds from its `at_s` to its first token
+    filled = allocated = 0  # slots, summed over every 8th step
     begin = time.perf_counter()
-    limits = [job["max_new_tokens"] for job in jobs]
-    answers = llm.generate(prompts, greedy, max_new_tokens=limits, each_turn=watch)
+    while llm.unfinished or len(submitted) < len(jobs):
+        now = time.perf_counter() - begin
+        while len(submitted) < len(jobs) and jobs[len(submitted)].get("at_s", 0.0) <= now:
+            job = jobs[len(submitted)]
+            submitted.append(llm.submit(job["token_ids"], greedy, max_new_tokens=job["max_new_tokens"]))
+        llm.step()
+        now = time.perf_counter() - begin
+        for number, completion in enumerate(submitted):
+            if number not in firsts and completion.outputs[0].token_ids:
+                firsts[number] = now - jobs[number].get("at_s", 0.0)
+        if llm.engine.core.step % 8 == 0:
+            slots = llm.engine.core.used_slots()
+            filled, allocated = filled + slots[0], allocated + slots[1]
     seconds = time.perf_counter() - begin
-    tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
+
     alone = []
     for count in (1, 129):
         begin = time.perf_counter()
-        llm.generate([prompts[0][:8]], greedy, max_new_tokens=count)
+        llm.generate([jobs[0]["token_ids"][:8]], greedy, max_new_tokens=count)
         alone.append(time.perf_counter() - begin)
     llm.close()
     return {
@@ -171,7 +178,7 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
         "batch1_ms_per_token": (alone[1] - alone[0]) / 128 * 1e3,
         "start_s": start_s,
         "ttft_p50_ms": statistics.median(firsts.values()) * 1e3,
-        "slots_filled": slots[0] / max(1, slots[1]),
+        "slots_filled": filled / max(1, allocated),
         "preemptions": llm.engine.core.totals.preemptions,
     }
 
