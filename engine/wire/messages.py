@@ -51,10 +51,11 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
-    """Stop every continuation of a request.  Unknown or finished ids are ignored."""
+    """Stop every continuation of a request, or one.  Unknown or finished ones are ignored."""
 
     id: str
     lost: bool = False  # it is somebody else's now: drop it without a word
+    index: int = -1  # which of the n continuations; -1: every one
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):

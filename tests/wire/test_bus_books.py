@@ -107,7 +107,7 @@ class Books(RuleBasedStateMachine):
         self.waiting -= set(expected)
         self.held[name] |= set(expected)
         assert [request.id for request in claimed.generates] == expected
-        assert claimed.aborts == self.orders[name]
+        assert [order.id for order in claimed.aborts] == self.orders[name]
         assert set(claimed.lost) == lost
         self.orders[name] = []
 
