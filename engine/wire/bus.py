@@ -266,6 +266,10 @@ else
     if alive(id) and dequeue(id) then hold(me, id) else lost[#lost + 1] = id end
   end
   call('DEL', P .. 'lost:' .. me)
+  -- A burst is shared, not won by who asks first: each exchange takes a fair part of what waits, and the next one comes
+  -- with the next step.
+  local share = call('ZCARD', P .. 'queue') / math.max(1, call('SCARD', P .. 'engines'))
+  room_requests = math.min(room_requests, math.ceil(share))
   while room_requests > 0 do
     local id = head()
     if not id then break end
@@ -536,8 +540,9 @@ class EngineSide:
         room_requests: int,
     ) -> Claimed:
         """One round trip: append each (gateway, batch) to its stream, forget `finished` requests, renew the lease
-        with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none),
-        and take the aborts waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
+        with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none)
+        and at most a fair share of the queue (all of it over the number of engines, rounded up), and take the aborts
+        waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
 
         Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
         it leaves open what it did, and only close() may follow.

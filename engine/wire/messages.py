@@ -37,7 +37,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
-    """One prompt to continue.  `n` continuations share one prefill and fork after it."""
+    """One prompt to continue.  `n` continuations share one prefill and fork after it.
+
+    Continuation i draws by (sampling.seed, i): the first says what n = 1 would, and a larger n changes none before."""
 
     id: str  # unique; every Delta of this request carries it
     gateway: str  # whose token stream gets the answer

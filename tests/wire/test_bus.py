@@ -176,6 +176,18 @@ async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
     assert {one.engine for one in (await gateways[0].fleet()).engines} == {"e0", "e1"}
 
 
+async def test_a_burst_is_shared_between_engines_with_room(bus: Bus) -> None:
+    gateway, engines = await bus.gateway(), [await bus.engine(f"e{i}") for i in range(3)]
+    for e, engine in enumerate(engines):
+        await take(engine, f"e{e}")  # from now on it counts
+    for i in range(12):
+        await gateway.submit(generate(f"r{i:02}"))
+    shares = [ids(await take(engine, f"e{e}")) for e, engine in enumerate(engines)]
+    assert list(map(len, shares)) == [4, 3, 2]
+    assert [request for share in shares for request in share] == [f"r{i:02}" for i in range(9)]
+    assert ids(await take(engines[0], "e0")) == ["r09"]
+
+
 async def test_a_dead_engines_requests_return_to_the_head_in_order(bus: Bus) -> None:
     gateway, dying, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
     for name in "abcd":
