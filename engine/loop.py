@@ -109,7 +109,7 @@ class Engine:
             elif order.lost:
                 self.core.drop(order.id)
             else:
-                self.core.abort(order.id)
+                self.core.abort(order.id, order.index)
         try:
             if plan := self.core.plan(unix_ms()):
                 self.executor.submit(plan)
@@ -283,8 +283,8 @@ class BusThread:
             self._claims += 1
             self._claimed.append((self._claims, len(request.token_ids)))
             self._orders.put(request)
-        for request_id in claimed.aborts:
-            self._orders.put(Abort(request_id))
+        for order in claimed.aborts:
+            self._orders.put(order)
         for request_id in claimed.lost:
             self._orders.put(Abort(request_id, lost=True))
 
