@@ -56,7 +56,7 @@ class LLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
-        config = msgspec.convert({"model": model, **options}, EngineConfig)
+        config = all_cores(msgspec.convert({"model": model, **options}, EngineConfig))
         self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model or str(builtin.builtin()))))
 
     @classmethod
@@ -136,11 +136,16 @@ class LLM:
                 del self._open_outputs[delta.id], self.unfinished[delta.id]
 
 
+def all_cores(config: EngineConfig) -> EngineConfig:
+    """Without a gateway and Redis beside it the engine may have the whole machine, unless told otherwise."""
+    return msgspec.structs.replace(config, threads=config.threads or os.cpu_count() or 1)
+
+
 def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
     """Run a file of requests, each from its `at_s` on; then one alone, for the time of a token at batch 1."""
     jobs = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
     begin = time.perf_counter()
-    llm = LLM.over(config, local.load(config))
+    llm = LLM.over(config, local.load(all_cores(config)))
     start_s = time.perf_counter() - begin
     greedy = Sampling(temperature=0.0, ignore_eos=True)
     llm.generate([job["token_ids"] for job in jobs[:4]], greedy, max_new_tokens=8)  # touches memory a first time

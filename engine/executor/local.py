@@ -81,7 +81,7 @@ class LocalExecutor:
 
     def _serve(self, config: EngineConfig) -> None:
         try:
-            torch.set_num_threads(config.threads or os.cpu_count() or 1)  # of this thread's team
+            torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
             worker, info = _start(config)
         except BaseException as error:
             self._started.put(error)
