@@ -36,7 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         Meta(
             ge=0,
-            description="CPU threads for arithmetic; 0: all cores but one, which gateway and Redis need. Threads wait for "
+            description="CPU threads for arithmetic; 0: all cores but one, which gateway and Redis need. They wait for "
             "each other actively: one that has to share its core slows a step down tenfold.",
         ),
     ] = 0
