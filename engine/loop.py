@@ -9,6 +9,7 @@ executor either while there is something to plan: plan N+1 is issued before resu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import queue
 import threading
@@ -108,7 +109,7 @@ class Engine:
             elif order.lost:
                 self.core.drop(order.id)
             else:
-                self.core.abort(order.id)
+                self.core.abort(order.id, order.index)
         try:
             if plan := self.core.plan(unix_ms()):
                 self.executor.submit(plan)
@@ -225,7 +226,8 @@ class BusThread:
         self._ring()
 
     def _ring(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
+        with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() says why
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -281,8 +283,8 @@ class BusThread:
             self._claims += 1
             self._claimed.append((self._claims, len(request.token_ids)))
             self._orders.put(request)
-        for request_id in claimed.aborts:
-            self._orders.put(Abort(request_id))
+        for order in claimed.aborts:
+            self._orders.put(order)
         for request_id in claimed.lost:
             self._orders.put(Abort(request_id, lost=True))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,11 +68,27 @@ class LLM:
 
     def _open(self, config: EngineConfig, executor: Executor, tokenizer: Any) -> None:
         self.config, self.executor, self.tokenizer = config, executor, tokenizer
-        self._completions: dict[str, Completion] = {}  # by request id, unfinished ones
-        self._unfinished: dict[str, int] = {}  # how many of its outputs
+        self.unfinished: dict[str, Completion] = {}  # by request id, unfinished ones
+        self._open_outputs: dict[str, int] = {}  # how many of its outputs
         self._box = LocalBox(self._take)
         self.engine = Engine(config, executor, self._box, self._box)
         self._ids = 0
+
+    def submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, *, max_new_tokens: int = 16, n: int = 1
+    ) -> Completion:
+        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done."""
+        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
+        self._ids += 1
+        request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n)
+        completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
+        self._open_outputs[request.id] = n
+        self._box.orders.append(request)
+        return completion
+
+    def step(self) -> None:
+        """One step of the engine, for everything queued."""
+        self.engine.turn()
 
     def generate(
         self,
@@ -81,7 +98,6 @@ class LLM:
         max_new_tokens: int | Sequence[int] = 16,
         n: int = 1,
         progress: bool = False,
-        each_turn: Callable[[], None] = lambda: None,
     ) -> list[Completion]:
         """Continue every prompt, all submitted at once; answers come in the order of the prompts.
 
@@ -89,24 +105,14 @@ class LLM:
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        completions = []
-        for prompt, how, limit in zip(prompts, sampling, limits, strict=True):
-            ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
-            self._ids += 1
-            request = Generate(f"offline-{self._ids}", "", ids, limit, how, FOREVER_MS, n=n)
-            completion = Completion(ids, [Output() for _ in range(n)])
-            self._completions[request.id] = completion
-            self._unfinished[request.id] = n
-            completions.append(completion)
-            self._box.orders.append(request)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompts)
+        work = zip(prompts, sampling, max_new_tokens, strict=True)
+        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n) for prompt, how, limit in work]
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
-            while self._completions:
-                self.engine.turn()
-                each_turn()
-                bar.update(len(completions) - len(self._completions) - bar.n)
-        while not self.engine.core.idle:  # a step issued before the last result was in
-            self.engine.turn()
+            while not self.engine.core.idle or self._box.orders:
+                self.step()
+                bar.update(len(completions) - len(self.unfinished) - bar.n)
         if self.tokenizer is not None:
             for output in (output for completion in completions for output in completion.outputs):
                 output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -116,7 +122,7 @@ class LLM:
         self.executor.close()
 
     def _take(self, delta: Delta) -> None:
-        completion = self._completions[delta.id]
+        completion = self.unfinished[delta.id]
         output = completion.outputs[delta.index]
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs or []
@@ -125,37 +131,45 @@ class LLM:
             completion.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is not None:
             output.finish_reason, output.message = delta.finish.reason, delta.finish.message
-            self._unfinished[delta.id] -= 1
-            if not self._unfinished[delta.id]:
-                del self._unfinished[delta.id], self._completions[delta.id]
+            self._open_outputs[delta.id] -= 1
+            if not self._open_outputs[delta.id]:
+                del self._open_outputs[delta.id], self.unfinished[delta.id]
 
 
 def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
-    """Run a file of requests, all submitted at once; then one alone, for the time of a token at batch 1."""
+    """Run a file of requests, each from its `at_s` on; then one alone, for the time of a token at batch 1."""
     jobs = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
     begin = time.perf_counter()
     llm = LLM.over(config, local.load(config))
     start_s = time.perf_counter() - begin
     greedy = Sampling(temperature=0.0, ignore_eos=True)
-    prompts = [job["token_ids"] for job in jobs]
-    llm.generate(prompts[:4], greedy, max_new_tokens=8)  # first steps touch memory for the first time
-    slots = [0, 0]  # holding tokens, allocated; summed over steps
+    llm.generate([job["token_ids"] for job in jobs[:4]], greedy, max_new_tokens=8)  # touches memory a first time
 
-    def watch() -> None:
-        if llm.engine.core.step % 8 == 0:
-            filled, allocated = llm.engine.core.used_slots()
-            slots[0] += filled
-            slots[1] += allocated
-
+    submitted: list[Completion] = []
+    firsts: dict[int, float] = {}  # number of the request -> seconds from its `at_s` to its first token
+    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
     begin = time.perf_counter()
-    limits = [job["max_new_tokens"] for job in jobs]
-    answers = llm.generate(prompts, greedy, max_new_tokens=limits, each_turn=watch)
+    while llm.unfinished or len(submitted) < len(jobs):
+        now = time.perf_counter() - begin
+        while len(submitted) < len(jobs) and jobs[len(submitted)].get("at_s", 0.0) <= now:
+            job = jobs[len(submitted)]
+            submitted.append(llm.submit(job["token_ids"], greedy, max_new_tokens=job["max_new_tokens"]))
+        llm.step()
+        now = time.perf_counter() - begin
+        for number, completion in enumerate(submitted):
+            if number not in firsts and completion.outputs[0].token_ids:
+                firsts[number] = now - jobs[number].get("at_s", 0.0)
+        if llm.engine.core.step % 8 == 0:
+            slots = llm.engine.core.used_slots()
+            filled, allocated = filled + slots[0], allocated + slots[1]
+            static += llm.engine.core.running * llm.executor.info.max_model_len
     seconds = time.perf_counter() - begin
-    tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
+
     alone = []
     for count in (1, 129):
         begin = time.perf_counter()
-        llm.generate([prompts[0][:8]], greedy, max_new_tokens=count)
+        llm.generate([jobs[0]["token_ids"][:8]], greedy, max_new_tokens=count)
         alone.append(time.perf_counter() - begin)
     llm.close()
     return {
@@ -164,7 +178,9 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
         "tokens_per_s": tokens / seconds,
         "batch1_ms_per_token": (alone[1] - alone[0]) / 128 * 1e3,
         "start_s": start_s,
-        "slots_filled": slots[0] / max(1, slots[1]),
+        "ttft_p50_ms": statistics.median(firsts.values()) * 1e3,
+        "slots_filled": filled / max(1, allocated),
+        "eta": allocated / max(1, static),  # paged over static allocation, the same sequences running
         "preemptions": llm.engine.core.totals.preemptions,
     }
 

@@ -13,41 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 import psutil
 
 from loadtest import machine
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_ready(url: str, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.1)
-    raise SystemExit(f"{url} did not become ready in {seconds:.0f} s")
-
-
-def gateway_of(supervisor: int) -> psutil.Process:
-    children = psutil.Process(supervisor).children(recursive=True)
-    return next(child for child in children if "service.app" in child.cmdline())
+from loadtest.server import serve
 
 
 async def read_stream(port: int, body: bytes) -> int:
@@ -66,8 +38,8 @@ async def read_stream(port: int, body: bytes) -> int:
     return events
 
 
-async def measure(port: int, model: str, streams: int, tokens: int, gateway: psutil.Process) -> dict[str, Any]:
-    request = {"model": model, "prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+async def measure(port: int, streams: int, tokens: int, gateway: psutil.Process) -> dict[str, Any]:
+    request = {"model": "bench", "prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(request).encode()
     before, began = gateway.cpu_times(), time.monotonic()
     events = await asyncio.gather(*(read_stream(port, body) for _ in range(streams)))
@@ -90,22 +62,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=5.0)
     options = parser.parse_args()
-    port = free_port()
-    command = [sys.executable, "-m", "service.cli", "serve", options.model, "--served-name", "bench"]
-    command += ["--port", str(port), "--executor", "scripted", "--scripted-step-ms", str(options.step_ms)]
-    command += ["--max-seqs", str(options.streams), "--kv-blocks", "100000"]
-    server = subprocess.Popen(command, stdout=sys.stderr, env=os.environ)
-    try:
-        wait_ready(f"http://127.0.0.1:{port}")
-        gateway = gateway_of(server.pid)
-        result = asyncio.run(measure(port, "bench", options.streams, options.tokens, gateway))
-        settings = f"--streams {options.streams} --tokens {options.tokens} --step-ms {options.step_ms:g}"
-        path = machine.write("gateway", f"python -m loadtest.gateway MODEL {settings}", result)
-        print(json.dumps(result, indent=1))
-        print(f"written to {path.relative_to(machine.ROOT)}")
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=60)
+    flags = ["--executor", "scripted", "--scripted-step-ms", str(options.step_ms)]
+    flags += ["--max-seqs", str(options.streams), "--kv-blocks", "100000"]
+    with serve(options.model, *flags) as server:
+        measured = measure(server.port, options.streams, options.tokens, server.child("service.app"))
+        result = asyncio.run(measured)
+    settings = f"--streams {options.streams} --tokens {options.tokens} --step-ms {options.step_ms:g}"
+    path = machine.write("gateway", f"python -m loadtest.gateway MODEL {settings}", result)
+    print(json.dumps(result, indent=1))
+    print(f"written to {path.relative_to(machine.ROOT)}")
 
 
 if __name__ == "__main__":

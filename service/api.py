@@ -465,8 +465,22 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     return rooms
 
 
+def traceparent(header: str) -> str:
+    """A W3C trace context header as it stands, or "" for one that is not well-formed: it is then as if none came.
+
+    https://www.w3.org/TR/trace-context/: version, trace id, parent id, flags; all-zero ids and version ff are void."""
+    form = r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    return header if re.fullmatch(form, header) else ""
+
+
 def generates(
-    valid: ValidRequest, request_id: str, gateway: str, encoded: list[list[int]], rooms: list[int], deadline_ms: int
+    valid: ValidRequest,
+    request_id: str,
+    gateway: str,
+    encoded: list[list[int]],
+    rooms: list[int],
+    deadline_ms: int,
+    trace: str = "",
 ) -> list[Generate]:
     """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
     replay on another engine samples the same tokens."""
@@ -481,6 +495,7 @@ def generates(
             else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
             deadline_ms=deadline_ms,
             cache_salt=valid.cache_salt,
+            traceparent=trace,
             n=valid.n,
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))

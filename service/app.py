@@ -111,7 +111,8 @@ class Gateway:
         admission.decide(cost, streams.fleet, now_ms, config, random.random())
         request_id = prefix + uuid.uuid4().hex
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        orders = api.generates(valid, request_id, self._gateway, encoded, rooms, deadline_ms)
+        trace = api.traceparent(request.headers.get("traceparent", ""))
+        orders = api.generates(valid, request_id, self._gateway, encoded, rooms, deadline_ms, trace)
         form = api.Format(
             valid,
             request_id=request_id,

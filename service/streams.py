@@ -3,8 +3,9 @@
     bus.batches() --> one reader --> mailbox (merged) --> the request's own handler --> text --> socket
                                           ^ a slow client's tokens wait here, at most max_new_tokens of them
 
-Whoever leaves `Streams.open` early, for whatever reason (client gone, stop string, deadline, error), leaves through
-`OpenRequest.__aexit__`, which tells the engines to stop.  Nothing else cancels.
+Every cancel takes one way, `Streams.withdraw`.  Whoever leaves `Streams.open` early, for whatever reason (client gone,
+deadline, error), comes to it through `OpenRequest.__aexit__`; a choice that met its stop string while others go on,
+through `OpenRequest.end`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Mailbox:
         "ended",
         "next",
         "prompt_logprobs",
+        "running",
     )
 
     def __init__(self, choice: int) -> None:
@@ -47,6 +49,7 @@ class Mailbox:
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.ended = False  # the engine (or this gateway, for it) said Finish: no more tokens will come
         self.closed = False  # the handler wants no more
+        self.running = True  # an engine may still compute it: it has not said Finish, and was not told to stop
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
         self._finish: Finish | None = None
@@ -77,7 +80,7 @@ class Mailbox:
         if delta.first == 0:
             self.cached_tokens, self.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
         if delta.finish is not None:
-            self._finish, self.ended = delta.finish, True
+            self._finish, self.ended, self.running = delta.finish, True, False
         return True
 
     def fail(self, finish: Finish) -> None:
@@ -106,7 +109,6 @@ class OpenRequest:
         self._changed: list[Mailbox] = []
         self._wake: asyncio.Future[None] | None = None
         self._submitted = 0
-        self._cut_short = False  # by a deadline or shutdown, so that the engines must be told
         self._last_news = self._loop.time()
 
     async def __aenter__(self) -> OpenRequest:
@@ -133,13 +135,13 @@ class OpenRequest:
         self._leave()
 
     def _leave(self) -> None:
-        size = self._continuations
-        running = []
+        self._streams.forget(self._orders)
         for prompt, order in enumerate(self._orders[: self._submitted]):
-            mailboxes = self.mailboxes[prompt * size : (prompt + 1) * size]
-            if self._cut_short or not all(mailbox.ended for mailbox in mailboxes):
-                running.append(order)
-        self._streams.forget(self._orders, running)
+            if any(mailbox.running for mailbox in self._mailboxes_of(prompt)):
+                self._streams.withdraw(order.id)
+
+    def _mailboxes_of(self, prompt: int) -> list[Mailbox]:
+        return self.mailboxes[prompt * self._continuations : (prompt + 1) * self._continuations]
 
     def __aiter__(self) -> OpenRequest:
         return self
@@ -175,17 +177,22 @@ class OpenRequest:
             self._wake.set_result(None)
 
     def end(self, choice: int) -> None:
-        """The handler has all it wants of this choice."""
+        """The handler has all it wants of this choice.  An engine that still computes it is told to stop."""
         mailbox = self.mailboxes[choice]
-        if not mailbox.closed:
-            mailbox.closed = True
-            self._unfinished -= 1
+        if mailbox.closed:
+            return
+        mailbox.closed = True
+        self._unfinished -= 1
+        if mailbox.running:
+            mailbox.running = False
+            prompt, index = divmod(choice, self._continuations)
+            others = any(mailbox.running for mailbox in self._mailboxes_of(prompt))
+            self._streams.withdraw(self._orders[prompt].id, index if others else -1)
 
     def end_all(self, finish: Finish) -> None:
         """End every continuation that still runs: its deadline passed, or this gateway must go."""
         for mailbox in self.mailboxes:
             if not (mailbox.ended or mailbox.closed):
-                self._cut_short = True
                 mailbox.fail(finish)
                 self._notify(mailbox)
 
@@ -257,16 +264,17 @@ class Streams:
             self.trouble = str(error)
             raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
 
-    def forget(self, orders: list[Generate], running: list[Generate]) -> None:
-        """Close the orders' mailboxes, and stop those that may still run.  Never waits: the caller may be cancelled."""
+    def forget(self, orders: list[Generate]) -> None:
         for order in orders:
             self._open.pop(order.id, None)
         self._telemetry.open_requests.set(len(self._open))
-        for order in running:
-            # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
-            task = asyncio.create_task(self._bus.cancel(order.id), name=f"cancel {order.id}")
-            self._cancels.add(task)
-            task.add_done_callback(self._cancels.discard)
+
+    def withdraw(self, order_id: str, index: int = -1) -> None:
+        """Stop an order, or one of its continuations.  Never waits: the caller may be cancelled."""
+        # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
+        task = asyncio.create_task(self._bus.cancel(order_id, index), name=f"cancel {order_id}")
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
 
     # -- tokens and the fleet
 

@@ -113,9 +113,22 @@ class Scheduler:
             return
         self._end_request(request.id, "error", refusal)
 
-    def abort(self, request_id: str) -> None:
-        """End every continuation of a request now; unknown ids are ignored."""
-        self._end_request(request_id, "cancelled")
+    def abort(self, request_id: str, index: int = -1) -> None:
+        """End one continuation of a request now, or every one (-1); unknown and finished ones are ignored."""
+        if index < 0:
+            self._end_request(request_id, "cancelled")
+            return
+        group = self._requests.get(request_id, ())
+        for seq in [seq for seq in group if seq.index == index]:
+            for leader in group:
+                if seq in leader.siblings:
+                    leader.siblings.remove(seq)
+            self._say(seq, Finish("cancelled"))
+            self._end(seq)
+            if seq.siblings:  # it led, and none has forked yet: the next one leads
+                heir, *heir.siblings = seq.siblings
+                heir.seated_before, heir.cached_tokens = seq.seated_before, seq.cached_tokens
+                self._enqueue(heir)
 
     def drop(self, request_id: str) -> None:
         """Forget a request without a word: another engine answers it now.  Unknown ids are ignored."""
@@ -483,10 +496,13 @@ class Scheduler:
     def _end_request(self, request_id: str, reason: FinishReason, message: str = "") -> None:
         """End every continuation that is still open, with a Finish each."""
         for seq in list(self._requests.get(request_id, ())):
-            first = seq.known - seq.prompt_len
-            delta = Delta(request_id, first, [], Finish(reason, message=message), seq.index)
-            self._deltas[seq.request.gateway].append(delta)
+            self._say(seq, Finish(reason, message=message))
             self._end(seq)
+
+    def _say(self, seq: Sequence, finish: Finish) -> None:
+        """Tell whoever asked that nothing more will come."""
+        delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
+        self._deltas[seq.request.gateway].append(delta)
 
     def _end(self, seq: Sequence) -> None:
         """Its Finish is said: give back the seat and every block."""

@@ -50,7 +50,7 @@ class Worker:
             caches=caches,
         )
         self._samplers = SamplerBank(max_seqs=config.max_seqs, vocab_size=model.vocab_size, device=device)
-        self._device = device
+        self.device = device
 
     def reset(self) -> None:
         """Free every row.  KV contents stay: whoever gets a block writes it before reading it."""
@@ -61,9 +61,9 @@ class Worker:
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan and compute one step.  After an exception only `reset` may be called."""
         if plan.poison:
-            ops.block_fill(self._flat, torch.tensor(plan.poison, device=self._device), float("nan"))
+            ops.block_fill(self._flat, torch.tensor(plan.poison, device=self.device), float("nan"))
         if plan.copies:
-            ops.block_copy(self._flat, torch.tensor(plan.copies, device=self._device))
+            ops.block_copy(self._flat, torch.tensor(plan.copies, device=self.device))
         for row in plan.freed_rows:
             self._samplers.free(row)
         for piece in plan.slices:
@@ -76,7 +76,7 @@ class Worker:
             return StepResult(plan.step, [], [])
         logits = self._forward(step)
         prompt_logprobs = {
-            t.row: token_logprobs(logits[t.at : t.at + len(t.ids)], torch.tensor(t.ids, device=self._device), t.top)
+            t.row: token_logprobs(logits[t.at : t.at + len(t.ids)], torch.tensor(t.ids, device=self.device), t.top)
             for t in step.targets
         }
         if not step.sample_rows:

@@ -8,7 +8,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     sizes            hash     waiting id -> prompt tokens                    as queue          with its members
     queued_tokens    string   the sum of `sizes`                             as queue          never
     req:ID           hash     payload (msgpack Generate), tokens, arrival,   submit, claim     at its end, or EXPIRY
-                              engine (who claimed it)                                          after its deadline
+                              engine (who claimed it), dropped (indices of                     after its deadline
+                              the continuations nobody wants any more)       cancel
                      hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
                               bring it back
     engines          set      engines that may have a lease                  exchange          lapse, close
@@ -16,7 +17,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     engine:ENGINE    hash     session, seq and reply of its last exchange    open, exchange    close, MEMORY
     held:ENGINE      zset     claimed id -> arrival number                   claim, finish     finish, lapse, close
     lost:ENGINE      zset     what a lapsed lease took from it               lapse             next exchange, MEMORY
-    orders:ENGINE    list     ids to abort                                   cancel            next exchange, MEMORY
+    orders:ENGINE    list     to abort: "ID", or "ID INDEX" for one of its   cancel, claim     next exchange, MEMORY
+                              continuations
     out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
                                                                                                STREAM after the last
     bell             channel  "there may be something to claim"              submit, lapse..
@@ -53,7 +55,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.messages import Abort, EngineLoad, Generate, TokenBatch
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
@@ -87,7 +89,7 @@ class Claimed(msgspec.Struct, frozen=True):
     """What one exchange brought an engine."""
 
     generates: list[Generate]
-    aborts: list[str]
+    aborts: list[Abort]  # to be carried out after `generates` are accepted: they may concern each other
     # Requests another engine took over, or a client withdrew, after this engine's lease had lapsed: drop them without a
     # word, no Delta and no `finished`, for they are somebody else's now.  (A late one does no harm: see `first`.)
     lost: list[str] = []
@@ -136,17 +138,20 @@ local function head()  -- the id whose turn it is; those whose time ran out with
   end
 end
 
+local function order_abort(engine, what)  -- "ID" or "ID INDEX"
+  local key = P .. 'orders:' .. engine
+  call('RPUSH', key, what)
+  call('PEXPIRE', key, {MEMORY_MS})
+  call('PUBLISH', P .. 'bell:' .. engine, '')
+end
+
 local function hold(engine, id)
   local key = P .. 'req:' .. id
   call('ZADD', P .. 'held:' .. engine, call('HGET', key, 'arrival'), id)
   call('HSET', key, 'engine', engine)
-end
-
-local function order_abort(engine, id)
-  local key = P .. 'orders:' .. engine
-  call('RPUSH', key, id)
-  call('PEXPIRE', key, {MEMORY_MS})
-  call('PUBLISH', P .. 'bell:' .. engine, '')
+  for index in string.gmatch(call('HGET', key, 'dropped') or '', '%d+') do  -- before an earlier engine died
+    order_abort(engine, id .. ' ' .. index)
+  end
 end
 
 local function give_back(engine)  -- all it holds goes back to where it stood; returns those requests
@@ -178,12 +183,20 @@ enqueue(id, arrival, tokens)
 call('PUBLISH', P .. 'bell', '')
 """
 
-# id ...
+# (id, index) ...; index -1: every continuation
 _CANCEL = """
-for _, id in ipairs(ARGV) do
-  local engine = call('HGET', P .. 'req:' .. id, 'engine')
-  bury(id)
-  if not dequeue(id) and engine then order_abort(engine, id) end
+for i = 1, #ARGV, 2 do
+  local id, index = ARGV[i], ARGV[i + 1]
+  local key = P .. 'req:' .. id
+  local engine, dropped = unpack(call('HMGET', key, 'engine', 'dropped'))
+  if index == '-1' then
+    bury(id)
+    if not dequeue(id) and engine then order_abort(engine, id) end
+  elseif alive(id) then
+    call('HDEL', key, 'dropped')  -- a first write that memory never refuses
+    call('HSET', key, 'dropped', (dropped or '') .. ' ' .. index)
+    if engine then order_abort(engine, id .. ' ' .. index) end
+  end
 end
 """
 
@@ -253,6 +266,10 @@ else
     if alive(id) and dequeue(id) then hold(me, id) else lost[#lost + 1] = id end
   end
   call('DEL', P .. 'lost:' .. me)
+  -- A burst is shared, not won by who asks first: each exchange takes a fair part of what waits, and the next one comes
+  -- with the next step.
+  local share = call('ZCARD', P .. 'queue') / math.max(1, call('SCARD', P .. 'engines'))
+  room_requests = math.min(room_requests, math.ceil(share))
   while room_requests > 0 do
     local id = head()
     if not id then break end
@@ -386,6 +403,11 @@ def _refuses(error: ResponseError) -> bool:
     return any(word in str(error) for word in ("OOM ", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY "))
 
 
+def _read_abort(order: bytes) -> Abort:
+    request_id, _, index = order.decode().partition(" ")
+    return Abort(request_id, index=int(index or -1))
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
 
@@ -401,7 +423,7 @@ class GatewaySide:
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._owed: set[str] = set()  # withdrawals that have not reached Redis yet
+        self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
 
     async def open(self) -> None:
         """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines."""
@@ -423,22 +445,23 @@ class GatewaySide:
                 SUBMIT, request.id, self._encode(request), len(request.token_ids), request.deadline_ms + EXPIRY_MS
             )
         except BusDown:
-            self._owed.add(request.id)
+            self._owed.add((request.id, -1))
             raise
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, index: int = -1) -> None:
         """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent.
 
+        With an `index` only that continuation is withdrawn, from whoever computes the request now or later.
         Never raises BusDown: a withdrawal that does not get through in PATIENCE_S goes along with the next fleet().
         """
-        self._owed.add(request_id)
+        self._owed.add((request_id, index))
         with contextlib.suppress(BusDown):
             await self._withdraw()
 
     async def _withdraw(self) -> None:
-        if ids := list(self._owed):
-            await self._link.script(CANCEL, *ids)
-            self._owed.difference_update(ids)
+        if owed := list(self._owed):
+            await self._link.script(CANCEL, *(word for pair in owed for word in pair))
+            self._owed.difference_update(owed)
 
     async def batches(self) -> AsyncIterator[TokenBatch]:
         """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
@@ -517,8 +540,9 @@ class EngineSide:
         room_requests: int,
     ) -> Claimed:
         """One round trip: append each (gateway, batch) to its stream, forget `finished` requests, renew the lease
-        with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none),
-        and take the aborts waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
+        with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none)
+        and at most a fair share of the queue (all of it over the number of engines, rounded up), and take the aborts
+        waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
 
         Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
         it leaves open what it did, and only close() may follow.
@@ -548,7 +572,7 @@ class EngineSide:
             raise
         return Claimed(
             [self._decode(payload) for payload in payloads],
-            [request_id.decode() for request_id in aborts],
+            [_read_abort(order) for order in aborts],
             [request_id.decode() for request_id in lost],
         )
 

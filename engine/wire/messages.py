@@ -37,7 +37,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
-    """One prompt to continue.  `n` continuations share one prefill and fork after it."""
+    """One prompt to continue.  `n` continuations share one prefill and fork after it.
+
+    Continuation i draws by (sampling.seed, i): the first says what n = 1 would, and a larger n changes none before."""
 
     id: str  # unique; every Delta of this request carries it
     gateway: str  # whose token stream gets the answer
@@ -51,10 +53,11 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
-    """Stop every continuation of a request.  Unknown or finished ids are ignored."""
+    """Stop every continuation of a request, or one.  Unknown or finished ones are ignored."""
 
     id: str
     lost: bool = False  # it is somebody else's now: drop it without a word
+    index: int = -1  # which of the n continuations; -1: every one
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.core.blocks import BlockPool, BooksError, OutOfBlocks, chain_digest, root_digest
+from tests.core.test_scheduler import SchedulerMachine
 
 
 def chain(tokens: list[int], size: int, fingerprint: str = "model", salt: str = "") -> list[bytes]:
@@ -174,3 +177,29 @@ def test_caching_off_keeps_nothing() -> None:
     pool.release(table)
     assert pool.lookup([b"digest"]) == []
     assert pool.idle == 0
+
+
+def freed_outright(self: BlockPool, table: list[int]) -> None:
+    """The bug that gave siblings silent garbage: the first to finish frees a block that others still use."""
+    for block in reversed(table):
+        self._refs[block] = 0
+        if self._digest[block] is None:
+            self._discard(block)
+        else:
+            self._idle[block] = None
+
+
+def never_counted_down(self: BlockPool, table: list[int]) -> None:
+    """The other way round: a leak."""
+
+
+@pytest.mark.parametrize("broken", [freed_outright, never_counted_down])
+@pytest.mark.parametrize("machine", [PoolMachine, SchedulerMachine])
+def test_the_property_tests_see_a_broken_decrement(
+    machine: type[RuleBasedStateMachine], broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A16, the property tests themselves under test: with BlockPool.release broken they must fail."""
+    monkeypatch.setattr(BlockPool, "release", broken)
+    search = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
+    with pytest.raises((AssertionError, BooksError, KeyError)):
+        run_state_machine_as_test(machine, settings=search)

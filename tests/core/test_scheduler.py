@@ -187,9 +187,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.rig.commit()
 
     @precondition(lambda self: self.rig.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.rig.core.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
+    @rule(data=st.data(), index=st.integers(-1, 2))
+    def abort(self, data: st.DataObject, index: int) -> None:
+        self.rig.core.abort(data.draw(st.sampled_from(sorted(self.rig.requests))), index)
         self.rig.collect_outputs()
 
     @precondition(lambda self: self.rig.executor.plans)
@@ -412,6 +412,25 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.finishes[gone, 0].reason == rig.finishes[gone, 1].reason == "cancelled"
     assert rig.finishes[bad, 0] == Finish("error", message="not a number")
     assert rig.finishes[good, 0].reason == "length"
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_one_continuation_ends_and_the_others_go_on(index: int, after: int) -> None:
+    """Before it was seated, while its prompt is computed in chunks, right after the fork, and later."""
+    rig = Rig(chunk_tokens=5)
+    request = rig.add([1] * 9, 12, n=3, ignore_eos=True)
+    for _ in range(after):
+        rig.submit()
+        rig.commit()
+    for _ in range(2):
+        rig.core.abort(request, index)
+        rig.collect_outputs()
+    rig.run()
+    reasons = [rig.finishes[request, i].reason for i in range(3)]
+    assert reasons == ["cancelled" if i == index else "length" for i in range(3)]
+    assert rig.over == {request}
+    assert len(rig.answers[request, index]) == max(0, after - 1)
 
 
 def test_a_request_that_went_to_another_engine_is_dropped_without_a_word() -> None:

@@ -20,6 +20,7 @@ PROMPT = [5, 6, 7, 8]
 def executor(checkpoint: Callable[[str], Path]) -> Iterator[Executor]:
     model = str(checkpoint("llama"))
     made = load(EngineConfig(model=model, kv_blocks=80, max_seqs=4, threads=1, poison_free_blocks=True))
+    made.depth = 2  # as on a device of its own
     yield made
     made.close()
     made.close()  # harmless
@@ -33,7 +34,13 @@ def test_what_it_says_of_itself(executor: Executor, checkpoint: Callable[[str], 
     assert executor.info.name == str(checkpoint("llama"))
     assert len(executor.info.fingerprint) == 64
     assert executor.info.kv_bytes_per_token == 2 * 2 * 2 * 64 * 4
-    assert (executor.blocks, executor.depth) == (80, 2)
+    assert executor.blocks == 80
+
+
+def test_on_a_cpu_nothing_is_planned_ahead(checkpoint: Callable[[str], Path]) -> None:
+    made = load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, max_seqs=4, threads=1))
+    assert made.depth == 1
+    made.close()
 
 
 def test_two_plans_in_flight_equal_one_at_a_time(executor: Executor) -> None:

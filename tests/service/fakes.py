@@ -141,9 +141,12 @@ class FakeEngine:
             self.seen.append(generate)
             scripts = [self.script(generate, index) for index in range(generate.n)]
             self._running[generate.id] = (generate, scripts, [0] * generate.n)
-        for request_id in claimed.aborts:
-            self.aborted.append(request_id)
-            self._running.pop(request_id, None)
+        for order in claimed.aborts:
+            self.aborted.append(order.id if order.index < 0 else f"{order.id} {order.index}")
+            if order.index < 0:
+                self._running.pop(order.id, None)
+            elif order.id in self._running:
+                self._running[order.id][2][order.index] = -1
 
     async def _run(self) -> None:
         while True:

@@ -125,8 +125,26 @@ async def test_streamed_and_whole_answers_agree_with_a_stop_string(
         used = whole["usage"]["completion_tokens"]
         assert position is not None
         assert sum(map(int, position.split(":")[1].split(","))) == used
-        await settled(lambda: len(fake.aborted) == 4)  # both requests, both prompts: the engine went on after the match
+        # each choice as it ends, and the order with its last one
+        await settled(
+            lambda: sum(" " not in order for order in fake.aborted) == 4
+        )  # both requests, both prompts: the engine went on after the match
         assert len(served.streams) == 0
+
+
+async def test_a_trace_context_goes_along_if_it_is_one(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    void = [good.upper(), good + "-x", "ff" + good[2:], good.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32), "x"]
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        for header in (good, *void):
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+            async with served.session.post("/v1/completions", json=body, headers={"traceparent": header}) as response:
+                assert response.status == 200
+        assert [generate.traceparent for generate in fake.seen] == [good, *[""] * len(void)]
 
 
 async def test_a_client_that_leaves_stops_the_engine(

@@ -86,8 +86,8 @@ class Wire:
             raise BusDown("gone")
         self.submitted.append(request.id)
 
-    async def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+    async def cancel(self, request_id: str, index: int = -1) -> None:
+        self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
 
     async def fleet(self) -> Fleet:
         return self.fleets[0]
@@ -126,7 +126,7 @@ async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
         await put(wire, Delta("r.1", 0, [5], index=0), Delta("r.0", 0, [6], index=1), Delta("other.0", 0, [7]))
         changed = await anext(opened)
         assert [(mailbox.choice, drain(mailbox)[0]) for mailbox in changed] == [(2, [5]), (1, [6])]
-        await put(wire, *(Delta(f"r.{at}", 9, [], Finish("stop"), index=i) for at in (0, 1) for i in (0, 1)))
+        await put(wire, *(Delta(f"r.{at}", int(at != i), [], Finish("stop"), index=i) for at in (0, 1) for i in (0, 1)))
         for mailbox in await anext(opened):
             opened.end(mailbox.choice)
         with pytest.raises(StopAsyncIteration):
@@ -141,6 +141,30 @@ async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire
         await anext(opened)
     await asyncio.sleep(0)
     assert wire.cancelled == ["r.1"]
+
+
+async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(prompts=2, n=3), 60) as opened:
+        await put(wire, *(Delta("r.1", 0, [1], index=index) for index in range(3)))
+        await anext(opened)
+        opened.end(4)
+        await put(wire, Delta("r.1", 1, [2], Finish("length"), index=2))
+        assert [mailbox.choice for mailbox in await anext(opened)] == [5]
+        opened.end(5)
+        assert wire.cancelled == ["r.1 1"]
+        opened.end(3)  # nobody wants anything of the second prompt any more
+        await asyncio.sleep(0)
+        assert wire.cancelled == ["r.1 1", "r.1"]
+    await asyncio.sleep(0)
+    assert wire.cancelled == ["r.1 1", "r.1", "r.0"]
+
+
+async def test_a_gap_stops_the_engine(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(), 60) as opened:
+        await put(wire, Delta("r.0", 3, [1]))
+        await anext(opened)
+    await asyncio.sleep(0)
+    assert wire.cancelled == ["r.0"]
 
 
 async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Streams, wire: Wire) -> None:

@@ -12,7 +12,7 @@ import redis
 
 from engine.wire.bus import BusDown, Claimed, EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
-from engine.wire.messages import Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
 
@@ -129,8 +129,27 @@ async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
     for _ in range(2):
         await gateway.cancel("b")
     await gateway.cancel("never heard of")
-    assert await take(engine) == Claimed([], ["b"])
+    assert await take(engine) == Claimed([], [Abort("b")])
     assert await take(engine) == Claimed([], [])
+
+
+async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(bus: Bus) -> None:
+    gateway, dying, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
+    await gateway.cancel("never heard of", 1)
+    await gateway.submit(generate("a"))
+    assert ids(await take(dying)) == ["a"]
+    for index in (2, 0):
+        await gateway.cancel("a", index)
+    assert (await take(dying)).aborts == [Abort("a", index=2), Abort("a", index=0)]
+    assert (await take(dying)).aborts == []
+    await asyncio.sleep(0.15)
+    assert (await gateway.fleet()).queued == 1
+    claimed = await take(other, "e2")  # the request with what nobody wants of it any more
+    assert (ids(claimed), claimed.aborts) == (["a"], [Abort("a", index=2), Abort("a", index=0)])
+    await gateway.cancel("a")
+    assert (await take(other, "e2")).aborts == [Abort("a")]
+    await gateway.cancel("a", 1)
+    assert await take(other, "e2") == Claimed([], [])
 
 
 async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
@@ -155,6 +174,18 @@ async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
         got = {one.deltas[0].id for one in await read(gateway, 20)}
         assert got == {name for name, owner in seen.items() if owner == f"g{g}"}
     assert {one.engine for one in (await gateways[0].fleet()).engines} == {"e0", "e1"}
+
+
+async def test_a_burst_is_shared_between_engines_with_room(bus: Bus) -> None:
+    gateway, engines = await bus.gateway(), [await bus.engine(f"e{i}") for i in range(3)]
+    for e, engine in enumerate(engines):
+        await take(engine, f"e{e}")  # from now on it counts
+    for i in range(12):
+        await gateway.submit(generate(f"r{i:02}"))
+    shares = [ids(await take(engine, f"e{e}")) for e, engine in enumerate(engines)]
+    assert list(map(len, shares)) == [4, 3, 2]
+    assert [request for share in shares for request in share] == [f"r{i:02}" for i in range(9)]
+    assert ids(await take(engines[0], "e0")) == ["r09"]
 
 
 async def test_a_dead_engines_requests_return_to_the_head_in_order(bus: Bus) -> None:
@@ -182,7 +213,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     assert (back.generates, sorted(back.lost)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
     await late.exchange([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: e2 need not
-    assert await take(other, "e2") == Claimed([], ["a"])
+    assert await take(other, "e2") == Claimed([], [Abort("a")])
 
 
 async def test_closing_or_reopening_an_engine_gives_back_what_it_held(bus: Bus) -> None:
@@ -262,7 +293,7 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
         await gateway.submit(generate("e"))
         proxy.cut_after = b"EVALSHA"
         got = await engine.exchange([("g1", batch("b", 0))], ["d"], load("e1"), 1000, 1)
-        assert (ids(got), got.aborts) == (["e"], ["c"])
+        assert (ids(got), got.aborts) == (["e"], [Abort("c")])
         proxy.cut_after = b"EVALSHA"
         assert await take(engine) == Claimed([], [])
         await engine.exchange([("g1", batch("b", 1))], [], load("e1"), 0, 0)
@@ -385,7 +416,7 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
     ringing = asyncio.create_task(engine.bell())
     await gateway.cancel("r0")
     await asyncio.wait_for(ringing, 2)
-    assert (await take(engine)).aborts == ["r0"]
+    assert (await take(engine)).aborts == [Abort("r0")]
 
 
 async def test_an_exchange_costs_the_engine_little_cpu(bus: Bus) -> None:

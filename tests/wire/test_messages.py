@@ -72,6 +72,10 @@ GOLDEN: list[tuple[Any, str]] = [
         "82a474797065a561626f7274a26964a27231",
     ),
     (
+        Abort("r1", index=2),
+        "83a474797065a561626f7274a26964a27231a5696e64657802",
+    ),
+    (
         Finish("error", -1, "out of luck"),
         "93a56572726f72ffab6f7574206f66206c75636b",
     ),
