@@ -26,7 +26,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """The last line a system prints is its figures, as JSON."""
+    """What one system prints about its run."""
     # vLLM keeps a core for itself on a CPU unless told otherwise, and looks for its model on the hub.
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     peers = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
@@ -35,7 +35,9 @@ def run(command: list[str]) -> dict[str, float]:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    # The figures are the last line that is JSON: vLLM says goodbye after it.
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    figures: dict[str, float] = json.loads(line)
     return figures
 
 
