@@ -175,11 +175,13 @@ async def test_a_failed_step_fails_who_sat_in_it_and_nobody_else(
         answers = await asyncio.gather(*later)
         assert last["error"]["code"] == "engine_error"  # mid-stream: an event
         assert "fell off the bus" in last["error"]["message"]
-        assert [status for status, _ in answers] == [500] * 3 + [200] * 4
-        for _, answer in answers[:3]:
-            assert set(answer["error"]) == {"message", "type", "param", "code"}
-        for (_, answer), ids in zip(answers[3:], work[4:], strict=True):
-            assert answer["choices"][0]["token_ids"] == greedy(model, ids, 200)
+        # Which three of the seven got the seats is up to who came first.
+        assert sorted(status for status, _ in answers) == [200] * 4 + [500] * 3
+        for (status, answer), ids in zip(answers, work[1:], strict=True):
+            if status == 500:
+                assert set(answer["error"]) == {"message", "type", "param", "code"}
+            else:
+                assert answer["choices"][0]["token_ids"] == greedy(model, ids, 200)
         again = await tokens(client, stack.url, prompt=work[0], max_tokens=30, temperature=0)
         assert again == greedy(model, work[0], 30)
         await until(lambda: bool(stack.core.idle))
