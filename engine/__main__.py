@@ -19,6 +19,10 @@ from engine.wire.bus import BusDown
 
 log = logging.getLogger("quire.engine")
 
+# How long a thread may keep the interpreter from another, seconds.  With Python's own 5 ms the bus thread waits longer
+# for its turn beside the executor: median time to first token 47.6 ms, 43.2 with this (36 to 42 streams).
+SWITCH_S = 0.0002
+
 
 def load(config: EngineConfig) -> Executor:
     """Raises ModelLoadError."""
@@ -39,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
+    sys.setswitchinterval(SWITCH_S)
     bus = BusThread(config)
     try:
         executor = load(config)
