@@ -25,4 +25,25 @@ TORCH_LIBRARY(quire, m) {
 
   // caches: every layer's K and V · blocks [n] i64
   m.def("block_fill(Tensor(a!)[] caches, Tensor blocks, float value) -> ()");
+
+  // What a decoder layer does between its matrix products.  Arithmetic in float32, one rounding to the dtype of x.
+
+  // x, out [T, size], or [T, heads, size] with a norm for each head · weight [size].  out may be x
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
+
+  // x += delta, then out = rms_norm(x); all [T, size]
+  m.def("add_rms_norm(Tensor(a!) x, Tensor delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
+
+  // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
+  m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
+
+  // qkv [T, H + 2 * Hkv, D]: queries are rotated in place, rotated keys and the values go to their slots · cos, sin
+  // [T, D] · caches and slots as in kv_write.  Number i of a head turns with number i + D / 2
+  m.def(
+      "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots) "
+      "-> ()");
+
+  // x [N, V] · values [N] f32: the largest of each row · places [N] i64: the first place it stands at.
+  // NaN and 0 for a row with a NaN in it
+  m.def("row_max(Tensor x, Tensor(a!) values, Tensor(b!) places) -> ()");
 }

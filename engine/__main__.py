@@ -30,7 +30,8 @@ def load(config: EngineConfig) -> Executor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible."""
+    """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
+    another engine took this one's name."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = settings.load(
         EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
@@ -60,9 +61,14 @@ def main(argv: list[str] | None = None) -> int:
         executor.info.kv_bytes_per_token,
         executor.info.fingerprint,
     )
-    engine.run()
-    bus.stop()
-    executor.close()
+    try:
+        engine.run()
+    except BusDown as error:  # another process took this engine's name
+        print(f"quire engine: {error}", file=sys.stderr)
+        return 1
+    finally:
+        bus.stop()
+        executor.close()
     return 0
 
 

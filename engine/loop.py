@@ -9,6 +9,7 @@ executor either while there is something to plan: plan N+1 is issued before resu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import queue
 import threading
@@ -225,7 +226,8 @@ class BusThread:
         self._ring()
 
     def _ring(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
+        with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() says why
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

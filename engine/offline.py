@@ -147,7 +147,7 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
 
     submitted: list[Completion] = []
     firsts: dict[int, float] = {}  # number of the request -> seconds from its `at_s` to its first token
-    filled = allocated = 0  # slots, summed over every 8th step
+    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
     begin = time.perf_counter()
     while llm.unfinished or len(submitted) < len(jobs):
         now = time.perf_counter() - begin
@@ -162,6 +162,7 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
         if llm.engine.core.step % 8 == 0:
             slots = llm.engine.core.used_slots()
             filled, allocated = filled + slots[0], allocated + slots[1]
+            static += llm.engine.core.running * llm.executor.info.max_model_len
     seconds = time.perf_counter() - begin
     tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
 
@@ -179,6 +180,7 @@ def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
         "start_s": start_s,
         "ttft_p50_ms": statistics.median(firsts.values()) * 1e3,
         "slots_filled": filled / max(1, allocated),
+        "eta": allocated / max(1, static),  # paged over static allocation, the same sequences running
         "preemptions": llm.engine.core.totals.preemptions,
     }
 

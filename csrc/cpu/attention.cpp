@@ -32,6 +32,8 @@ constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a ti
 // Floats from one chunk of a tile to the next; + 1, lest all chunks of a key fall into the same set of the L1 cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+// Items of at most so many rows read keys and values where they lie.  For more rows it pays to widen them once, into a tile.
+constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
 // Below this cost (see `cost`) one thread is done before a second one has woken up.
@@ -58,7 +60,11 @@ struct State {
   }
 };
 
+template <class T>
 struct Scratch {
+  // Where the rows of the keys of this tile lie, of its values, and of the keys wanted next; keys that are not wanted
+  // have the address of one that is.
+  const T *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
   // that all offsets in the inner loops are constants.
@@ -82,40 +88,57 @@ void widen(float* to, int stride, const T* from, int64_t count) {
   store(to, load(rest));
 }
 
-// Lane i: query . key i of kLanes neighbouring keys of a tile.
-Floats dot_each(const float* query, const float* keys, int dim) {
+// score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.  at(k, c): chunk c of key k.
+// Every product sums chunk after chunk and then across lanes, in one order whatever R is.
+template <int R, class At>
+void dot(float* score, const float* query, const At& at, int key, int dim) {
+  constexpr int K = kLanes / R;
   Floats sums[kLanes] = {};
-  for (int d = 0; d < dim; d += kLanes, keys += kChunk) {
-    const Floats q = load(query + d);
-    unroll<kLanes>([&](auto i) { sums[i] = fma(q, load(keys + i * kLanes), sums[i]); });
+  for (int c = 0; c * kLanes < dim; ++c) {
+    Floats q[R];
+    unroll<R>([&](auto r) { q[r] = load(query + r * dim + c * kLanes); });
+    unroll<K>([&](auto k) {
+      const Floats x = at(key + k, c);
+      unroll<R>([&](auto r) { sums[r * K + k] = fma(q[r], x, sums[r * K + k]); });
+    });
   }
-  return sum_each(sums);
+  const Floats all = sum_each(sums);
+  unroll<R>([&](auto r) { std::memcpy(score + r * kTile + key, reinterpret_cast<const float*>(&all) + r * K, 4 * K); });
 }
 
-// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * values[key], for R rows and C chunks.
-template <int R, int C>
-void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
+// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * value of key, for R rows and the C chunks
+// from `chunk` on.  at(k, c): chunk c of the value of key k.
+template <int R, int C, class At>
+void add_values(float* acc, const float* rescale, const float* weight, const At& at, int chunk, int first, int last,
                 int dim) {
+  acc += chunk * kLanes;
   Floats sums[R * C];
   unroll<R * C>([&](auto i) { sums[i] = load(acc + i / C * dim + i % C * kLanes) * broadcast(rescale[i / C]); });
   for (int k = first; k < last; ++k) {
     Floats value[C];
-    unroll<C>([&](auto c) { value[c] = load(values + c * kChunk + k * kLanes); });
+    unroll<C>([&](auto c) { value[c] = at(k, chunk + c); });
     unroll<R * C>([&](auto i) { sums[i] = fma(broadcast(weight[i / C * kTile + k]), value[i % C], sums[i]); });
   }
   unroll<R * C>([&](auto i) { store(acc + i / C * dim + i % C * kLanes, sums[i]); });
 }
 
-template <int R>
-void add_values(float* acc, const float* rescale, const float* weight, const float* values, int first, int last,
-                int dim) {
+template <int R, class At>
+void add_values(float* acc, const float* rescale, const float* weight, const At& at, int first, int last, int dim) {
   int c = 0;
-  for (; (c + 4) * kLanes <= dim; c += 4) {
-    add_values<R, 4>(acc + c * kLanes, rescale, weight, values + c * kChunk, first, last, dim);
+  for (; (c + 4) * kLanes <= dim; c += 4) add_values<R, 4>(acc, rescale, weight, at, c, first, last, dim);
+  for (; c * kLanes < dim; ++c) add_values<R, 1>(acc, rescale, weight, at, c, first, last, dim);
+}
+
+// use(row, R) for groups of 4, 2 and 1 rows, R a constant.
+template <class Use>
+void each_group(int rows, const Use& use) {
+  int r = 0;
+  for (; rows - r >= 4; r += 4) use(r, std::integral_constant<int, 4>{});
+  if (rows - r >= 2) {
+    use(r, std::integral_constant<int, 2>{});
+    r += 2;
   }
-  for (; c * kLanes < dim; ++c) {
-    add_values<R, 1>(acc + c * kLanes, rescale, weight, values + c * kChunk, first, last, dim);
-  }
+  if (rows > r) use(r, std::integral_constant<int, 1>{});
 }
 
 // into = into + part.  Applied split after split, left to right.
@@ -143,11 +166,16 @@ class Attention {
   void run() {
     plan();
     share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
-      Scratch scratch;
-      for (int64_t i; tickets.take(i);) compute(items_[i], scratch);
+      Scratch<T> scratch;
+      // One item ahead, so that the memory it wants first is on its way while this one is computed.
+      int64_t i, next;
+      for (bool more = tickets.take(i); more; i = next) {
+        more = tickets.take(next);
+        compute(items_[i], more ? &items_[next] : nullptr, scratch);
+      }
     });
     share(static_cast<int64_t>(merges_.size()), threads_, [&](Tickets& tickets) {
-      Scratch scratch;
+      Scratch<T> scratch;
       for (int64_t i; tickets.take(i);) merge_splits(merges_[i], scratch);
     });
   }
@@ -210,7 +238,7 @@ class Attention {
     return token * token_stride + head * head_stride;
   }
 
-  void compute(const Item& item, Scratch& s) {
+  void compute(const Item& item, const Item* next, Scratch<T>& s) {
     for (int r = 0; r < item.rows; ++r) {
       const T* q = static_cast<const T*>(a_.q) + row_offset(item, r, a_.q_token_stride, a_.q_head_stride);
       widen(s.query + r * dim_, kLanes, q, a_.head_size);
@@ -221,7 +249,15 @@ class Attention {
     for (int begin = item.first / kSplit * kSplit; begin < item.last; begin += kSplit) {
       s.split.clear(item.rows, dim_);
       for (int tile = begin; tile < begin + kSplit; tile += kTile) {
-        if (tile + kTile > item.first && tile < item.last) attend(item, tile, s);
+        if (tile + kTile <= item.first || tile >= item.last) continue;
+        if (tile + kTile < item.last) {
+          locate(s.next, k_cache(), a_.k_block_stride, item, tile + kTile);
+        } else if (next) {
+          locate(s.next, k_cache(), a_.k_block_stride, *next, next->first / kTile * kTile);
+        } else {
+          std::copy_n(s.keys, kTile, s.next);
+        }
+        attend(item, tile, s);
       }
       if (item.partial >= 0) {
         float* p = partials_.data() + item.partial;
@@ -235,7 +271,7 @@ class Attention {
     finish(item, s.total);
   }
 
-  void merge_splits(const Item& item, Scratch& s) {
+  void merge_splits(const Item& item, Scratch<T>& s) {
     s.total.clear(item.rows, dim_);
     const int splits = (item.last + kSplit - 1) / kSplit - item.first / kSplit;
     for (int i = 0; i < splits; ++i) {
@@ -259,60 +295,90 @@ class Attention {
     }
   }
 
-  // Adds keys [tile, tile + kTile) to s.split.
-  void attend(const Item& item, int tile, Scratch& s) {
-    const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
-    const T* k_cache = static_cast<const T*>(a_.k_cache);
-    const T* v_cache = static_cast<const T*>(a_.v_cache);
-    prefetch(v_cache, a_.v_block_stride, item, begin, end);
-    gather(s.tile, k_cache, a_.k_block_stride, item, tile, begin, end);
-    for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
-    prefetch(k_cache, a_.k_block_stride, item, end, end + kTile);
-    gather(s.tile, v_cache, a_.v_block_stride, item, tile, begin, end);
-    // Rows in between see no more than the first and the last row together.
-    int r = 0;
-    const auto range = [&](int rows, auto add) {
-      const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + rows - 1], tile + kTile) - tile;
-      add(s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile, s.tile, from, to, dim_);
-      r += rows;
-    };
-    while (item.rows - r >= 4) range(4, add_values<4>);
-    if (item.rows - r >= 2) range(2, add_values<2>);
-    if (item.rows - r >= 1) range(1, add_values<1>);
-  }
+  const T* k_cache() const { return static_cast<const T*>(a_.k_cache); }
+  const T* v_cache() const { return static_cast<const T*>(a_.v_cache); }
 
-  // Calls use(key, from, count) for each run of keys in [begin, end) of the item's KV head that lies in one block.
-  template <class Use>
-  void each_run(const Item& item, const T* cache, int64_t block_stride, int begin, int end, const Use& use) const {
-    const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
-    for (int key = begin; key < end;) {
-      const int offset = static_cast<int>(key % a_.block_size);
-      const int count = std::min(end - key, static_cast<int>(a_.block_size) - offset);
-      const int64_t row = item.kv_head * a_.block_size + offset;
-      use(key, cache + table[key / a_.block_size] * block_stride + row * a_.head_size, count);
-      key += count;
+  // Adds keys [tile, tile + kTile) to s.split.
+  void attend(const Item& item, int tile, Scratch<T>& s) {
+    locate(s.keys, k_cache(), a_.k_block_stride, item, tile);
+    locate(s.values, v_cache(), a_.v_block_stride, item, tile);
+    const int begin = std::max(tile, item.first) - tile, end = std::min(tile + kTile, item.last) - tile;
+    if (item.rows <= kInPlace && a_.head_size == dim_) {
+      const auto in_place = [](const T* const* rows) {
+        return [rows](int k, int c) { return load(rows[k] + c * kLanes); };
+      };
+      multiply(item, tile, s, in_place(s.keys), s.values);
+      for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
+      accumulate(item, tile, s, in_place(s.values), s.next);
+    } else {
+      const auto widened = [&](int k, int c) { return load(s.tile + c * kChunk + k * kLanes); };
+      gather(s.tile, s.keys, begin, end, s.values);
+      multiply(item, tile, s, widened, nullptr);
+      for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
+      gather(s.tile, s.values, begin, end, s.next);
+      accumulate(item, tile, s, widened, nullptr);
     }
   }
 
-  // to [chunks, kTile + 1, kLanes] = keys (or values) [begin, end) as float, from `tile` on; other keys are left alone.
-  void gather(float* to, const T* cache, int64_t block_stride, const Item& item, int tile, int begin, int end) const {
-    each_run(item, cache, block_stride, begin, end, [&](int key, const T* from, int count) {
-      for (int i = key - tile; i < key - tile + count; ++i, from += a_.head_size) {
-        widen(to + i * kLanes, kChunk, from, a_.head_size);
+  // s.weight = scores of all rows, those with keys nobody sees left to chance.  Fetches the rows of `ahead` on the way.
+  template <class At>
+  void multiply(const Item& item, int tile, Scratch<T>& s, const At& at, const T* const* ahead) const {
+    each_group(item.rows, [&](int r, auto R) {
+      const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + R - 1], tile + kTile) - tile;
+      constexpr int kKeys = kLanes / R;
+      for (int key = from / kKeys * kKeys; key < to; key += kKeys) {
+        if (ahead) unroll<kKeys>([&](auto k) { fetch(ahead[key + k]); });
+        dot<R>(s.weight + r * kTile, s.query + r * dim_, at, key, dim_);
       }
     });
   }
 
-  // Blocks lie anywhere, so the CPU can't guess the next one: fetch it while computing on this one.
-  void prefetch(const T* cache, int64_t block_stride, const Item& item, int begin, int end) const {
-    each_run(item, cache, block_stride, begin, std::min(end, item.last), [&](int, const T* from, int count) {
-      const char* line = reinterpret_cast<const char*>(from);
-      for (int64_t i = 0; i < count * a_.head_size * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(line + i, 0, 2);
+  // s.split.acc += s.weight * values.  Rows in between see no more than the first and the last row of a group together.
+  template <class At>
+  void accumulate(const Item& item, int tile, Scratch<T>& s, const At& at, const T* const* ahead) const {
+    each_group(item.rows, [&](int r, auto R) {
+      const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + R - 1], tile + kTile) - tile;
+      add_values<R>(s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile,
+                    [&](int k, int c) {
+                      if (ahead && c == 0) fetch(ahead[k]);
+                      return at(k, c);
+                    },
+                    from, to, dim_);
     });
   }
 
-  // Row r against the keys in s.tile: its weights, new max and sum, and what its acc must be multiplied with.
-  void weigh(int r, int tile, Scratch& s) {
+  // rows = where the rows of the item's keys [tile, tile + kTile) lie in a cache.
+  void locate(const T** rows, const T* cache, int64_t block_stride, const Item& item, int tile) const {
+    const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
+    const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
+    const int block_size = static_cast<int>(a_.block_size);
+    for (int key = begin; key < end;) {
+      const int offset = key % block_size, count = std::min(end - key, block_size - offset);
+      const int64_t row = static_cast<int64_t>(item.kv_head) * block_size + offset;
+      const T* from = cache + table[key / block_size] * block_stride + row * a_.head_size;
+      for (int i = 0; i < count; ++i) rows[key - tile + i] = from + i * a_.head_size;
+      key += count;
+    }
+    std::fill(rows, rows + (begin - tile), rows[begin - tile]);
+    std::fill(rows + (end - tile), rows + kTile, rows[begin - tile]);
+  }
+
+  // to [chunks, kTile + 1, kLanes] = rows [begin, end) as float; others are left alone.
+  void gather(float* to, const T* const* rows, int begin, int end, const T* const* ahead) const {
+    for (int i = begin; i < end; ++i) {
+      fetch(ahead[i]);
+      widen(to + i * kLanes, kChunk, rows[i], a_.head_size);
+    }
+  }
+
+  // Blocks lie anywhere, so the CPU can't guess the next one: asked for a row at a time, amid the arithmetic.
+  void fetch(const T* row) const {
+    const char* line = reinterpret_cast<const char*>(row);
+    for (int64_t i = 0; i < a_.head_size * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(line + i, 0, 2);
+  }
+
+  // Scores of row r -> its weights, new max and sum, and what its acc must be multiplied with.
+  void weigh(int r, int tile, Scratch<T>& s) {
     float* weight = s.weight + r * kTile;
     s.rescale[r] = 1.0f;
     const int first = s.first[r] - tile, last = s.last[r] - tile;
@@ -325,7 +391,7 @@ class Attention {
       constexpr int k = v * kLanes;
       score[v] = broadcast(kNone);
       if (k >= last || k + kLanes <= first) return;
-      score[v] = dot_each(s.query + r * dim_, s.tile + k * kLanes, dim_);
+      score[v] = load(weight + k);
       if (a_.soft_cap > 0) {
         score[v] = tanh(score[v] * broadcast(a_.scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
       } else {

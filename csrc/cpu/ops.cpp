@@ -11,6 +11,7 @@
 #include "../checks.h"
 #include "attention.h"
 #include "cache.h"
+#include "layers.h"
 #include "simd.h"
 
 namespace quire::cpu::door {
@@ -61,6 +62,17 @@ void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   expect_below("slots", slot, tokens, -1, blocks * block_size);
   cpu::kv_write(bytes_of_rows(key), bytes_of_rows(value), bytes_of(k_cache), bytes_of(v_cache), slot, tokens, kv_heads,
            block_size, dim * k_cache.element_size(), threads());
+}
+
+// run(T{}), with the kernels' own type for the dtype of t.
+template <class Run>
+void by_dtype(const char* who, const at::Tensor& t, const Run& run) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return run(float{});
+    case at::kBFloat16: return run(bf16{});
+    case at::kHalf: return run(fp16{});
+    default: TORCH_CHECK_VALUE(false, who, ": dtype is ", t.scalar_type(), ", not float32, bfloat16 or float16");
+  }
 }
 
 // Every index the kernel will follow lies inside its tensor: costs a comparison per block, which holds kilobytes.
@@ -145,12 +157,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       .threads = threads(),
   };
   expect_indices(args, tokens, max_rows, max_blocks, blocks);
-  switch (q.scalar_type()) {
-    case at::kFloat: return cpu::paged_attention<float>(args);
-    case at::kBFloat16: return cpu::paged_attention<bf16>(args);
-    case at::kHalf: return cpu::paged_attention<fp16>(args);
-    default: TORCH_CHECK_VALUE(false, "q: dtype is ", q.scalar_type(), ", not float32, bfloat16 or float16");
-  }
+  by_dtype("q", q, [&](auto type) { cpu::paged_attention<decltype(type)>(args); });
 }
 
 // What block_copy and block_fill need to know of every cache; all have blocks of one size.
@@ -198,6 +205,118 @@ void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
              element.element_size(), threads());
 }
 
+// [tokens, size] counts as one head.
+template <class T>
+Heads<T> heads_of(const at::Tensor& t) {
+  auto* data = static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
+  return {data, t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
+}
+
+void norm(const at::Tensor& x, const at::Tensor* delta, const at::Tensor& weight, double eps, const at::Tensor& out) {
+  Size tokens("tokens"), heads("heads"), size("size");
+  const auto expect_heads = [&](const char* who, const at::Tensor& t) {
+    expect_cpu(who, t);
+    if (x.dim() == 3) {
+      expect(who, t, {tokens, heads, size});
+    } else {
+      expect(who, t, {tokens, size});
+    }
+    expect_last_contiguous(who, t);
+    expect_dtype(who, t, x.scalar_type(), "x");
+  };
+  expect_heads("x", x);
+  expect_heads("out", out);
+  if (delta) expect_heads("delta", *delta);
+  expect_cpu("weight", weight);
+  expect("weight", weight, {size});
+  expect_contiguous("weight", weight);
+  expect_dtype("weight", weight, x.scalar_type(), "x");
+  by_dtype("x", x, [&](auto type) {
+    using T = decltype(type);
+    cpu::rms_norm<T>(heads_of<T>(x), delta ? heads_of<const T>(*delta) : Heads<const T>{}, heads_of<const T>(weight).data,
+                     static_cast<float>(eps), heads_of<T>(out), tokens, x.dim() == 3 ? int64_t{heads} : 1, size,
+                     threads());
+  });
+}
+
+void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
+  norm(x, nullptr, weight, eps, out);
+}
+
+void add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps,
+                  const at::Tensor& out) {
+  norm(x, &delta, weight, eps, out);
+}
+
+void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
+  Size tokens("tokens"), two("gate and up"), size("size");
+  expect("out", out, {tokens, size});
+  two.agree("out", 2 * size);
+  expect("gate_up", gate_up, {tokens, two});
+  for (const auto& [who, t] : {std::pair{"gate_up", gate_up}, {"out", out}}) {
+    expect_cpu(who, t);
+    expect_contiguous(who, t);
+    expect_dtype(who, t, out.scalar_type(), "out");
+  }
+  by_dtype("out", out, [&](auto type) {
+    using T = decltype(type);
+    cpu::silu_mul<T>(static_cast<const T*>(gate_up.const_data_ptr()), static_cast<T*>(out.data_ptr()), tokens, size,
+                     threads());
+  });
+}
+
+void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
+                   const at::Tensor& v_cache, const at::Tensor& slots) {
+  Size tokens("tokens"), all_heads("heads of q, k and v"), blocks("blocks"), kv_heads("KV heads"),
+      block_size("block size"), dim("head size");
+  expect_cache("k_cache", k_cache, blocks, kv_heads, block_size, dim);
+  expect_cache("v_cache", v_cache, blocks, kv_heads, block_size, dim);
+  expect("qkv", qkv, {tokens, all_heads, dim});
+  expect_last_contiguous("qkv", qkv);
+  TORCH_CHECK_VALUE(all_heads > 2 * kv_heads, "qkv: has ", int64_t{all_heads}, " heads, too few for ",
+                    int64_t{kv_heads}, " KV heads");
+  TORCH_CHECK_VALUE(dim % 2 == 0, "qkv: head size ", int64_t{dim}, " is odd");
+  expect("cos", cos, {tokens, dim});
+  expect("sin", sin, {tokens, dim});
+  expect_contiguous("cos", cos);
+  expect_contiguous("sin", sin);
+  expect("slots", slots, {tokens});
+  expect_contiguous("slots", slots);
+  expect_dtype("slots", slots, at::kLong);
+  for (const auto& [who, t] : {std::pair{"qkv", qkv}, {"cos", cos}, {"sin", sin}, {"v_cache", v_cache}}) {
+    expect_cpu(who, t);
+    expect_dtype(who, t, k_cache.scalar_type(), "k_cache");
+  }
+  expect_cpu("slots", slots);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  expect_below("slots", slot, tokens, -1, blocks * block_size);
+  by_dtype("qkv", qkv, [&](auto type) {
+    using T = decltype(type);
+    cpu::rope_kv_write<T>(heads_of<T>(qkv), static_cast<const T*>(cos.const_data_ptr()),
+                          static_cast<const T*>(sin.const_data_ptr()), bytes_of(k_cache), bytes_of(v_cache), slot,
+                          tokens, all_heads - 2 * kv_heads, kv_heads, dim, block_size, threads());
+  });
+}
+
+void row_max(const at::Tensor& x, const at::Tensor& values, const at::Tensor& places) {
+  Size rows("rows"), size("size");
+  expect("x", x, {rows, size});
+  expect("values", values, {rows});
+  expect("places", places, {rows});
+  TORCH_CHECK_VALUE(size > 0, "x: rows are empty");
+  expect_last_contiguous("x", x);
+  expect_contiguous("values", values);
+  expect_contiguous("places", places);
+  expect_dtype("values", values, at::kFloat);
+  expect_dtype("places", places, at::kLong);
+  for (const auto& [who, t] : {std::pair{"x", x}, {"values", values}, {"places", places}}) expect_cpu(who, t);
+  by_dtype("x", x, [&](auto type) {
+    using T = decltype(type);
+    cpu::row_max<T>(static_cast<const T*>(x.const_data_ptr()), x.stride(0), values.data_ptr<float>(),
+                    places.data_ptr<int64_t>(), rows, size, threads());
+  });
+}
+
 }  // namespace quire::cpu::door
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
@@ -205,4 +324,9 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("paged_attention", quire::cpu::door::paged_attention);
   m.impl("block_copy", quire::cpu::door::block_copy);
   m.impl("block_fill", quire::cpu::door::block_fill);
+  m.impl("rms_norm", quire::cpu::door::rms_norm);
+  m.impl("add_rms_norm", quire::cpu::door::add_rms_norm);
+  m.impl("silu_mul", quire::cpu::door::silu_mul);
+  m.impl("rope_kv_write", quire::cpu::door::rope_kv_write);
+  m.impl("row_max", quire::cpu::door::row_max);
 }

@@ -221,6 +221,63 @@ def block_fill(caches: list[torch.Tensor], blocks: torch.Tensor, value: float) -
     torch.ops.quire.block_fill.default(caches, blocks, value)
 
 
+# What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.  x [T, size], weight [size] -> [T, size]."""
+    out = torch.empty_like(x)
+    torch.ops.quire.rms_norm.default(x, weight, eps, out)
+    return out
+
+
+def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """`rms_norm` of each head, in place.  x [T, heads, D], any strides as long as heads are contiguous; weight [D]."""
+    torch.ops.quire.rms_norm.default(x, weight, eps, x)
+
+
+def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x += delta, in place, then `rms_norm` of that sum.  x, delta [T, size], weight [size] -> [T, size]."""
+    out = torch.empty_like(x)
+    torch.ops.quire.add_rms_norm.default(x, delta, weight, eps, out)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up.  gate_up [T, 2 * size] holds gate, then up, in every row -> [T, size]."""
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    torch.ops.quire.silu_mul.default(gate_up, out)
+    return out
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Rotary embedding and `kv_write` in one: queries are rotated in place, keys on their way into the cache.
+
+    qkv         [T, H + 2 * Hkv, D]: query, key and value heads; key heads are left as they were
+    cos, sin    [T, D]: head[i] becomes head[i] * cos[i] - head[i + D / 2] * sin[i], and the second half likewise with +
+    caches, slots  as in `kv_write`
+    """
+    torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, slots)
+
+
+def row_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of x [N, V], [N] float32, and the first place it stands at, [N] int64.
+
+    NaN and 0 where the row holds a NaN.
+    """
+    values = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    places = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    torch.ops.quire.row_max.default(x, values, places)
+    return values, places
+
+
 # Not ours: oneDNN's matrix product with a weight kept in the layout its instructions want.  torch's own linear converts
 # the weight in every call, which at the few rows of a decode step costs as much as the product itself.
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Sampler
+from engine.executor import ops
 from engine.wire.messages import Sampling, TokenLogprob
 
 NEVER = float("-inf")
@@ -141,13 +142,12 @@ class SamplerBank:
             self._group = self._make_group(rows)
         group = self._group
         if group.plain is None:
-            chosen, tokens = logits.max(-1)  # four times faster than argmax in bfloat16, and gives the value too
+            chosen, tokens = ops.row_max(logits)
         else:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
             chosen = torch.empty(len(rows), dtype=torch.float32, device=self._device)
             if len(group.plain):
-                best, tokens[group.plain] = logits[group.plain].max(-1)
-                chosen[group.plain] = best.float()
+                chosen[group.plain], tokens[group.plain] = ops.row_max(logits[group.plain])
             worked = slice(None) if group.worked is None else group.worked
             tokens[worked], chosen[worked] = self._work(group, logits[worked], known[worked])
         finite = chosen.isfinite()  # the largest of values with a NaN among them is NaN, so one value tells of the row

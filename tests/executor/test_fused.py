@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.executor import ops
-from engine.executor.models.fused import PackedLinear, fuse
+from engine.executor.models import fused
+from engine.executor.models.fused import Decoder, PackedLinear, fuse
 from engine.executor.models.hf import load_model
+from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words
 
@@ -49,7 +51,72 @@ def test_only_what_can_be_packed_is(checkpoint: Callable[[str], Path]) -> None:
     assert model.get_input_embeddings().weight.shape == embedding.shape  # still there to look tokens up
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+FUSED = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_that_are_swapped(checkpoint: Callable[[str], Path], family: str) -> None:
+    model = load_model(str(checkpoint(family)), dtype="auto", device=CPU).module
+    assert any(isinstance(module, Decoder) for module in model.modules()) == (family in FUSED)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_swapped_decoders_compute_what_the_plain_ones_do(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, chunk: int
+) -> None:
+    """In float32, over the same paged cache.  Measured: both are up to 2e-5 from a float64 forward."""
+
+    def logits() -> torch.Tensor:
+        driver = Driver(checkpoint(family))
+        driver.add(words(61), None, chunk=chunk, targets=True)
+        got = []
+        while driver.rows[0].computed < 61:
+            driver.step()
+            got.append(driver.worker.logits)
+        return torch.cat(got)
+
+    swapped = logits()
+    monkeypatch.setattr(fused, "has_plain_decoder", lambda model: False)
+    plain = logits()
+    assert not torch.equal(swapped, plain)  # else one of them was tested twice
+    torch.testing.assert_close(swapped, plain, rtol=1e-5, atol=4e-5)
+
+
+def odd_activation(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def odd_norm(model: PreTrainedModel) -> None:
+    model.model.norm = nn.LayerNorm(128)
+
+
+def odd_projection(model: PreTrainedModel) -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    model.model.layers[0].self_attn.q_proj.__class__ = Scaled
+
+
+def extra_part(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.gate = nn.Linear(128, 128)
+
+
+def two_dtypes(model: PreTrainedModel) -> None:
+    model.model.norm.double()
+
+
+@pytest.mark.parametrize("change", [odd_activation, odd_norm, odd_projection, extra_part, two_dtypes])
+def test_what_looks_unlike_the_expected_is_left_alone(
+    checkpoint: Callable[[str], Path], change: Callable[[PreTrainedModel], None]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    assert fused.has_plain_decoder(model)
+    change(model)
+    assert not fused.has_plain_decoder(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @torch.inference_mode()
 def test_bfloat16_logits_stay_within_the_noise_of_bfloat16(checkpoint: Callable[[str], Path], family: str) -> None:
     """As far from the float32 model as transformers' own bfloat16 forward is, up to a factor of two."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
@@ -23,6 +23,11 @@ Checkpoint = Callable[[str], Path]
 
 def load(directory: Path, **options: object) -> hf.LoadedModel:
     return hf.load_model(str(directory), **({"dtype": "auto", "device": CPU} | options))  # type: ignore[arg-type]
+
+
+def plain(directory: Path) -> PreTrainedModel:
+    """The model as transformers made it: with every module the probe is to see."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=hf.NAME).eval()
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ def test_the_probe_sees_what_attention_is_asked_for(family: str, changes: dict[s
 
 
 def test_the_probe_catches_layers_that_never_attend(checkpoint: Checkpoint) -> None:
-    model = load(checkpoint("llama")).module
+    model = plain(checkpoint("llama"))
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(UnsupportedModel, match=r"^llama: 1 of 2 layers went through the attention interface"):
         hf.probe(model)
@@ -115,7 +120,7 @@ def test_the_probe_catches_layers_that_never_attend(checkpoint: Checkpoint) -> N
 
 def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint: Checkpoint) -> None:
     """As a convolution or a recurrence over the token axis would, beside attention that is called as it should be."""
-    model = load(checkpoint("llama")).module
+    model = plain(checkpoint("llama"))
     mlp = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda x: mlp(x.cumsum(1))
     with pytest.raises(UnsupportedModel, match=r"^llama: a sequence's logits change with what it is packed with"):
@@ -123,7 +128,7 @@ def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint:
 
 
 def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
-    model = load(checkpoint("llama")).module
+    model = plain(checkpoint("llama"))
     inner = model.model.layers[0].forward
     model.model.layers[0].forward = lambda h, **kw: inner(h, **(kw | {"attention_mask": torch.zeros(1, 1, 12, 12)}))
     with pytest.raises(UnsupportedModel, match=r"^llama: a mask or position bias of its own"):

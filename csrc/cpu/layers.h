@@ -1,0 +1,41 @@
+// What a transformer layer does between its matrix products, each in one pass over memory.
+//
+// T: float, bf16 or fp16.  Arithmetic is in float; every result is rounded to T once.
+
+#pragma once
+
+#include <cstdint>
+
+#include "cache.h"
+
+namespace quire::cpu {
+
+// [tokens, heads, size] of T; a head's numbers are contiguous.  Strides in elements.
+template <class T>
+struct Heads {
+  T* data;
+  int64_t token_stride, head_stride;
+  T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
+};
+
+// out = x / sqrt(mean(x^2) + eps) * weight [size], over the numbers of each head.  `delta`, unless null, is added to x
+// first, in place, and what is normalised is that sum rounded to T.  out may be x.
+template <class T>
+void rms_norm(Heads<T> x, Heads<const T> delta, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads,
+              int64_t size, int threads);
+
+// out [tokens, size] = silu(gate) * up, where gate_up [tokens, 2 * size] holds gate, then up.
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads);
+
+// Of qkv [tokens, heads + 2 * kv_heads, size]: rotates the queries in place, writes the rotated keys and the values to
+// their slots (slots[t] < 0: nowhere).  Number i of a head turns with number i + size / 2, by cos and sin [tokens, size].
+template <class T>
+void rope_kv_write(Heads<T> qkv, const T* cos, const T* sin, Cache k_cache, Cache v_cache, const int64_t* slots,
+                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t block_size, int threads);
+
+// The largest of each row of x [rows, size] and the first place it stands at; NaN and 0 for a row that holds a NaN.
+template <class T>
+void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int64_t rows, int64_t size, int threads);
+
+}  // namespace quire::cpu
