@@ -1,4 +1,4 @@
-"""Traces: what arrives.  One JSON object a line: prompt_len, output_len in tokens, and a seed for the prompt's ids."""
+"""Traces: what arrives, as lengths in tokens and a seed for the prompt's ids."""
 
 from __future__ import annotations
 
@@ -38,19 +38,3 @@ def write_requests(jobs: list[Job], vocab_size: int, path: Path) -> None:
         for job in jobs:
             line = {"token_ids": job.prompt(vocab_size), "max_new_tokens": job.output_len}
             file.write(json.dumps(line) + "\n")
-
-
-def load(path: Path) -> list[Job]:
-    """Raises ValueError naming the line and the field that is wrong."""
-    jobs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name}, line {number}: not JSON ({error.msg})") from None
-        for name in ("prompt_len", "output_len"):
-            value = fields.get(name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{path.name}, line {number}: {name} must be a whole number >= 1, not {value!r}")
-        jobs.append(Job(fields["prompt_len"], fields["output_len"], int(fields.get("prompt_seed", number))))
-    return jobs

@@ -1,9 +1,8 @@
-"""Fixtures of the gateway's tests: a Redis server, tokenizers, gateways and scripted engines on one namespace."""
+"""Fixtures of the gateway's tests: tokenizers, gateways and scripted engines on one namespace."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,6 @@ def byte_level_tokenizer(byte_level_dir: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(str(sentencepiece_like(tmp_path_factory.mktemp("tokenizers") / "spm")))
-
-
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def namespace() -> str:
-    return f"test-{uuid.uuid4().hex[:8]}"
 
 
 Serve = Callable[..., Awaitable[Served]]
