@@ -61,4 +61,9 @@ inline void expect_cpu(const char* who, const at::Tensor& t) {
   TORCH_CHECK_VALUE(t.device().is_cpu(), who, ": is on ", t.device(), ", not on the CPU");
 }
 
+inline void expect_cuda(const char* who, const at::Tensor& t, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(t.device().is_cuda(), who, ": is on ", t.device(), ", not on a GPU");
+  TORCH_CHECK_VALUE(t.device() == like.device(), who, ": is on ", t.device(), ", another tensor on ", like.device());
+}
+
 }  // namespace quire

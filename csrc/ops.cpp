@@ -1,32 +1,61 @@
-// Every operator of Quire, declared once.  cpu/ops.cpp (and a device folder beside it) implements them; torch's
-// dispatcher picks by where the tensors live, so Python has no device branch.
+// Every operator of Quire, declared once.  cpu/ops.cpp and cuda/door/*.cpp implement them; torch's dispatcher picks by
+// where the tensors live, so Python has no device branch.
 //
 //   T tokens of this step, all sequences one after another     S sequences in this step
 //   H query heads   Hkv KV heads (H % Hkv == 0)                D head size
-//   a cache holds the keys, or the values, of one layer: [blocks, Hkv, block_size, D]
+//   a cache holds the keys, or the values, of one layer: [blocks, Hkv, block_size, D], in the dtype of the model or e4m3;
+//   an e4m3 cache has scales [2, Hkv] f32, for keys and for values: number = stored * scale
 
 #include <torch/library.h>
 
 TORCH_LIBRARY(quire, m) {
   // key, value [T, Hkv, D] · caches [blocks, Hkv, block_size, D] · slots [T] i64 = block * block_size + offset,
   // -1: skip the token
-  m.def("kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()");
+  m.def(
+      "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? scales) -> ()");
 
   // q, out [T, H, D] · caches as above · tables [max_rows, max_blocks] i32 · rows [S] i32, a row of tables each ·
   // q_start [S + 1] i32, sequence s owns q[q_start[s]:q_start[s + 1]] · lens [S] i32, keys including this step's.
   // Query i of n stands at position lens - n + i and sees positions <= its own, with window > 0 only the last `window`
   // of them.  soft_cap > 0: score = soft_cap * tanh(score / soft_cap).
+  // decodes: the first so many sequences have at most one query each (a hint a device may use).
+  // plan: what attention_plan wrote for the same q_start, lens, decodes, sizes and window, after tables and rows were
+  // written; a sequence with lens 0 has its output written as zeros.
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, float scale, int window, float soft_cap, Tensor(a!) out) -> ()");
+      "Tensor lens, Tensor? scales, int decodes, Tensor(a!) plan, float scale, int window, float soft_cap, "
+      "Tensor(b!) out) -> ()");
 
-  // caches: every layer's K and V · pairs [n, 2] i64 (from block, to block), applied in order
+  // How the work of paged_attention is shared out, decided once a step for all layers of equal sizes and window.
+  // plan [bytes] u8, at least attention_plan_bytes; also where the device keeps partial results.  The CPU needs none.
+  m.def(
+      "attention_plan(Tensor q_start, Tensor lens, int decodes, int heads, int kv_heads, int head_size, int window, "
+      "Tensor(a!) plan) -> ()");
+  m.def(
+      "attention_plan_bytes(Tensor like, int max_seqs, int max_tokens, int heads, int kv_heads, int head_size) -> int");
+
+  // caches: every layer's K and V · pairs [n, 2] i64 (from block, to block); no block is written twice or both read
+  // and written
   m.def("block_copy(Tensor(a!)[] caches, Tensor pairs) -> ()");
 
   // caches: every layer's K and V · blocks [n] i64
   m.def("block_fill(Tensor(a!)[] caches, Tensor blocks, float value) -> ()");
 
+  // blocks [n] i64 · buffer [n, caches, bytes of a block] u8: block i of cache c to buffer[i, c], and back.  No block is
+  // named twice on the way back
+  m.def("block_gather(Tensor[] caches, Tensor blocks, Tensor(a!) buffer) -> ()");
+  m.def("block_scatter(Tensor buffer, Tensor blocks, Tensor(a!)[] caches) -> ()");
+
+  // x [T, inner] · weight [size, inner] · bias [size] · out [T, size] = norm(x) weight^T + bias, with `norm` [inner]
+  // rms_norm(x, norm, eps) first, of which the result is rounded.  silu_mul: weight and bias hold size gate rows, then
+  // size up rows, and out = silu(gate) * up, of gate and up rounded.  add: out += all that, which may be rounded first.
+  // Sums in float32.  weight and bias must be at rest, like the weights of norms
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
   // What a decoder layer does between its matrix products.  Arithmetic in float32, one rounding to the dtype of x.
+  // The weights of norms must be at rest: a GPU may read them before what was launched earlier is done.
 
   // x, out [T, size], or [T, heads, size] with a norm for each head · weight [size].  out may be x
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
@@ -38,12 +67,34 @@ TORCH_LIBRARY(quire, m) {
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 
   // qkv [T, H + 2 * Hkv, D]: queries are rotated in place, rotated keys and the values go to their slots · cos, sin
-  // [T, D] · caches and slots as in kv_write.  Number i of a head turns with number i + D / 2
+  // [T, D] · caches, slots and scales as in kv_write.  Number i of a head turns with number i + D / 2.  q_norm, k_norm
+  // [D]: rms_norm of each query and key head before it turns, rounded to the dtype of qkv
   m.def(
-      "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots) "
-      "-> ()");
+      "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, "
+      "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales) -> ()");
 
-  // x [N, V] · values [N] f32: the largest of each row · places [N] i64: the first place it stands at.
-  // NaN and 0 for a row with a NaN in it
-  m.def("row_max(Tensor x, Tensor(a!) values, Tensor(b!) places) -> ()");
+  // The mirror of the seats, on the device: one row of tables, one token and one position for each.  seats [n] i32 names
+  // the decoding ones, in the order of the step; -1 is padding.
+
+  // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  No place is named twice
+  m.def("apply_edits(Tensor edits, Tensor(a!) tables) -> ()");
+
+  // token, position [max_rows] i64: what each seat computes next · tables [max_rows, max_blocks] i32 · ids, positions,
+  // slots [n] i64 and rows, lens [n] i32: the step's.  Padding, and a seat past the end of its table: id 0, position 0,
+  // slot -1, row 0, lens 0
+  m.def(
+      "decode_inputs(Tensor seats, Tensor token, Tensor position, Tensor tables, int block_size, Tensor(a!) ids, "
+      "Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) rows, Tensor(e!) lens) -> ()");
+
+  // tokens [n] i64, sampled: token[seats[i]] = tokens[i], position[seats[i]] += 1.  No seat is named twice
+  m.def("decode_outputs(Tensor seats, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
+
+  // One token for each row of logits [N, V]: what sampling.h says.  seats [N] i64: the row of `table` each samples for, or
+  // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
+  // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where `finite` [N] is false: the row
+  // holds NaN or infinity, or masks left no token.
+  // general false: the likeliest token of each row's raw logits, whatever `table` says; nothing is counted.
+  m.def(
+      "sample(Tensor logits, Tensor seats, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
+      "Tensor(b!) finite) -> ()");
 }

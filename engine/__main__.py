@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from engine.config import EngineConfig
-from engine.executor.base import Executor, ScriptedExecutor
+from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
 from engine.wire import settings
@@ -35,7 +35,7 @@ def load(config: EngineConfig) -> Executor:
 
 def main(argv: list[str] | None = None) -> int:
     """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
-    another engine took this one's name."""
+    another engine took this one's name, or the GPU failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = settings.load(
         EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         engine.run()
-    except BusDown as error:  # another process took this engine's name
+    except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone
         print(f"quire engine: {error}", file=sys.stderr)
         return 1
     finally:

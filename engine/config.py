@@ -31,7 +31,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Of weights, activations and KV cache; auto: the checkpoint's own."),
     ] = "auto"
+    load: Annotated[
+        Literal["safetensors", "random"],
+        Meta(description="random: weights made up on the device; the model's directory needs a config.json only."),
+    ] = "safetensors"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one.")] = "auto"
+    kernels: Annotated[
+        str, Meta(description="A libquire.so compiled ahead, taken as it is; empty: compile on first use.")
+    ] = ""
     threads: Annotated[
         int,
         Meta(
@@ -46,26 +53,54 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = 16
     kv_blocks: Annotated[int, Meta(ge=0, description="Blocks in the pool; 0: as many as kv_memory holds.")] = 0
     kv_memory_gib: Annotated[
-        float, Meta(ge=0, description="GiB for the KV cache; 0: 90 % of the free GPU memory, or 1 GiB on a CPU.")
+        float,
+        Meta(ge=0, description="GiB for the KV cache; 0: what steps leave of a GPU's memory, 1 GiB on a CPU."),
     ] = 0.0
+    kv_dtype: Annotated[
+        Literal["auto", "e4m3"],
+        Meta(
+            description="Of the KV cache. auto: as the weights; e4m3: 8 bits a number, so twice the tokens in the same "
+            "memory as bfloat16 and half the bytes to read, at a coarser rounding of keys and values."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Tokens, prompt and output together; 0: what the model was made for.")
     ] = 0
-    max_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that may run at once.")] = 256
+    max_seqs: Annotated[
+        int, Meta(ge=0, le=4096, description="Sequences that may run at once; 0: 256 on a CPU, 1024 on a GPU.")
+    ] = 0
     step_tokens: Annotated[
         int,
         Meta(
-            ge=1, description="Token budget of a step, decodes included; bounds how long a prompt may stall a stream."
+            ge=0,
+            description="Token budget of a step, decodes included; bounds how long a prompt may stall a stream. "
+            "0: 1024 on a CPU, 8192 on a GPU.",
         ),
-    ] = 1024
+    ] = 0
     chunk_tokens: Annotated[
         int, Meta(ge=0, description="Most prompt tokens of one sequence in a step; 0: bounded by step_tokens alone.")
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse KV blocks of equal prefixes.")] = True
+    admission: Annotated[
+        Literal["forecast", "threshold", "watermark", "reserve", "none"],
+        Meta(
+            description="When a waiting sequence may start beside others. forecast: the peak of the KV cache, "
+            "predicted from lengths of outputs seen so far, fits; threshold: KV utilisation stays in admit_threshold; "
+            "watermark: 5 % of the KV cache stays free; reserve: everything fits at its greatest length; none: its "
+            "prompt fits."
+        ),
+    ] = "forecast"
     admit_threshold: Annotated[
         float,
-        Meta(gt=0, le=1, description="Start a new sequence only while KV utilisation stays at or below this fraction."),
+        Meta(gt=0, le=1, description="Mode threshold: highest KV utilisation, a fraction, that a start may lead to."),
     ] = 0.90
+    graph_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Most time to spend at start on CUDA graphs of decode steps; 0: none, and slow steps.",
+        ),
+    ] = 20.0
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000

@@ -36,20 +36,22 @@ class ConfigError(Exception):
 
 def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """The core, sized for a loaded model.  Raises ConfigError."""
-    if config.step_tokens <= config.max_seqs:
+    max_seqs, step_tokens = config.max_seqs or executor.max_seqs, config.step_tokens or executor.step_tokens
+    if step_tokens <= max_seqs:
         raise ConfigError(
-            f"step_tokens is {config.step_tokens}; it must exceed max_seqs, {config.max_seqs}, or no prompt could start"
+            f"step_tokens is {step_tokens}; it must exceed max_seqs, {max_seqs}, or no prompt could start"
         )
     info = executor.info
     limits = Limits(
-        max_seqs=config.max_seqs,
-        step_tokens=config.step_tokens,
-        chunk_tokens=config.chunk_tokens or config.step_tokens,
+        max_seqs=max_seqs,
+        step_tokens=step_tokens,
+        chunk_tokens=config.chunk_tokens or step_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         admit_threshold=config.admit_threshold,
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
+        admission=config.admission,
     )
     pool = BlockPool(
         executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
@@ -92,7 +94,7 @@ class Engine:
         self._outbox = outbox
         self._in_flight = 0
         self._accepted = 0
-        self._idle = False
+        self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
 
     def run(self) -> None:
@@ -102,7 +104,8 @@ class Engine:
 
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
-        for order in self._inbox.drain(wait_s):
+        orders = self._inbox.drain(wait_s)
+        for order in orders:
             if isinstance(order, Generate):
                 self.core.accept(order)
                 self._accepted += 1
@@ -121,9 +124,12 @@ class Engine:
             self._in_flight = 0
             self.core.fail_running(str(error))
         self._publish()
-        if self.config.check_books or (self.core.idle and not self._idle):
+        # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
+        if self.config.check_books or (self._idle and not orders and not self._audited):
             self.core.check()
+            self._audited = True
         self._idle = self.core.idle
+        self._audited &= self._idle
 
     def _publish(self) -> None:
         core, info, pool = self.core, self.executor.info, self.core.pool
@@ -151,6 +157,7 @@ class Engine:
             generated_tokens=totals.generated_tokens,
             recomputed_tokens=totals.recomputed_tokens,
             draining=self.draining,
+            predicted_peak_blocks=core.predicted_peak(),
         )
         self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
 

@@ -7,13 +7,8 @@ for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_toke
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import sys
-import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -23,10 +18,8 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
-from engine.executor.errors import ModelLoadError
 from engine.executor.models import builtin, hf
-from engine.loop import ConfigError, Engine, LocalBox
-from engine.wire import settings
+from engine.loop import Engine, LocalBox
 from engine.wire.messages import Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 FOREVER_MS = 2**62
@@ -139,70 +132,3 @@ class LLM:
 def all_cores(config: EngineConfig) -> EngineConfig:
     """Without a gateway and Redis beside it the engine may have the whole machine, unless told otherwise."""
     return msgspec.structs.replace(config, threads=config.threads or os.cpu_count() or 1)
-
-
-def bench(config: EngineConfig, requests: Path) -> dict[str, float]:
-    """Run a file of requests, each from its `at_s` on; then one alone, for the time of a token at batch 1."""
-    jobs = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
-    begin = time.perf_counter()
-    llm = LLM.over(config, local.load(all_cores(config)))
-    start_s = time.perf_counter() - begin
-    greedy = Sampling(temperature=0.0, ignore_eos=True)
-    llm.generate([job["token_ids"] for job in jobs[:4]], greedy, max_new_tokens=8)  # touches memory a first time
-
-    submitted: list[Completion] = []
-    firsts: dict[int, float] = {}  # number of the request -> seconds from its `at_s` to its first token
-    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
-    begin = time.perf_counter()
-    while llm.unfinished or len(submitted) < len(jobs):
-        now = time.perf_counter() - begin
-        while len(submitted) < len(jobs) and jobs[len(submitted)].get("at_s", 0.0) <= now:
-            job = jobs[len(submitted)]
-            submitted.append(llm.submit(job["token_ids"], greedy, max_new_tokens=job["max_new_tokens"]))
-        llm.step()
-        now = time.perf_counter() - begin
-        for number, completion in enumerate(submitted):
-            if number not in firsts and completion.outputs[0].token_ids:
-                firsts[number] = now - jobs[number].get("at_s", 0.0)
-        if llm.engine.core.step % 8 == 0:
-            slots = llm.engine.core.used_slots()
-            filled, allocated = filled + slots[0], allocated + slots[1]
-            static += llm.engine.core.running * llm.executor.info.max_model_len
-    seconds = time.perf_counter() - begin
-    tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
-
-    alone = []
-    for count in (1, 129):
-        begin = time.perf_counter()
-        llm.generate([jobs[0]["token_ids"][:8]], greedy, max_new_tokens=count)
-        alone.append(time.perf_counter() - begin)
-    llm.close()
-    return {
-        "output_tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-        "batch1_ms_per_token": (alone[1] - alone[0]) / 128 * 1e3,
-        "start_s": start_s,
-        "ttft_p50_ms": statistics.median(firsts.values()) * 1e3,
-        "slots_filled": filled / max(1, allocated),
-        "eta": allocated / max(1, static),  # paged over static allocation, the same sequences running
-        "preemptions": llm.engine.core.totals.preemptions,
-    }
-
-
-def main(argv: list[str]) -> int:
-    """Print the figures of one file of requests; 2 with one line on stderr when the model can't be loaded."""
-    parser = argparse.ArgumentParser(prog="python -m engine.offline", add_help=False)
-    parser.add_argument("--requests", type=Path, required=True)
-    own, rest = parser.parse_known_args(argv)
-    config = settings.load(EngineConfig, rest, os.environ, prog="python -m engine.offline", positional="model")
-    try:
-        print(msgspec.json.encode(bench(config, own.requests)).decode())
-    except (ModelLoadError, ConfigError) as error:
-        print(f"python -m engine.offline: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

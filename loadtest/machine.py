@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +17,12 @@ RESULTS = ROOT / "loadtest" / "results"
 
 
 def describe() -> dict[str, Any]:
-    """Commit, processor, cores, versions, time."""
+    """Commit, processors, cores, versions, time."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     versions = {}
-    for package in ("torch", "transformers", "aiohttp", "redis"):
+    for package in ("torch", "transformers", "triton", "aiohttp", "redis"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -31,6 +32,7 @@ def describe() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        **({"gpu": gpu} if (gpu := gpu_name()) else {}),
         "python": platform.python_version(),
         **versions,
     }
@@ -44,6 +46,20 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor()
+
+
+def gpu_name() -> str:
+    """Name, memory and driver of the first GPU, as nvidia-smi says it; empty without one."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def slug(name: str) -> str:
+    """A device's name for a file: "NVIDIA H200" -> h200."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia")).strip("_")
 
 
 def write(name: str, command: str, figures: Any) -> Path:

@@ -1,9 +1,15 @@
-"""Offline throughput beside the peers, on the same requests, the same checkpoint and the same machine, one by one.
+"""Offline throughput and latency beside the peers: the same requests and shapes on the same machine, one by one.
 
-    python -m loadtest.throughput [--vllm-python PATH] [--rounds 3]
+    python -m loadtest.throughput [--device cuda] [--vllm-python PATH] [--systems quire,vllm] [--rounds 3]
 
-Model: llama shape, 42M parameters, bf16, seeded random weights.  Work: 64 requests with lognormal lengths, means 78 in
-and 172 out, greedy, end-of-sequence ignored, all submitted at once.  Writes loadtest/results/throughput_cpu.json.
+All requests are submitted at once, greedy, end-of-sequence ignored, prompts of token ids.
+
+On a GPU: Llama 8B's and Qwen3 0.6B's shapes with random weights made on the device; 1,000 requests of ShareGPT-like
+lengths (loadtest/traces); Quire with and without its prefix cache; then 128 tokens in, 256 out at batch 1 to 256.
+Beside each figure its floor by loadtest.roofline, from ceilings measured in the same run.
+On a CPU: llama shape, 42M parameters, bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
+
+Writes loadtest/results/throughput_<device>.json.
 """
 
 from __future__ import annotations
@@ -15,14 +21,49 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine, trace
+from loadtest import machine, shapes, trace
 from loadtest.checkpoint import VOCAB, make_llama_42m
+from loadtest.roofline import Machine, Shape
 
-KV_TOKENS = 32_768
 PEERS = Path(__file__).resolve().parent / "peers"
+BATCHES = (1, 8, 32, 128, 256)
+PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
+CPU_KV_TOKENS = 32_768
+# transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape: it gets the trace's start, clipped.
+CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
+
+# What vLLM 0.26 reached on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20: the best of it with
+# and without prefix cache, in one process or two.
+VLLM_H200: dict[str, dict[str, float]] = {
+    "llama-8b": {
+        "tokens_per_s": 12_130,
+        **{f"batch{n}_ms_per_token": ms for n, ms in zip(BATCHES, (4.97, 5.62, 5.53, 7.77, 11.29), strict=True)},
+    },
+    "qwen3-0.6b": {
+        "tokens_per_s": 21_237,
+        **{f"batch{n}_ms_per_token": ms for n, ms in zip(BATCHES, (2.32, 2.09, 3.08, 5.38, 7.03), strict=True)},
+    },
+}
+
+
+@dataclass
+class Work:
+    """One model and the commands that run each system on it."""
+
+    name: str
+    jobs: list[trace.Job]
+    systems: dict[str, list[str]]
+    floors: dict[str, float] = field(default_factory=dict)  # by the name of the figure
+    others: dict[str, float] = field(default_factory=dict)  # what a peer reached on such a machine before
+
+
+class RunError(Exception):
+    """A system failed; it has said why on stderr."""
 
 
 def run(command: list[str]) -> dict[str, float]:
@@ -30,66 +71,147 @@ def run(command: list[str]) -> dict[str, float]:
     # vLLM keeps a core for itself on a CPU unless told otherwise, and looks for its model on the hub.
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     peers = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    peers |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # greedy has no use for it, and it may be missing
+    began = time.time()
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=machine.ROOT, env=os.environ | peers
+        command, stdout=subprocess.PIPE, text=True, check=False, cwd=machine.ROOT, env=os.environ | peers
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise RunError(f"{' '.join(command)}: exit status {done.returncode}")
     # The figures are the last line that is JSON: vLLM says goodbye after it.
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     figures: dict[str, float] = json.loads(line)
+    if first := figures.pop("first_token_at", None):
+        figures["start_to_first_token_s"] = first - began
     return figures
+
+
+def engine(directory: Path, requests: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "engine.bench", "--requests", str(requests), *options, str(directory)]
+
+
+def peer(python: str, name: str, directory: Path, requests: Path, *options: str) -> list[str]:
+    return [python, str(PEERS / f"{name}.py"), str(directory), str(requests), *options]
+
+
+def cpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
+    directory, requests = scratch / "model", scratch / "requests.jsonl"
+    make_llama_42m(directory)
+    jobs = trace.lognormal(64, 78, 172, seed=1167)
+    trace.write_requests(jobs, VOCAB, requests)
+    systems = {
+        "quire": engine(directory, requests, "--kv-blocks", str(CPU_KV_TOKENS // 16), "--latency", "1", "--slots"),
+        "transformers": peer(sys.executable, "transformers_batching", directory, requests),
+    }
+    if args.vllm_python:
+        systems["vllm"] = peer(args.vllm_python, "vllm_offline", directory, requests, "--kv-tokens", str(CPU_KV_TOKENS))
+    return [Work("llama-42m", jobs, systems)]
+
+
+def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
+    ceilings = run([sys.executable, "-m", "loadtest.kernels", "--only", "ceilings"])
+    top = Machine(ceilings["read_gbps"], ceilings["matmul_8192_tflops"])
+    jobs = trace.read("sharegpt_like")
+    works = []
+    for name in args.models.split(","):
+        config = shapes.CONFIGS[name]
+        directory, requests, clipped = scratch / name, scratch / f"{name}.jsonl", scratch / f"{name}-clipped.jsonl"
+        shapes.write(name, directory)
+        trace.write_requests(jobs, config["vocab_size"], requests)
+        short = [trace.Job(j.prompt_len, min(j.output_len, CLIPPED_OUTPUT), j.prompt_seed) for j in jobs]
+        trace.write_requests(short[:CLIPPED_REQUESTS], config["vocab_size"], clipped)
+        quire = ["--load", "random", "--latency", args.latency, "--compare-prefix-cache", "--rounds", str(args.rounds)]
+        systems = {
+            "quire": engine(directory, requests, *quire, *args.options.split()),
+            "transformers": peer(sys.executable, "transformers_batching", directory, clipped, "--device", "cuda"),
+        }
+        if args.vllm_python:
+            vllm = ["--device", "cuda", "--latency", args.latency]
+            systems["vllm"] = peer(args.vllm_python, "vllm_offline", directory, requests, *vllm)
+        shape = Shape.of(config)
+        middle = PROMPT + OUTPUT / 2
+        floors = {f"batch{n}_ms_per_token": top.token_ms(shape, n, middle) for n in map(int, args.latency.split(","))}
+        floors["tokens_per_s"] = sum(job.output_len for job in jobs) / top.trace(shape, jobs)
+        others = VLLM_H200[name] if "H200" in machine.gpu_name() else {}
+        works.append(Work(name, jobs, systems, floors, others))
+    return works
+
+
+def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
+    """Every system in turn, `rounds` times; medians.  One that fails is left out, and does not end the others."""
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in work.systems if name in systems}
+    for turn in range(rounds):
+        for name, runs in seen.items():
+            try:
+                runs.append(run(work.systems[name]))
+            except RunError as error:
+                print(f"{work.name}, round {turn + 1}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{work.name}, round {turn + 1}: {name} {runs[-1]}", file=sys.stderr, flush=True)
+    figures: dict[str, Any] = {
+        name: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        for name, runs in seen.items()
+        if runs
+    }
+    for name in figures.keys() - {"quire"}:
+        if "quire" in figures:
+            figures[name]["quire_is_faster_by"] = figures["quire"]["tokens_per_s"] / figures[name]["tokens_per_s"]
+    if work.floors:
+        figures["floor"] = work.floors
+    if work.others:
+        figures["vllm_0.26_before"] = work.others
+    figures["work"] = {
+        "requests": len(work.jobs),
+        "prompt_tokens": sum(job.prompt_len for job in work.jobs),
+        "output_tokens": sum(job.output_len for job in work.jobs),
+    }
+    return figures
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    """A line for each figure, a column for each system."""
+    systems = [key for key in figures if key != "work"]
+    print(f"\n{name:32}" + "".join(f"{system:>18}" for system in systems))
+    for key in dict.fromkeys(key for system in systems for key in figures[system]):
+        cells = (figures[system].get(key) for system in systems)
+        print(f"{key:32}" + "".join(f"{'' if cell is None else format(cell, ',.2f'):>18}" for cell in cells))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--vllm-python", help="interpreter of an environment that has vLLM; left out without one")
+    parser.add_argument("--systems", default="quire,transformers,vllm", help="of those that are there")
+    parser.add_argument("--models", default=",".join(shapes.CONFIGS), help="on a GPU")
+    parser.add_argument("--latency", default=",".join(map(str, BATCHES)), help="batch sizes, on a GPU")
+    parser.add_argument("--options", default="", help="further options of our engine, on a GPU")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="runs of each system, taken in turn; medians are reported"
+        "--rounds",
+        type=int,
+        default=3,
+        help="runs of each system, taken in turn; on a GPU runs of the trace in one start",
     )
-    parser.add_argument("--name", default="throughput_cpu", help="of the file in loadtest/results")
+    parser.add_argument("--name", help="of the file in loadtest/results")
     args = parser.parse_args()
+    gpu = machine.gpu_name() if args.device != "cpu" else ""
+    if args.device == "cuda" and not gpu:
+        parser.error("--device cuda: nvidia-smi sees no GPU")
+    command = " ".join(["python -m loadtest.throughput", *sys.argv[1:]])
+    device = machine.slug(gpu.split(",")[0]) if gpu else "cpu"
+    figures: dict[str, Any] = {}
+    if args.vllm_python:
+        ask = "from importlib.metadata import version; print(version('vllm'))"
+        figures["vllm_version"] = subprocess.check_output([args.vllm_python, "-c", ask], text=True).strip()
+    asked = set(args.systems.split(","))
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint, requests = Path(scratch) / "model", Path(scratch) / "requests.jsonl"
-        make_llama_42m(checkpoint)
-        jobs = trace.lognormal(64, 78, 172, seed=1167)
-        trace.write_requests(jobs, VOCAB, requests)
-        blocks = str(KV_TOKENS // 16)
-        quire = [
-            sys.executable,
-            "-m",
-            "engine.offline",
-            "--requests",
-            str(requests),
-            "--kv-blocks",
-            blocks,
-            str(checkpoint),
-        ]
-        systems = {
-            "quire": quire,
-            "transformers": [sys.executable, str(PEERS / "transformers_batching.py"), str(checkpoint), str(requests)],
-        }
-        if args.vllm_python:
-            systems["vllm"] = [args.vllm_python, str(PEERS / "vllm_offline.py"), str(checkpoint), str(requests)]
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
-        for turn in range(args.rounds):
-            for name, command in systems.items():
-                rounds[name].append(run(command))
-                print(f"round {turn + 1}: {name} {rounds[name][-1]}", file=sys.stderr, flush=True)
-    figures: dict[str, Any] = {
-        name: {key: statistics.median(each[key] for each in runs) for key in runs[0]} for name, runs in rounds.items()
-    }
-    for name in systems:
-        if name != "quire":
-            figures[name]["quire_is_faster_by"] = figures["quire"]["tokens_per_s"] / figures[name]["tokens_per_s"]
-    figures["work"] = {
-        "requests": len(jobs),
-        "prompt_tokens": sum(job.prompt_len for job in jobs),
-        "output_tokens": sum(job.output_len for job in jobs),
-    }
-    path = machine.write(args.name, "python -m loadtest.throughput", figures)
-    print(json.dumps(figures, indent=1))
-    print(f"written to {path.relative_to(machine.ROOT)}")
+        works = (gpu_work if gpu else cpu_work)(Path(scratch), args)
+        for work in works:
+            figures[work.name] = measure(work, 1 if gpu else args.rounds, asked)
+            show(work.name, figures[work.name])
+            path = machine.write(args.name or f"throughput_{device}", command, figures)  # what there is so far
+            print(f"written to {path.relative_to(machine.ROOT)}", flush=True)
+    if any(not (asked & work.systems.keys()) <= figures[work.name].keys() for work in works):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+TRACES = Path(__file__).resolve().parent / "traces"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,6 +32,15 @@ def lognormal(count: int, prompt_mean: float, output_mean: float, seed: int) -> 
         return int(min(8 * mean, max(4, rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
 
     return [Job(draw(prompt_mean, 1.05), draw(output_mean, 0.89), seed + i) for i in range(count)]
+
+
+def read(name: str) -> list[Job]:
+    """A trace kept in loadtest/traces.
+
+    sharegpt_like: 1,000 lognormal lengths, prompts of mean 161 (half below 93, at most 2,048), outputs of mean 338
+    (half below 228, at most 2,017): what the peers' GPU figures were measured with."""
+    lines = (TRACES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Job(**json.loads(line)) for line in lines]
 
 
 def write_requests(jobs: list[Job], vocab_size: int, path: Path) -> None:

@@ -17,10 +17,13 @@ from typing import Any
 
 import msgspec
 
+from engine.wire.bus import PRIORITIES
 from engine.wire.messages import Generate, Sampling, TokenLogprob
 from service.config import GatewayConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+CLASSES = {"high": -1, "normal": 0, "low": 1}  # the names of priorities; within a tenant the lower goes first
 
 _TYPES = {
     401: "authentication_error",
@@ -108,6 +111,7 @@ class _Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     timeout: float | None = None
+    priority: int | str | None = None
     user: str | None = None
     # Would change the answer, and are not served: refused rather than quietly left out.
     response_format: Any = None
@@ -189,10 +193,16 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     truncate_prompt_tokens: int | None
     timeout_s: float
+    priority: int  # lower goes earlier
 
     @property
     def chat(self) -> bool:
         return bool(self.messages)
+
+    def least_tokens(self, room: int) -> int:
+        """Output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
+        endless = self.sampling.ignore_eos and not self.stop and not self.sampling.stop_token_ids
+        return room if endless else max(1, self.sampling.min_tokens)
 
 
 def _bad(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
@@ -247,8 +257,35 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _common(body: _Common, config: GatewayConfig, served_name: str) -> dict[str, Any]:
-    """Check and translate the fields both endpoints share."""
+def header_timeout(header: str | None, config: GatewayConfig) -> float:
+    """X-Request-Timeout in seconds, or the server's default where there is none.  Raises Refusal."""
+    if header is None:
+        return config.default_timeout_s
+    try:
+        seconds = float(header)
+    except ValueError:
+        limit = f"> 0 and <= {config.max_timeout_s:g}"
+        given = header[:32]
+        message = f"x-request-timeout: must be a number of seconds {limit}, got '{given}'"
+        raise _bad("invalid_value", message, "x-request-timeout", limit, given) from None
+    return _within("x-request-timeout", seconds, 0, config.max_timeout_s, above_low=True)
+
+
+def _priority(given: int | str) -> int:
+    """A class's number: "high", "normal" and "low", or, as in vLLM, a whole number of which the lower goes earlier."""
+    first, last = PRIORITIES
+    if isinstance(given, str):
+        if given in CLASSES:
+            return CLASSES[given]
+        given = given[:32]
+    elif first <= given <= last:
+        return given
+    limit = f"{', '.join(CLASSES)}, or a whole number from {first} (first) to {last}"
+    raise _bad("invalid_value", f"priority: must be one of {limit}, got {given!r}", "priority", limit, given)
+
+
+def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
+    """Check and translate the fields both endpoints share.  `timeout_s` is for a body that names none."""
     if body.model != served_name:
         raise Refusal(
             404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
@@ -311,9 +348,8 @@ def _common(body: _Common, config: GatewayConfig, served_name: str) -> dict[str,
         "return_token_ids": bool(body.return_token_ids),
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
-        "timeout_s": _within(
-            "timeout", _or(body.timeout, config.default_timeout_s), 0, config.max_timeout_s, above_low=True
-        ),
+        "timeout_s": _within("timeout", _or(body.timeout, timeout_s), 0, config.max_timeout_s, above_low=True),
+        "priority": _priority(_or(body.priority, "normal")),
     }
 
 
@@ -332,10 +368,10 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
     return prompts
 
 
-def parse_completion(body: bytes, config: GatewayConfig, served_name: str) -> ValidRequest:
+def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """POST /v1/completions.  Raises Refusal."""
     asked: CompletionBody = decode(body, CompletionBody)
-    fields = _common(asked, config, served_name)
+    fields = _common(asked, config, served_name, timeout_s)
     if asked.best_of is not None and asked.best_of != fields["n"]:
         raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
@@ -397,10 +433,10 @@ class DetokenizeBody(msgspec.Struct):
     tokens: list[int]
 
 
-def parse_chat(body: bytes, config: GatewayConfig, served_name: str) -> ValidRequest:
+def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """POST /v1/chat/completions.  Raises Refusal."""
     asked: ChatBody = decode(body, ChatBody)
-    fields = _common(asked, config, served_name)
+    fields = _common(asked, config, served_name, timeout_s)
     if asked.max_completion_tokens is not None:
         _within("max_completion_tokens", asked.max_completion_tokens, 1, math.inf)
     if asked.top_logprobs is not None:
@@ -481,6 +517,8 @@ def generates(
     rooms: list[int],
     deadline_ms: int,
     trace: str = "",
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> list[Generate]:
     """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
     replay on another engine samples the same tokens."""
@@ -497,6 +535,9 @@ def generates(
             cache_salt=valid.cache_salt,
             traceparent=trace,
             n=valid.n,
+            priority=valid.priority,
+            tenant=tenant,
+            weight=weight,
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
     ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import importlib.metadata
 import logging
 import os
@@ -23,27 +22,31 @@ import socket
 import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from engine.wire import settings
-from engine.wire.bus import BusDown, GatewaySide
+from engine.wire.bus import BusDown, Fleet, GatewaySide
 from engine.wire.messages import Finish
 from service import admission, api, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.streams import Streams
 from service.telemetry import Meter, Telemetry
+from service.tenants import Tenant, Tenants, TenantsError
 
 log = logging.getLogger("quire.gateway")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Parse = Callable[[bytes, GatewayConfig, str], api.ValidRequest]
+Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
 
 STARTED = web.RequestKey("started", float)
 REQUEST_ID = web.RequestKey("request_id", str)
+TENANT = web.RequestKey("tenant", Tenant)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 
@@ -56,12 +59,18 @@ class Gateway:
     """The HTTP side.  `streams` must be started before, and stopped after, the app serves."""
 
     def __init__(
-        self, config: GatewayConfig, tokenizer: text.Tokenizer, streams: Streams, telemetry: Telemetry, gateway: str
+        self,
+        config: GatewayConfig,
+        tokenizer: text.Tokenizer,
+        streams: Streams,
+        telemetry: Telemetry,
+        tenants: Tenants,
+        gateway: str,
     ) -> None:
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
-        self._gateway = gateway
+        self._tenants, self._gateway = tenants, gateway
         self._model = config.served_name or text.served_name(config.model)
-        self._keys = [key.encode() for key in config.api_keys if key]
+        self._promises: defaultdict[str, admission.Promises] = defaultdict(admission.Promises)  # by tenant
         self._created = int(time.time())
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
@@ -100,19 +109,36 @@ class Gateway:
         """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`."""
         if self._draining:
             raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
-        config, streams = self._config, self._streams
-        valid = parse(await self._read(request), config, self._model)
+        config, streams, tenant = self._config, self._streams, request[TENANT]
+        timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
+        valid = parse(await self._read(request), config, self._model, timeout_s)
+        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid)
         rooms = api.fit(valid, encoded, limits)
         prompt_tokens = sum(map(len, encoded))
-        cost = admission.Cost(prompt_tokens=prompt_tokens, sequences=len(encoded) * valid.n)
+        cost = admission.Cost(
+            prompt_tokens=prompt_tokens,
+            timeout_s=valid.timeout_s,
+            least_tokens=min(map(valid.least_tokens, rooms)),
+            tenant=tenant.name,
+            weight=tenant.weight,
+        )
         now_ms = int(time.time() * 1000)
-        admission.decide(cost, streams.fleet, now_ms, config, random.random())
         request_id = prefix + uuid.uuid4().hex
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
         trace = api.traceparent(request.headers.get("traceparent", ""))
-        orders = api.generates(valid, request_id, self._gateway, encoded, rooms, deadline_ms, trace)
+        orders = api.generates(
+            valid,
+            request_id,
+            self._gateway,
+            encoded,
+            rooms,
+            deadline_ms,
+            trace,
+            tenant.name,
+            tenant.weight,
+        )
         form = api.Format(
             valid,
             request_id=request_id,
@@ -122,16 +148,16 @@ class Gateway:
             prompts=self._tokenizer.prompted(valid, encoded),
             vocabulary=self._tokenizer.table,
         )
-        self._telemetry.prompt_tokens.inc(prompt_tokens)
         meter = Meter(self._telemetry, request[STARTED])
         self._answering += 1
         self._quiet.clear()
         try:
             async with (
                 asyncio.timeout(valid.timeout_s + LAST_WORDS_S),
-                streams.open(orders, valid.timeout_s) as opened,
+                streams.open(orders, valid.timeout_s, partial(self._admit, cost)) as opened,
                 contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces,
             ):
+                self._telemetry.prompt_tokens.inc(prompt_tokens)
                 if valid.stream:
                     return await sse.write(request, pieces, form, meter)
                 answered = []
@@ -141,14 +167,17 @@ class Gateway:
                     answered += changed
                 return web.Response(body=form.whole(answered), content_type="application/json")
         except TimeoutError:  # the answer is long over, but its client does not read it
-            if request.transport is not None:
-                request.transport.abort()
             raise ConnectionResetError("client does not read") from None
         finally:
             self._answering -= 1
             if not self._answering:
                 self._quiet.set()
             meter.close()
+
+    def _admit(self, cost: admission.Cost, fleet: Fleet) -> int:
+        """admission.decide with this process's clock, dice and memory."""
+        promises = self._promises[cost.tenant]
+        return admission.decide(cost, fleet, int(time.time() * 1000), self._config, random.random(), promises)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
@@ -263,8 +292,10 @@ class Gateway:
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except ConnectionError:
-            raise  # nobody is left to answer; aiohttp closes what remains
+        except ConnectionError:  # nobody is left to answer; raised on, it would be logged as our failure
+            if request.transport is not None:
+                request.transport.abort()
+            response = web.Response(status=status)
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
             status, response = 500, self._refuse(Refusal(500, "internal_error", "the gateway failed on this request"))
@@ -282,13 +313,8 @@ class Gateway:
 
     def _authenticate(self, request: web.Request) -> None:
         """Bearer keys guard whatever reads or makes text; probes and metrics are open.  Raises Refusal(401)."""
-        if not self._keys or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
-            return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        # Compare with every key, each in constant time: the time taken tells nothing of where a guess went wrong.
-        found = [hmac.compare_digest(known, key.strip().encode("utf-8", "replace")) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(found):
-            raise Refusal(401, "invalid_api_key", "Authorization: a valid 'Bearer' key is needed")
+        if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
+            request[TENANT] = self._tenants.of(request.headers.get("Authorization", ""))
 
     async def _headers(self, request: web.Request, response: web.StreamResponse) -> None:
         if (started := request.get(STARTED)) is not None:
@@ -326,8 +352,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     """Run one gateway until `stopping` is set.  Raises StartError."""
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     try:
+        tenants = Tenants(config.api_keys, config.tenants)
         tokenizer = text.Tokenizer(config.model)
-    except text.ModelError as error:
+    except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
         bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
@@ -337,7 +364,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     telemetry = Telemetry(gateway_id)
     streams = Streams(bus, config, telemetry)
     await streams.start()
-    gateway = Gateway(config, tokenizer, streams, telemetry, gateway_id)
+    gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
     # handler_cancellation: without it a queued request whose client left is noticed only at the first write.
     runner = web.AppRunner(
         gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=2.0

@@ -23,8 +23,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
     gateway_id: Annotated[str, Meta(description="Unique name of this process; empty: host name and process id.")] = ""
     api_keys: Annotated[
-        list[str], Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; empty: everybody may.")
+        list[str],
+        Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; without any key everybody may."),
     ] = []
+    tenants: Annotated[
+        str, Meta(description="TOML file of tenants: weight and key digests (service/tenants.py). Fair between them.")
+    ] = ""
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
     ] = 8 * 1024 * 1024
@@ -49,12 +53,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float, Meta(ge=0, description="Seconds running streams may go on after SIGTERM; then they end in an error.")
     ] = 30.0
     fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
-    stale_s: Annotated[
-        float, Meta(gt=0, description="An engine silent for so long counts as full, though its lease still runs.")
-    ] = 3.0
-    admit_threshold: Annotated[
-        float, Meta(gt=0, le=1, description="KV utilisation beyond which new work waits in the queue or gets 429.")
-    ] = 0.90
     queue_wait_s: Annotated[
         float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
     ] = 20.0

@@ -13,17 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
+
+ATTEMPTS = 4  # to decide and queue before others did; each works on the reading that the one before brought
+Admit = Callable[[Fleet], int]  # a reading -> the excess for GatewaySide.submit; raises Refusal
 
 
 class Mailbox:
@@ -98,9 +102,11 @@ class OpenRequest:
     """One client's request while it is being answered.  Iterate for the mailboxes that changed since the last turn;
     an empty list means that nothing came for `heartbeat_s`.  The iteration ends when every choice was `end`ed."""
 
-    def __init__(self, streams: Streams, orders: list[Generate], deadline: float, heartbeat_s: float) -> None:
+    def __init__(
+        self, streams: Streams, orders: list[Generate], deadline: float, admit: Admit, heartbeat_s: float
+    ) -> None:
         """`deadline` in the event loop's time."""
-        self._streams, self._orders = streams, orders
+        self._streams, self._orders, self._admit = streams, orders, admit
         self._loop = asyncio.get_running_loop()
         self._deadline, self._heartbeat_s = deadline, heartbeat_s
         self._continuations = orders[0].n
@@ -108,17 +114,17 @@ class OpenRequest:
         self._unfinished = len(self.mailboxes)
         self._changed: list[Mailbox] = []
         self._wake: asyncio.Future[None] | None = None
-        self._submitted = 0
         self._last_news = self._loop.time()
 
     async def __aenter__(self) -> OpenRequest:
-        """Queue every order.  Raises Refusal(503) when Redis does not take them; then none stays queued."""
+        """Queue the orders.  Raises Refusal when there is no room or Redis does not take them; then none is queued."""
         self._streams.register(self, self._orders)
         try:
-            for order in self._orders:
-                self._submitted += 1  # before the attempt: a lost reply may hide a queued request
-                await self._streams.submit(order)
-        except BaseException:
+            await self._streams.submit(self._orders, self._admit)
+        except Refusal:
+            self._streams.forget(self._orders)
+            raise
+        except BaseException:  # cancelled: nobody knows whether they are queued
             self._leave()
             raise
         self._timers = [
@@ -136,7 +142,7 @@ class OpenRequest:
 
     def _leave(self) -> None:
         self._streams.forget(self._orders)
-        for prompt, order in enumerate(self._orders[: self._submitted]):
+        for prompt, order in enumerate(self._orders):
             if any(mailbox.running for mailbox in self._mailboxes_of(prompt)):
                 self._streams.withdraw(order.id)
 
@@ -216,8 +222,8 @@ class Streams:
         self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
-        self._queued = self._queued_tokens = 0
-        self._read_ms = 0
+        self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._read_ms = 0  # when it was read, on this process's clock
         self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
 
     # -- life
@@ -244,25 +250,33 @@ class Streams:
 
     # -- requests
 
-    def open(self, orders: list[Generate], timeout_s: float) -> OpenRequest:
-        """An `async with` context in which the orders run; one for each prompt, all with the same `n`."""
-        return OpenRequest(self, orders, asyncio.get_running_loop().time() + timeout_s, self._config.heartbeat_s)
+    def open(self, orders: list[Generate], timeout_s: float, admit: Admit) -> OpenRequest:
+        """An `async with` context in which the orders run; one for each prompt, all with the same `n`.
+
+        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its excess."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return OpenRequest(self, orders, deadline, admit, self._config.heartbeat_s)
 
     def register(self, request: OpenRequest, orders: list[Generate]) -> None:
         for prompt, order in enumerate(orders):
             self._open[order.id] = (request, prompt)
         self._telemetry.open_requests.set(len(self._open))
 
-    async def submit(self, order: Generate) -> None:
-        """Queue one order.  Raises Refusal(503)."""
-        # Count it at once: a burst must see itself, and the next reading of the queue may be far away.
-        self._queued += 1
-        self._queued_tokens += len(order.token_ids)
-        try:
-            await self._bus.submit(order)
-        except BusDown as error:
-            self.trouble = str(error)
-            raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
+    async def submit(self, orders: list[Generate], admit: Admit) -> None:
+        """Queue one client's orders, all or none, if `admit` lets them.  Raises Refusal: its own, or 503."""
+        for _ in range(ATTEMPTS):
+            excess_tokens = admit(self.fleet)
+            try:
+                queue = await self._bus.submit(*orders, excess_tokens=excess_tokens)
+            except BusDown as error:
+                self.trouble = str(error)
+                raise Refusal(
+                    503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0
+                ) from None
+            self._note_queue(queue)
+            if queue.accepted:
+                return
+        raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
 
     def forget(self, orders: list[Generate]) -> None:
         for order in orders:
@@ -303,6 +317,9 @@ class Streams:
             ours = msgspec.structs.replace(load, time_ms=int(time.time() * 1000))
             self._loads[load.engine] = (load.time_ms, ours)
 
+    def _note_queue(self, queue: Queue) -> None:
+        self._queue, self._read_ms = queue, int(time.time() * 1000)
+
     async def _refresh(self) -> None:
         try:
             fleet = await self._bus.fleet()
@@ -314,8 +331,7 @@ class Streams:
         alive = {load.engine for load in fleet.engines}
         for engine in self._loads.keys() - alive:
             del self._loads[engine]
-        self._queued, self._queued_tokens = fleet.queued, fleet.queued_tokens
-        self._read_ms = int(time.time() * 1000)
+        self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
         self._telemetry.record_fleet(self.fleet)
 
@@ -327,8 +343,8 @@ class Streams:
     @property
     def fleet(self) -> Fleet:
         """The engines with a live lease, `time_ms` on this process's clock, and the queue."""
-        loads = [load for _, load in self._loads.values()]
-        return Fleet(engines=loads, queued=self._queued, queued_tokens=self._queued_tokens, time_ms=self._read_ms)
+        loads, queue = [load for _, load in self._loads.values()], self._queue
+        return Fleet(loads, queue.queued, queue.queued_tokens, self._read_ms, queue.room_tokens, queue.tenants)
 
     @property
     def fingerprint(self) -> str | None:

@@ -14,6 +14,13 @@ from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     """Shared by the whole session: isolate by `namespace`; a test that stops or fills a server starts its own."""

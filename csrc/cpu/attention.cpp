@@ -11,7 +11,7 @@
 // its splits.  When there are too few items for the cores (one long sequence), each split is an item of its own and a
 // second pass merges them (Flash-Decoding 2023), with the same operations in the same order.
 //
-// Decode moves 2 * len * D * sizeof(T) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
+// Decode moves 2 * len * D * sizeof(Kv) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
 
 #include "attention.h"
 
@@ -60,11 +60,11 @@ struct State {
   }
 };
 
-template <class T>
+template <class Kv>
 struct Scratch {
   // Where the rows of the keys of this tile lie, of its values, and of the keys wanted next; keys that are not wanted
   // have the address of one that is.
-  const T *keys[kTile], *values[kTile], *next[kTile];
+  const Kv *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
   // that all offsets in the inner loops are constants.
@@ -155,7 +155,7 @@ void merge(State& into, const float* max, const float* sum, const float* acc, in
   }
 }
 
-template <class T>
+template <class T, class Kv>
 class Attention {
  public:
   explicit Attention(const AttentionArgs& args)
@@ -166,7 +166,7 @@ class Attention {
   void run() {
     plan();
     share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
-      Scratch<T> scratch;
+      Scratch<Kv> scratch;
       // One item ahead, so that the memory it wants first is on its way while this one is computed.
       int64_t i, next;
       for (bool more = tickets.take(i); more; i = next) {
@@ -175,7 +175,7 @@ class Attention {
       }
     });
     share(static_cast<int64_t>(merges_.size()), threads_, [&](Tickets& tickets) {
-      Scratch<T> scratch;
+      Scratch<Kv> scratch;
       for (int64_t i; tickets.take(i);) merge_splits(merges_[i], scratch);
     });
   }
@@ -186,6 +186,10 @@ class Attention {
     int64_t cost = 0;
     std::vector<Item> whole;
     for (int s = 0; s < a_.seqs; ++s) {
+      if (a_.lens[s] == 0) {
+        write_zeros(s);
+        continue;
+      }
       const int rows = (a_.q_start[s + 1] - a_.q_start[s]) * group_;
       for (int row = 0; row < rows; row += kRows) {
         Item item{s, 0, row, std::min(kRows, rows - row), 0, 0};
@@ -220,6 +224,15 @@ class Attention {
     std::stable_sort(items_.begin(), items_.end(), [](const Item& x, const Item& y) { return x.cost() > y.cost(); });
   }
 
+  void write_zeros(int seq) const {
+    for (int64_t token = a_.q_start[seq]; token < a_.q_start[seq + 1]; ++token) {
+      for (int64_t head = 0; head < a_.heads; ++head) {
+        T* out = static_cast<T*>(a_.out) + token * a_.out_token_stride + head * a_.out_head_stride;
+        std::fill_n(out, a_.head_size, T{});
+      }
+    }
+  }
+
   int64_t partial_size(const Item& item) const { return item.rows * (2 + static_cast<int64_t>(dim_)); }
 
   int position(const Item& item, int row) const {
@@ -238,7 +251,7 @@ class Attention {
     return token * token_stride + head * head_stride;
   }
 
-  void compute(const Item& item, const Item* next, Scratch<T>& s) {
+  void compute(const Item& item, const Item* next, Scratch<Kv>& s) {
     for (int r = 0; r < item.rows; ++r) {
       const T* q = static_cast<const T*>(a_.q) + row_offset(item, r, a_.q_token_stride, a_.q_head_stride);
       widen(s.query + r * dim_, kLanes, q, a_.head_size);
@@ -271,7 +284,7 @@ class Attention {
     finish(item, s.total);
   }
 
-  void merge_splits(const Item& item, Scratch<T>& s) {
+  void merge_splits(const Item& item, Scratch<Kv>& s) {
     s.total.clear(item.rows, dim_);
     const int splits = (item.last + kSplit - 1) / kSplit - item.first / kSplit;
     for (int i = 0; i < splits; ++i) {
@@ -285,7 +298,7 @@ class Attention {
     for (int r = 0; r < item.rows; ++r) {
       T* out = static_cast<T*>(a_.out) + row_offset(item, r, a_.out_token_stride, a_.out_head_stride);
       const float* acc = total.acc + r * dim_;
-      const Floats share = broadcast(1.0f / total.sum[r]);
+      const Floats share = broadcast(value_scale(item) / total.sum[r]);
       int d = 0;
       for (; d + kLanes <= a_.head_size; d += kLanes) store(out + d, load(acc + d) * share);
       if (d == a_.head_size) continue;
@@ -295,26 +308,29 @@ class Attention {
     }
   }
 
-  const T* k_cache() const { return static_cast<const T*>(a_.k_cache); }
-  const T* v_cache() const { return static_cast<const T*>(a_.v_cache); }
+  const Kv* k_cache() const { return static_cast<const Kv*>(a_.k_cache); }
+  const Kv* v_cache() const { return static_cast<const Kv*>(a_.v_cache); }
+
+  float key_scale(const Item& item) const { return a_.scales ? a_.scales[item.kv_head] : 1.0f; }
+  float value_scale(const Item& item) const { return a_.scales ? a_.scales[a_.kv_heads + item.kv_head] : 1.0f; }
 
   // Adds keys [tile, tile + kTile) to s.split.
-  void attend(const Item& item, int tile, Scratch<T>& s) {
+  void attend(const Item& item, int tile, Scratch<Kv>& s) {
     locate(s.keys, k_cache(), a_.k_block_stride, item, tile);
     locate(s.values, v_cache(), a_.v_block_stride, item, tile);
     const int begin = std::max(tile, item.first) - tile, end = std::min(tile + kTile, item.last) - tile;
     if (item.rows <= kInPlace && a_.head_size == dim_) {
-      const auto in_place = [](const T* const* rows) {
+      const auto in_place = [](const Kv* const* rows) {
         return [rows](int k, int c) { return load(rows[k] + c * kLanes); };
       };
       multiply(item, tile, s, in_place(s.keys), s.values);
-      for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
+      for (int r = 0; r < item.rows; ++r) weigh(item, r, tile, s);
       accumulate(item, tile, s, in_place(s.values), s.next);
     } else {
       const auto widened = [&](int k, int c) { return load(s.tile + c * kChunk + k * kLanes); };
       gather(s.tile, s.keys, begin, end, s.values);
       multiply(item, tile, s, widened, nullptr);
-      for (int r = 0; r < item.rows; ++r) weigh(r, tile, s);
+      for (int r = 0; r < item.rows; ++r) weigh(item, r, tile, s);
       gather(s.tile, s.values, begin, end, s.next);
       accumulate(item, tile, s, widened, nullptr);
     }
@@ -322,7 +338,7 @@ class Attention {
 
   // s.weight = scores of all rows, those with keys nobody sees left to chance.  Fetches the rows of `ahead` on the way.
   template <class At>
-  void multiply(const Item& item, int tile, Scratch<T>& s, const At& at, const T* const* ahead) const {
+  void multiply(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
       const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + R - 1], tile + kTile) - tile;
       constexpr int kKeys = kLanes / R;
@@ -335,7 +351,7 @@ class Attention {
 
   // s.split.acc += s.weight * values.  Rows in between see no more than the first and the last row of a group together.
   template <class At>
-  void accumulate(const Item& item, int tile, Scratch<T>& s, const At& at, const T* const* ahead) const {
+  void accumulate(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
       const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + R - 1], tile + kTile) - tile;
       add_values<R>(s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile,
@@ -348,14 +364,14 @@ class Attention {
   }
 
   // rows = where the rows of the item's keys [tile, tile + kTile) lie in a cache.
-  void locate(const T** rows, const T* cache, int64_t block_stride, const Item& item, int tile) const {
+  void locate(const Kv** rows, const Kv* cache, int64_t block_stride, const Item& item, int tile) const {
     const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
     const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
     const int block_size = static_cast<int>(a_.block_size);
     for (int key = begin; key < end;) {
       const int offset = key % block_size, count = std::min(end - key, block_size - offset);
       const int64_t row = static_cast<int64_t>(item.kv_head) * block_size + offset;
-      const T* from = cache + table[key / block_size] * block_stride + row * a_.head_size;
+      const Kv* from = cache + table[key / block_size] * block_stride + row * a_.head_size;
       for (int i = 0; i < count; ++i) rows[key - tile + i] = from + i * a_.head_size;
       key += count;
     }
@@ -364,7 +380,7 @@ class Attention {
   }
 
   // to [chunks, kTile + 1, kLanes] = rows [begin, end) as float; others are left alone.
-  void gather(float* to, const T* const* rows, int begin, int end, const T* const* ahead) const {
+  void gather(float* to, const Kv* const* rows, int begin, int end, const Kv* const* ahead) const {
     for (int i = begin; i < end; ++i) {
       fetch(ahead[i]);
       widen(to + i * kLanes, kChunk, rows[i], a_.head_size);
@@ -372,13 +388,14 @@ class Attention {
   }
 
   // Blocks lie anywhere, so the CPU can't guess the next one: asked for a row at a time, amid the arithmetic.
-  void fetch(const T* row) const {
+  void fetch(const Kv* row) const {
     const char* line = reinterpret_cast<const char*>(row);
-    for (int64_t i = 0; i < a_.head_size * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(line + i, 0, 2);
+    for (int64_t i = 0; i < a_.head_size * int64_t{sizeof(Kv)}; i += 64) __builtin_prefetch(line + i, 0, 2);
   }
 
   // Scores of row r -> its weights, new max and sum, and what its acc must be multiplied with.
-  void weigh(int r, int tile, Scratch<T>& s) {
+  void weigh(const Item& item, int r, int tile, Scratch<Kv>& s) {
+    const float scale = a_.scale * key_scale(item);
     float* weight = s.weight + r * kTile;
     s.rescale[r] = 1.0f;
     const int first = s.first[r] - tile, last = s.last[r] - tile;
@@ -393,9 +410,9 @@ class Attention {
       if (k >= last || k + kLanes <= first) return;
       score[v] = load(weight + k);
       if (a_.soft_cap > 0) {
-        score[v] = tanh(score[v] * broadcast(a_.scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
+        score[v] = tanh(score[v] * broadcast(scale / a_.soft_cap)) * broadcast(a_.soft_cap * kLog2e);
       } else {
-        score[v] = score[v] * broadcast(a_.scale * kLog2e);
+        score[v] = score[v] * broadcast(scale * kLog2e);
       }
       // What an unseen slot holds may be anything, NaN included: choose, don't compute.
       const Ints key = lane_numbers() + k;
@@ -426,13 +443,16 @@ class Attention {
 
 }  // namespace
 
-template <class T>
+template <class T, class Kv>
 void paged_attention(const AttentionArgs& args) {
-  Attention<T>(args).run();
+  Attention<T, Kv>(args).run();
 }
 
-template void paged_attention<float>(const AttentionArgs&);
-template void paged_attention<bf16>(const AttentionArgs&);
-template void paged_attention<fp16>(const AttentionArgs&);
+template void paged_attention<float, float>(const AttentionArgs&);
+template void paged_attention<bf16, bf16>(const AttentionArgs&);
+template void paged_attention<fp16, fp16>(const AttentionArgs&);
+template void paged_attention<float, e4m3>(const AttentionArgs&);
+template void paged_attention<bf16, e4m3>(const AttentionArgs&);
+template void paged_attention<fp16, e4m3>(const AttentionArgs&);
 
 }  // namespace quire::cpu

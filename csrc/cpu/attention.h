@@ -17,6 +17,7 @@ struct AttentionArgs {
   const void* k_cache;  // [blocks, Hkv, block_size, D]; everything inside a block is contiguous
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;  // elements from one block to the next
+  const float* scales;                     // [2, Hkv] of an e4m3 cache, for keys and for values; else null
 
   const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;   // elements
@@ -31,12 +32,13 @@ struct AttentionArgs {
   int threads;     // at::get_num_threads()
 };
 
-// T: float, bf16 or fp16, of q, out and both caches.  Sums are kept in float.
+// T: float, bf16 or fp16, of q and out.  Kv: of both caches, T or e4m3.  Sums are kept in float.
+// A sequence with lens 0 has zeros as its result.
 // The result of one query depends only on the query, its position, the keys and values it sees, window and soft cap:
 // not on its batch mates, how its prompt was chunked, where its blocks lie, their size, or the number of threads.
 // (One exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.)
 // Never reads a slot that no query of this call sees.
-template <class T>
+template <class T, class Kv>
 void paged_attention(const AttentionArgs& args);
 
 }  // namespace quire::cpu

@@ -4,14 +4,19 @@
 #include <cstring>
 
 #include "pool.h"
+#include "simd.h"
 
 namespace quire::cpu {
 
 // Below this many bytes one thread is done before a second one has woken up.
 constexpr int64_t kWorthSharing = 64 << 10;
 
-void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
-              int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads) {
+namespace {
+
+// store(to, from, head of 2 * kv_heads) for the key and value row of every head of every token that has a slot.
+template <class Store>
+void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+                int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads, const Store& store) {
   constexpr int64_t kTokensPerItem = 16;
   const int64_t items = (tokens + kTokensPerItem - 1) / kTokensPerItem;
   if (2 * tokens * kv_heads * row_bytes < kWorthSharing) threads = 1;
@@ -25,40 +30,91 @@ void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, cons
         char* v = v_cache.data + block * v_cache.block_stride + offset * row_bytes;
         for (int64_t h = 0; h < kv_heads; ++h) {
           const int64_t head = h * block_size * row_bytes;
-          std::memcpy(k + head, key.data + t * key.token_stride + h * key.head_stride, row_bytes);
-          std::memcpy(v + head, value.data + t * value.token_stride + h * value.head_stride, row_bytes);
+          store(k + head, key.data + t * key.token_stride + h * key.head_stride, h);
+          store(v + head, value.data + t * value.token_stride + h * value.head_stride, kv_heads + h);
         }
       }
     }
   });
 }
 
-void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes,
-                int threads) {
-  const int64_t items = static_cast<int64_t>(caches.size());  // one thread per cache keeps the pairs in order
+}  // namespace
+
+void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+              int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads) {
+  write_rows(key, value, k_cache, v_cache, slots, tokens, kv_heads, block_size, row_bytes, threads,
+             [&](char* to, const char* from, int64_t) { std::memcpy(to, from, row_bytes); });
+}
+
+template <class T>
+void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
+                   const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                   int threads) {
+  const auto store_row = [&](char* to, const char* from, int64_t head) {
+    const Floats scale = broadcast(scales[head]);
+    T in[kLanes] = {};
+    e4m3 out[kLanes];
+    for (int64_t i = 0; i < head_size; i += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, head_size - i);
+      std::memcpy(in, from + i * sizeof(T), n * sizeof(T));
+      store(out, load(in) / scale);
+      std::memcpy(to + i, out, n);
+    }
+  };
+  write_rows(key, value, k_cache, v_cache, slots, tokens, kv_heads, block_size, head_size, threads, store_row);
+}
+
+template void kv_write_e4m3<float>(TokenRows, TokenRows, Cache, Cache, const float*, const int64_t*, int64_t, int64_t,
+                                   int64_t, int64_t, int);
+template void kv_write_e4m3<bf16>(TokenRows, TokenRows, Cache, Cache, const float*, const int64_t*, int64_t, int64_t,
+                                  int64_t, int64_t, int);
+template void kv_write_e4m3<fp16>(TokenRows, TokenRows, Cache, Cache, const float*, const int64_t*, int64_t, int64_t,
+                                  int64_t, int64_t, int);
+
+namespace {
+
+// move(cache, c, i) for every cache c and every i < count.
+template <class Move>
+void over_blocks(const std::vector<Cache>& caches, int64_t count, int64_t block_bytes, int threads, const Move& move) {
+  const int64_t items = static_cast<int64_t>(caches.size());
   if (items * count * block_bytes < kWorthSharing) threads = 1;
   share(items, threads, [&](Tickets& tickets) {
-    for (int64_t item; tickets.take(item);) {
-      const Cache& cache = caches[item];
-      for (int64_t i = 0; i < count; ++i) {
-        std::memmove(cache.data + pairs[2 * i + 1] * cache.block_stride, cache.data + pairs[2 * i] * cache.block_stride,
-                     block_bytes);
-      }
+    for (int64_t c; tickets.take(c);) {
+      for (int64_t i = 0; i < count; ++i) move(caches[c], c, i);
     }
+  });
+}
+
+}  // namespace
+
+void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes,
+                int threads) {
+  over_blocks(caches, count, block_bytes, threads, [&](const Cache& cache, int64_t, int64_t i) {
+    std::memcpy(cache.block(pairs[2 * i + 1]), cache.block(pairs[2 * i]), block_bytes);
   });
 }
 
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads) {
-  const int64_t items = static_cast<int64_t>(caches.size());
-  if (items * count * block_bytes < kWorthSharing) threads = 1;
-  share(items, threads, [&](Tickets& tickets) {
-    for (int64_t item; tickets.take(item);) {
-      for (int64_t i = 0; i < count; ++i) {
-        char* block = caches[item].data + blocks[i] * caches[item].block_stride;
-        for (int64_t at = 0; at < block_bytes; at += element_bytes) std::memcpy(block + at, element, element_bytes);
-      }
-    }
+  over_blocks(caches, count, block_bytes, threads, [&](const Cache& cache, int64_t, int64_t i) {
+    char* block = cache.block(blocks[i]);
+    for (int64_t at = 0; at < block_bytes; at += element_bytes) std::memcpy(block + at, element, element_bytes);
+  });
+}
+
+void block_gather(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
+                  char* buffer, int threads) {
+  const int64_t width = static_cast<int64_t>(caches.size());
+  over_blocks(caches, count, block_bytes, threads, [&](const Cache& cache, int64_t c, int64_t i) {
+    std::memcpy(buffer + (i * width + c) * block_bytes, cache.block(blocks[i]), block_bytes);
+  });
+}
+
+void block_scatter(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
+                   const char* buffer, int threads) {
+  const int64_t width = static_cast<int64_t>(caches.size());
+  over_blocks(caches, count, block_bytes, threads, [&](const Cache& cache, int64_t c, int64_t i) {
+    std::memcpy(cache.block(blocks[i]), buffer + (i * width + c) * block_bytes, block_bytes);
   });
 }
 

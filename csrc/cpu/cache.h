@@ -1,4 +1,5 @@
-// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are bytes here, whatever the dtype.
+// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are bytes here, whatever the dtype,
+// unless they change it on the way.
 
 #pragma once
 
@@ -10,6 +11,7 @@ namespace quire::cpu {
 struct Cache {
   char* data;            // [blocks, Hkv, block_size, D]; everything inside a block is contiguous
   int64_t block_stride;  // bytes from one block to the next
+  char* block(int64_t id) const { return data + id * block_stride; }
 };
 
 // [T, Hkv, D] with any strides but contiguous rows of D.
@@ -23,12 +25,25 @@ struct TokenRows {
 void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
 
-// In every cache copies block pairs[2i] to block pairs[2i + 1], i = 0, 1, ... in this order.
+// The same into e4m3 caches: number / scale, rounded to nearest, at most 448.  T: float, bf16 or fp16.
+// scales [2, Hkv], for keys and for values.
+template <class T>
+void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
+                   const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                   int threads);
+
+// In every cache copies block pairs[2i] to block pairs[2i + 1].  No block is written twice, or both read and written.
 void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t count, int64_t block_bytes,
                 int threads);
 
 // In every cache fills the given blocks with copies of `element`.
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads);
+
+// buffer [count, caches, block_bytes]: block blocks[i] of cache c to buffer[i][c], and back.
+void block_gather(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
+                  char* buffer, int threads);
+void block_scatter(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
+                   const char* buffer, int threads);
 
 }  // namespace quire::cpu

@@ -66,14 +66,41 @@ Floats exp(Floats x) {
   return fma(whole, rest * broadcast(0.6931472f), whole);
 }
 
-// to = from * cos + (the other half of from, negated for the first half) * sin.  to may be from.
+// Of a head or row: 1 / sqrt(mean(x^2) + eps), from the sum of squares.
+Floats norm_scale(Floats squares, int64_t size, float eps) {
+  return broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps));
+}
+
 template <class T>
-void rotate(T* to, const T* from, const T* cos, const T* sin, int64_t size) {
+Floats sum_of_squares(const T* x, int64_t size) {
+  Floats squares = {};
+  over_lanes(size, [&](int64_t i, auto n) {
+    const Floats one = read(x + i, n);
+    squares = fma(one, one, squares);
+  });
+  return squares;
+}
+
+// to = from * scale * weight.  to may be from.
+template <class T>
+void apply_norm(T* to, const T* from, const T* weight, Floats scale, int64_t size) {
+  over_lanes(size, [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * read(weight + i, n), n); });
+}
+
+// What is written is divided by the scale of its head if the cache is e4m3, and left alone if not.
+template <class To>
+Floats as_stored(Floats x, Floats scale) {
+  return std::is_same_v<To, e4m3> ? x / scale : x;
+}
+
+// to = from * cos + (the other half of from, negated for the first half) * sin.  to may be from.
+template <class To, class T>
+void rotate(To* to, const T* from, const T* cos, const T* sin, int64_t size, Floats scale) {
   const int64_t half = size / 2;
   over_lanes(half, [&](int64_t i, auto n) {
     const Floats a = read(from + i, n), b = read(from + half + i, n);
-    write(to + i, a * read(cos + i, n) - b * read(sin + i, n), n);
-    write(to + half + i, b * read(cos + half + i, n) + a * read(sin + half + i, n), n);
+    write(to + i, as_stored<To>(a * read(cos + i, n) - b * read(sin + i, n), scale), n);
+    write(to + half + i, as_stored<To>(b * read(cos + half + i, n) + a * read(sin + half + i, n), scale), n);
   });
 }
 
@@ -95,13 +122,9 @@ void rms_norm(Heads<T> x, Heads<const T> delta, const T* weight, float eps, Head
         squares = fma(sum, sum, squares);
       });
     } else {
-      over_lanes(size, [&](int64_t i, auto n) {
-        const Floats one = read(from + i, n);
-        squares = fma(one, one, squares);
-      });
+      squares = sum_of_squares(from, size);
     }
-    const Floats scale = broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps));
-    over_lanes(size, [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * read(weight + i, n), n); });
+    apply_norm(to, from, weight, norm_scale(squares, size, eps), size);
   });
 }
 
@@ -117,19 +140,32 @@ void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int thread
   });
 }
 
-template <class T>
-void rope_kv_write(Heads<T> qkv, const T* cos, const T* sin, Cache k_cache, Cache v_cache, const int64_t* slots,
-                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t block_size, int threads) {
-  over_rows(tokens, (heads + 2 * kv_heads) * size, threads, [&](int64_t t) {
-    const T *c = cos + t * size, *s = sin + t * size;
-    for (int64_t h = 0; h < heads; ++h) rotate(qkv.at(t, h), qkv.at(t, h), c, s, size);
-    if (slots[t] < 0) return;
-    const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-    T* k = reinterpret_cast<T*>(k_cache.data + block * k_cache.block_stride) + offset * size;
-    T* v = reinterpret_cast<T*>(v_cache.data + block * v_cache.block_stride) + offset * size;
+template <class T, class Stored>
+void rope_kv_write(const RopeArgs<T>& a) {
+  const int64_t size = a.size, heads = a.heads, kv_heads = a.kv_heads;
+  over_rows(a.tokens, (heads + 2 * kv_heads) * size, a.threads, [&](int64_t t) {
+    const T *c = a.cos + t * a.cos_stride, *s = a.sin + t * a.sin_stride;
+    for (int64_t h = 0; h < heads; ++h) {
+      T* q = a.qkv.at(t, h);
+      if (a.q_norm) apply_norm(q, q, a.q_norm, norm_scale(sum_of_squares(q, size), size, a.eps), size);
+      rotate(q, q, c, s, size, broadcast(1.0f));
+    }
+    if (a.slots[t] < 0) return;
+    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+    Stored* k = reinterpret_cast<Stored*>(a.k_cache.data + block * a.k_cache.block_stride) + offset * size;
+    Stored* v = reinterpret_cast<Stored*>(a.v_cache.data + block * a.v_cache.block_stride) + offset * size;
+    T normed[kMaxRope];
     for (int64_t h = 0; h < kv_heads; ++h) {
-      rotate(k + h * block_size * size, qkv.at(t, heads + h), c, s, size);
-      std::memcpy(v + h * block_size * size, qkv.at(t, heads + kv_heads + h), size * sizeof(T));
+      const T* key = a.qkv.at(t, heads + h);
+      const T* value = a.qkv.at(t, heads + kv_heads + h);
+      if (a.k_norm) {
+        apply_norm(normed, key, a.k_norm, norm_scale(sum_of_squares(key, size), size, a.eps), size);
+        key = normed;
+      }
+      const int64_t at = h * a.block_size * size;
+      rotate(k + at, key, c, s, size, broadcast(a.scales ? a.scales[h] : 1.0f));
+      const Floats scale = broadcast(a.scales ? a.scales[kv_heads + h] : 1.0f);
+      over_lanes(size, [&](int64_t i, auto n) { write(v + at + i, as_stored<Stored>(read(value + i, n), scale), n); });
     }
   });
 }
@@ -171,8 +207,8 @@ void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int
 #define QUIRE_INSTANTIATE(T)                                                                                          \
   template void rms_norm<T>(Heads<T>, Heads<const T>, const T*, float, Heads<T>, int64_t, int64_t, int64_t, int);      \
   template void silu_mul<T>(const T*, T*, int64_t, int64_t, int);                                                     \
-  template void rope_kv_write<T>(Heads<T>, const T*, const T*, Cache, Cache, const int64_t*, int64_t, int64_t,        \
-                                 int64_t, int64_t, int64_t, int);                                                     \
+  template void rope_kv_write<T, T>(const RopeArgs<T>&);                                                               \
+  template void rope_kv_write<T, e4m3>(const RopeArgs<T>&);                                                            \
   template void row_max<T>(const T*, int64_t, float*, int64_t*, int64_t, int64_t, int);
 QUIRE_INSTANTIATE(float)
 QUIRE_INSTANTIATE(bf16)

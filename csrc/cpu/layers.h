@@ -28,11 +28,27 @@ void rms_norm(Heads<T> x, Heads<const T> delta, const T* weight, float eps, Head
 template <class T>
 void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads);
 
-// Of qkv [tokens, heads + 2 * kv_heads, size]: rotates the queries in place, writes the rotated keys and the values to
-// their slots (slots[t] < 0: nowhere).  Number i of a head turns with number i + size / 2, by cos and sin [tokens, size].
+constexpr int64_t kMaxRope = 256;  // largest head
+
 template <class T>
-void rope_kv_write(Heads<T> qkv, const T* cos, const T* sin, Cache k_cache, Cache v_cache, const int64_t* slots,
-                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size, int64_t block_size, int threads);
+struct RopeArgs {
+  Heads<T> qkv;  // [tokens, heads + 2 * kv_heads, size]
+  const T *cos, *sin;  // [tokens, size]
+  int64_t cos_stride, sin_stride;
+  const T *q_norm, *k_norm;  // [size], or both null
+  float eps;
+  Cache k_cache, v_cache;
+  const float* scales;   // [2, kv_heads] for caches of e4m3
+  const int64_t* slots;  // [tokens]
+  int64_t tokens, heads, kv_heads, size, block_size;
+  int threads;
+};
+
+// Rotates the queries of qkv in place, writes the rotated keys and the values to their slots (slots[t] < 0: nowhere).
+// Number i of a head turns with number i + size / 2.  With q_norm and k_norm queries and keys go through rms_norm first.
+// Stored: what the caches hold, T or e4m3.
+template <class T, class Stored>
+void rope_kv_write(const RopeArgs<T>& args);
 
 // The largest of each row of x [rows, size] and the first place it stands at; NaN and 0 for a row that holds a NaN.
 template <class T>

@@ -5,13 +5,17 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "../checks.h"
+#include "../linear_chain.h"
 #include "attention.h"
+#include "batch.h"
 #include "cache.h"
 #include "layers.h"
+#include "sampling.h"
 #include "simd.h"
 
 namespace quire::cpu::door {
@@ -34,34 +38,12 @@ TokenRows bytes_of_rows(const at::Tensor& rows) {
           rows.stride(1) * rows.element_size()};
 }
 
-void expect_below(const char* who, const int64_t* ids, int64_t count, int64_t least, int64_t limit) {
+template <class Id>
+void expect_below(const char* who, const Id* ids, int64_t count, int64_t least, int64_t limit) {
   for (int64_t i = 0; i < count; ++i) {
     TORCH_CHECK_INDEX(ids[i] >= least && ids[i] < limit, who, "[", i, "] is ", ids[i], ", not in [", least, ", ", limit,
                       ")");
   }
-}
-
-void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache, const at::Tensor& v_cache,
-              const at::Tensor& slots) {
-  Size tokens("tokens"), blocks("blocks"), kv_heads("KV heads"), block_size("block size"), dim("head size");
-  expect_cache("k_cache", k_cache, blocks, kv_heads, block_size, dim);
-  expect_cache("v_cache", v_cache, blocks, kv_heads, block_size, dim);
-  expect("key", key, {tokens, kv_heads, dim});
-  expect("value", value, {tokens, kv_heads, dim});
-  expect("slots", slots, {tokens});
-  for (const auto& [who, t] : {std::pair{"key", key}, {"value", value}}) {
-    expect_cpu(who, t);
-    expect_last_contiguous(who, t);
-    expect_dtype(who, t, k_cache.scalar_type(), "k_cache");
-  }
-  expect_dtype("v_cache", v_cache, k_cache.scalar_type(), "k_cache");
-  expect_cpu("slots", slots);
-  expect_contiguous("slots", slots);
-  expect_dtype("slots", slots, at::kLong);
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  expect_below("slots", slot, tokens, -1, blocks * block_size);
-  cpu::kv_write(bytes_of_rows(key), bytes_of_rows(value), bytes_of(k_cache), bytes_of(v_cache), slot, tokens, kv_heads,
-           block_size, dim * k_cache.element_size(), threads());
 }
 
 // run(T{}), with the kernels' own type for the dtype of t.
@@ -75,6 +57,60 @@ void by_dtype(const char* who, const at::Tensor& t, const Run& run) {
   }
 }
 
+// The scales [2, Hkv] that an e4m3 cache must have and no other may have; null without.
+const float* expect_scales(const at::Tensor& k_cache, const std::optional<at::Tensor>& scales, Size& kv_heads) {
+  const bool e4m3 = k_cache.scalar_type() == at::kFloat8_e4m3fn;
+  TORCH_CHECK_VALUE(scales.has_value() == e4m3, "scales: ", scales ? "given" : "missing", " for a cache of ",
+                    k_cache.scalar_type());
+  if (!scales) return nullptr;
+  Size two("rows, for keys and values,");
+  two.agree("a cache", 2);
+  expect_cpu("scales", *scales);
+  expect("scales", *scales, {two, kv_heads});
+  expect_contiguous("scales", *scales);
+  expect_dtype("scales", *scales, at::kFloat);
+  return scales->const_data_ptr<float>();
+}
+
+// A contiguous vector.
+void expect_plain(const char* who, const at::Tensor& t, Size& size, at::ScalarType dtype) {
+  expect_cpu(who, t);
+  expect(who, t, {size});
+  expect_contiguous(who, t);
+  expect_dtype(who, t, dtype);
+}
+
+void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache, const at::Tensor& v_cache,
+              const at::Tensor& slots, const std::optional<at::Tensor>& scales) {
+  Size tokens("tokens"), blocks("blocks"), kv_heads("KV heads"), block_size("block size"), dim("head size");
+  expect_cache("k_cache", k_cache, blocks, kv_heads, block_size, dim);
+  expect_cache("v_cache", v_cache, blocks, kv_heads, block_size, dim);
+  const float* scale = expect_scales(k_cache, scales, kv_heads);
+  expect("key", key, {tokens, kv_heads, dim});
+  expect("value", value, {tokens, kv_heads, dim});
+  expect("slots", slots, {tokens});
+  for (const auto& [who, t] : {std::pair{"key", key}, {"value", value}}) {
+    expect_cpu(who, t);
+    expect_last_contiguous(who, t);
+    if (!scale) expect_dtype(who, t, k_cache.scalar_type(), "k_cache");
+  }
+  expect_dtype("value", value, key.scalar_type(), "key");
+  expect_dtype("v_cache", v_cache, k_cache.scalar_type(), "k_cache");
+  expect_cpu("slots", slots);
+  expect_contiguous("slots", slots);
+  expect_dtype("slots", slots, at::kLong);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  expect_below("slots", slot, tokens, -1, blocks * block_size);
+  if (scale) {
+    return by_dtype("key", key, [&](auto type) {
+      cpu::kv_write_e4m3<decltype(type)>(bytes_of_rows(key), bytes_of_rows(value), bytes_of(k_cache), bytes_of(v_cache),
+                                         scale, slot, tokens, kv_heads, block_size, dim, threads());
+    });
+  }
+  cpu::kv_write(bytes_of_rows(key), bytes_of_rows(value), bytes_of(k_cache), bytes_of(v_cache), slot, tokens, kv_heads,
+           block_size, dim * k_cache.element_size(), threads());
+}
+
 // Every index the kernel will follow lies inside its tensor: costs a comparison per block, which holds kilobytes.
 void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, int64_t max_blocks, int64_t blocks) {
   TORCH_CHECK_VALUE(a.q_start[0] == 0 && a.q_start[a.seqs] == tokens, "q_start: runs from ", a.q_start[0], " to ",
@@ -82,6 +118,7 @@ void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, in
   for (int64_t s = 0; s < a.seqs; ++s) {
     const int64_t queries = a.q_start[s + 1] - a.q_start[s];
     TORCH_CHECK_VALUE(queries >= 0, "q_start: falls after sequence ", s);
+    if (a.lens[s] == 0) continue;
     TORCH_CHECK_VALUE(a.lens[s] >= queries, "lens[", s, "] is ", a.lens[s], ", less than its ", queries, " queries");
     TORCH_CHECK_VALUE(a.lens[s] <= max_blocks * a.block_size, "lens[", s, "] is ", a.lens[s], ", tables hold ",
                       max_blocks, " blocks of ", a.block_size);
@@ -99,7 +136,9 @@ void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, in
 
 void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                      const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
-                     const at::Tensor& lens, double scale, int64_t window, double soft_cap, const at::Tensor& out) {
+                     const at::Tensor& lens, const std::optional<at::Tensor>& scales, int64_t /*decodes*/,
+                     const at::Tensor& /*plan*/, double scale, int64_t window, double soft_cap,
+                     const at::Tensor& out) {
   Size tokens("tokens"), heads("heads"), kv_heads("KV heads"), dim("head size"), blocks("blocks"),
       block_size("block size"), max_rows("table rows"), max_blocks("table columns"), seqs("sequences"),
       starts("query offsets");
@@ -116,9 +155,10 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
                     " heads are not a multiple of k_cache's ", int64_t{kv_heads});
   TORCH_CHECK_VALUE(dim > 0 && dim <= kMaxHeadSize, "q: head size ", int64_t{dim}, " is over ", kMaxHeadSize);
   TORCH_CHECK_VALUE(window >= 0, "window: ", window, " is negative");
-  for (const auto& [who, t] : {std::pair{"out", out}, {"k_cache", k_cache}, {"v_cache", v_cache}}) {
-    expect_dtype(who, t, q.scalar_type(), "q");
-  }
+  const float* scale_of = expect_scales(k_cache, scales, kv_heads);
+  expect_dtype("out", out, q.scalar_type(), "q");
+  if (!scale_of) expect_dtype("k_cache", k_cache, q.scalar_type(), "q");
+  expect_dtype("v_cache", v_cache, k_cache.scalar_type(), scale_of ? "k_cache" : "q");
   for (const auto& [who, t] : {std::pair{"q", q}, {"out", out}, {"tables", tables}}) {
     expect_cpu(who, t);
     expect_last_contiguous(who, t);
@@ -141,6 +181,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       .v_cache = v_cache.const_data_ptr(),
       .k_block_stride = k_cache.stride(0),
       .v_block_stride = v_cache.stride(0),
+      .scales = scale_of,
       .tables = tables.const_data_ptr<int32_t>(),
       .table_stride = tables.stride(0),
       .rows = rows.const_data_ptr<int32_t>(),
@@ -157,8 +198,17 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       .threads = threads(),
   };
   expect_indices(args, tokens, max_rows, max_blocks, blocks);
-  by_dtype("q", q, [&](auto type) { cpu::paged_attention<decltype(type)>(args); });
+  by_dtype("q", q, [&](auto type) {
+    using T = decltype(type);
+    scale_of ? cpu::paged_attention<T, e4m3>(args) : cpu::paged_attention<T, T>(args);
+  });
 }
+
+// Threads here take work as they find time for it: nothing to plan.
+void attention_plan(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, int64_t, int64_t,
+                    const at::Tensor&) {}
+
+int64_t attention_plan_bytes(const at::Tensor&, int64_t, int64_t, int64_t, int64_t, int64_t) { return 0; }
 
 // What block_copy and block_fill need to know of every cache; all have blocks of one size.
 struct Caches {
@@ -203,6 +253,31 @@ void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
   const at::Tensor element = at::scalar_tensor(value, caches[0].options());
   cpu::block_fill(all.each, ids, count, all.block_bytes, static_cast<const char*>(element.const_data_ptr()),
              element.element_size(), threads());
+}
+
+// What block_gather and block_scatter do alike: move(caches, blocks, count, block_bytes, buffer, threads).
+template <class Move>
+void move_blocks(at::TensorList caches, const at::Tensor& blocks, const at::Tensor& buffer, const Move& move) {
+  Size count("blocks"), width("caches"), bytes("bytes of a block");
+  const Caches all(caches);
+  width.agree("caches", static_cast<int64_t>(all.each.size()));
+  bytes.agree("caches", all.block_bytes);
+  expect_plain("blocks", blocks, count, at::kLong);
+  expect_cpu("buffer", buffer);
+  expect("buffer", buffer, {count, width, bytes});
+  expect_contiguous("buffer", buffer);
+  expect_dtype("buffer", buffer, at::kByte);
+  const int64_t* ids = blocks.const_data_ptr<int64_t>();
+  expect_below("blocks", ids, count, 0, all.blocks);
+  move(all.each, ids, count, all.block_bytes, static_cast<char*>(buffer.data_ptr()), threads());
+}
+
+void block_gather(at::TensorList caches, const at::Tensor& blocks, const at::Tensor& buffer) {
+  move_blocks(caches, blocks, buffer, cpu::block_gather);
+}
+
+void block_scatter(const at::Tensor& buffer, const at::Tensor& blocks, at::TensorList caches) {
+  move_blocks(caches, blocks, buffer, cpu::block_scatter);
 }
 
 // [tokens, size] counts as one head.
@@ -265,55 +340,169 @@ void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
   });
 }
 
+void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+            const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
+  expect_linear(x, weight, bias, norm, silu_mul, out);
+  for (const auto& [who, t] : {std::pair{"x", x}, {"weight", weight}, {"out", out}}) expect_cpu(who, t);
+  if (bias) expect_cpu("bias", *bias);
+  if (norm) expect_cpu("norm", *norm);
+  linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
+}
+
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
-                   const at::Tensor& v_cache, const at::Tensor& slots) {
+                   const at::Tensor& v_cache, const at::Tensor& slots, const std::optional<at::Tensor>& q_norm,
+                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
   Size tokens("tokens"), all_heads("heads of q, k and v"), blocks("blocks"), kv_heads("KV heads"),
       block_size("block size"), dim("head size");
   expect_cache("k_cache", k_cache, blocks, kv_heads, block_size, dim);
   expect_cache("v_cache", v_cache, blocks, kv_heads, block_size, dim);
+  const float* scale = expect_scales(k_cache, scales, kv_heads);
   expect("qkv", qkv, {tokens, all_heads, dim});
   expect_last_contiguous("qkv", qkv);
   TORCH_CHECK_VALUE(all_heads > 2 * kv_heads, "qkv: has ", int64_t{all_heads}, " heads, too few for ",
                     int64_t{kv_heads}, " KV heads");
   TORCH_CHECK_VALUE(dim % 2 == 0, "qkv: head size ", int64_t{dim}, " is odd");
-  expect("cos", cos, {tokens, dim});
-  expect("sin", sin, {tokens, dim});
-  expect_contiguous("cos", cos);
-  expect_contiguous("sin", sin);
-  expect("slots", slots, {tokens});
-  expect_contiguous("slots", slots);
-  expect_dtype("slots", slots, at::kLong);
-  for (const auto& [who, t] : {std::pair{"qkv", qkv}, {"cos", cos}, {"sin", sin}, {"v_cache", v_cache}}) {
-    expect_cpu(who, t);
-    expect_dtype(who, t, k_cache.scalar_type(), "k_cache");
+  TORCH_CHECK_VALUE(dim <= kMaxRope, "qkv: head size ", int64_t{dim}, " is over ", kMaxRope);
+  for (const auto& [who, t] : {std::pair{"cos", cos}, {"sin", sin}}) {
+    expect(who, t, {tokens, dim});
+    expect_last_contiguous(who, t);
   }
-  expect_cpu("slots", slots);
+  TORCH_CHECK_VALUE(q_norm.has_value() == k_norm.has_value(), "q_norm, k_norm: only one of them is given");
+  if (q_norm) {
+    for (const auto& [who, t] : {std::pair{"q_norm", *q_norm}, {"k_norm", *k_norm}}) {
+      expect_plain(who, t, dim, qkv.scalar_type());
+    }
+  }
+  for (const auto& [who, t] : {std::pair{"qkv", qkv}, {"cos", cos}, {"sin", sin}}) {
+    expect_cpu(who, t);
+    expect_dtype(who, t, scale ? qkv.scalar_type() : k_cache.scalar_type(), scale ? "qkv" : "k_cache");
+  }
+  expect_dtype("v_cache", v_cache, k_cache.scalar_type(), "k_cache");
+  expect_plain("slots", slots, tokens, at::kLong);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   expect_below("slots", slot, tokens, -1, blocks * block_size);
   by_dtype("qkv", qkv, [&](auto type) {
     using T = decltype(type);
-    cpu::rope_kv_write<T>(heads_of<T>(qkv), static_cast<const T*>(cos.const_data_ptr()),
-                          static_cast<const T*>(sin.const_data_ptr()), bytes_of(k_cache), bytes_of(v_cache), slot,
-                          tokens, all_heads - 2 * kv_heads, kv_heads, dim, block_size, threads());
+    const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
+    const RopeArgs<T> args{
+        .qkv = heads_of<T>(qkv),
+        .cos = numbers(cos),
+        .sin = numbers(sin),
+        .cos_stride = cos.stride(0),
+        .sin_stride = sin.stride(0),
+        .q_norm = q_norm ? numbers(*q_norm) : nullptr,
+        .k_norm = k_norm ? numbers(*k_norm) : nullptr,
+        .eps = static_cast<float>(eps),
+        .k_cache = bytes_of(k_cache),
+        .v_cache = bytes_of(v_cache),
+        .scales = scale,
+        .slots = slot,
+        .tokens = tokens,
+        .heads = all_heads - 2 * kv_heads,
+        .kv_heads = kv_heads,
+        .size = dim,
+        .block_size = block_size,
+        .threads = threads(),
+    };
+    scale ? cpu::rope_kv_write<T, e4m3>(args) : cpu::rope_kv_write<T, T>(args);
   });
 }
 
-void row_max(const at::Tensor& x, const at::Tensor& values, const at::Tensor& places) {
-  Size rows("rows"), size("size");
-  expect("x", x, {rows, size});
-  expect("values", values, {rows});
-  expect("places", places, {rows});
-  TORCH_CHECK_VALUE(size > 0, "x: rows are empty");
-  expect_last_contiguous("x", x);
-  expect_contiguous("values", values);
-  expect_contiguous("places", places);
-  expect_dtype("values", values, at::kFloat);
-  expect_dtype("places", places, at::kLong);
-  for (const auto& [who, t] : {std::pair{"x", x}, {"values", values}, {"places", places}}) expect_cpu(who, t);
-  by_dtype("x", x, [&](auto type) {
-    using T = decltype(type);
-    cpu::row_max<T>(static_cast<const T*>(x.const_data_ptr()), x.stride(0), values.data_ptr<float>(),
-                    places.data_ptr<int64_t>(), rows, size, threads());
+// [max_rows, max_blocks], rows contiguous.
+Tables tables_of(const at::Tensor& tables, Size& max_rows, Size& max_blocks) {
+  expect_cpu("tables", tables);
+  expect("tables", tables, {max_rows, max_blocks});
+  expect_last_contiguous("tables", tables);
+  expect_dtype("tables", tables, at::kInt);
+  return {tables.data_ptr<int32_t>(), tables.stride(0), tables.size(1)};
+}
+
+// The seats, each -1 or a row of the mirror.
+const int32_t* seats_of(const at::Tensor& seats, Size& count, Size& max_rows) {
+  expect_plain("seats", seats, count, at::kInt);
+  const int32_t* seat = seats.const_data_ptr<int32_t>();
+  expect_below("seats", seat, count, -1, max_rows);
+  return seat;
+}
+
+void apply_edits(const at::Tensor& edits, const at::Tensor& tables) {
+  Size count("edits"), three("columns"), max_rows("table rows"), max_blocks("table columns");
+  three.agree("an edit", 3);
+  expect_cpu("edits", edits);
+  expect("edits", edits, {count, three});
+  expect_contiguous("edits", edits);
+  expect_dtype("edits", edits, at::kInt);
+  const Tables mirror = tables_of(tables, max_rows, max_blocks);
+  const int32_t* edit = edits.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t row = edit[3 * i], column = edit[3 * i + 1];
+    TORCH_CHECK_INDEX(row >= -1 && row < max_rows, "edits[", i, "]: row is ", row, ", tables have ", int64_t{max_rows});
+    TORCH_CHECK_INDEX(row < 0 || (column >= 0 && column < max_blocks), "edits[", i, "]: column is ", column,
+                      ", tables have ", int64_t{max_blocks});
+  }
+  cpu::apply_edits(edit, count, mirror);
+}
+
+void decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::Tensor& position,
+                   const at::Tensor& tables, int64_t block_size, const at::Tensor& ids, const at::Tensor& positions,
+                   const at::Tensor& slots, const at::Tensor& rows, const at::Tensor& lens) {
+  Size count("seats"), max_rows("table rows"), max_blocks("table columns");
+  TORCH_CHECK_VALUE(block_size > 0, "block_size: ", block_size, " is not positive");
+  const Tables mirror = tables_of(tables, max_rows, max_blocks);
+  expect_plain("token", token, max_rows, at::kLong);
+  expect_plain("position", position, max_rows, at::kLong);
+  const int32_t* seat = seats_of(seats, count, max_rows);
+  for (const auto& [who, t] : {std::pair{"ids", ids}, {"positions", positions}, {"slots", slots}}) {
+    expect_plain(who, t, count, at::kLong);
+  }
+  for (const auto& [who, t] : {std::pair{"rows", rows}, {"lens", lens}}) expect_plain(who, t, count, at::kInt);
+  cpu::decode_inputs(seat, count, token.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(), mirror,
+                     block_size,
+                     {ids.data_ptr<int64_t>(), positions.data_ptr<int64_t>(), slots.data_ptr<int64_t>(),
+                      rows.data_ptr<int32_t>(), lens.data_ptr<int32_t>()});
+}
+
+void decode_outputs(const at::Tensor& seats, const at::Tensor& tokens, const at::Tensor& token,
+                    const at::Tensor& position) {
+  Size count("seats"), max_rows("table rows");
+  expect_plain("token", token, max_rows, at::kLong);
+  expect_plain("position", position, max_rows, at::kLong);
+  const int32_t* seat = seats_of(seats, count, max_rows);
+  expect_plain("tokens", tokens, count, at::kLong);
+  cpu::decode_outputs(seat, count, tokens.const_data_ptr<int64_t>(), token.data_ptr<int64_t>(),
+                      position.data_ptr<int64_t>());
+}
+
+void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
+            bool general, const at::Tensor& tokens, const at::Tensor& finite) {
+  Size rows("rows"), size("size"), max_seqs("seats"), words("words of a seat");
+  expect("logits", logits, {rows, size});
+  expect_last_contiguous("logits", logits);
+  TORCH_CHECK_VALUE(size > 0 && size < 1 << 22, "logits: rows of ", int64_t{size}, ", not 1 to 4194303");
+  words.agree("this operator", sizeof(sampling::Seat) / 8);
+  expect("table", table, {max_seqs, words});
+  for (const auto& [who, t] : {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"finite", finite}}) {
+    expect(who, t, {rows});
+  }
+  for (const auto& [who, t] :
+       {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"finite", finite}, {"table", table}}) {
+    expect_cpu(who, t);
+    expect_contiguous(who, t);
+    expect_dtype(who, t, t.is_same(finite) ? at::kBool : at::kLong);
+  }
+  expect_cpu("logits", logits);
+  expect_below("seats", seats.const_data_ptr<int64_t>(), rows, -1, max_seqs);
+  const cpu::SampleArgs args{logits.stride(0),
+                             seats.const_data_ptr<int64_t>(),
+                             known.const_data_ptr<int64_t>(),
+                             static_cast<const sampling::Seat*>(table.const_data_ptr()),
+                             general,
+                             tokens.data_ptr<int64_t>(),
+                             finite.data_ptr<bool>(),
+                             rows,
+                             size};
+  by_dtype("logits", logits, [&](auto type) {
+    cpu::sample(static_cast<const decltype(type)*>(logits.const_data_ptr()), args, threads());
   });
 }
 
@@ -322,11 +511,19 @@ void row_max(const at::Tensor& x, const at::Tensor& values, const at::Tensor& pl
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("kv_write", quire::cpu::door::kv_write);
   m.impl("paged_attention", quire::cpu::door::paged_attention);
+  m.impl("attention_plan", quire::cpu::door::attention_plan);
+  m.impl("attention_plan_bytes", quire::cpu::door::attention_plan_bytes);
   m.impl("block_copy", quire::cpu::door::block_copy);
   m.impl("block_fill", quire::cpu::door::block_fill);
+  m.impl("block_gather", quire::cpu::door::block_gather);
+  m.impl("block_scatter", quire::cpu::door::block_scatter);
   m.impl("rms_norm", quire::cpu::door::rms_norm);
   m.impl("add_rms_norm", quire::cpu::door::add_rms_norm);
   m.impl("silu_mul", quire::cpu::door::silu_mul);
+  m.impl("linear", quire::cpu::door::linear);
   m.impl("rope_kv_write", quire::cpu::door::rope_kv_write);
-  m.impl("row_max", quire::cpu::door::row_max);
+  m.impl("apply_edits", quire::cpu::door::apply_edits);
+  m.impl("decode_inputs", quire::cpu::door::decode_inputs);
+  m.impl("decode_outputs", quire::cpu::door::decode_outputs);
+  m.impl("sample", quire::cpu::door::sample);
 }

@@ -25,6 +25,9 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
+struct e4m3 {  // sign, 4 bits of exponent, 3 of mantissa; no infinity, 448 is the largest, 0x7f and 0xff are NaN
+  uint8_t bits;
+};
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -38,6 +41,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class To, class From>
 inline To bit_cast(From from) {
@@ -114,6 +118,17 @@ inline Floats load(const fp16* p) {
 #endif
 }
 
+inline Floats load(const e4m3* p) {
+  Bytes x;
+  std::memcpy(&x, p, sizeof x);
+  const Words bits = __builtin_convertvector(x, Words), size = bits & 0x7f;
+  const Floats normal = bit_cast<Floats>((size << 20) + (120u << 23));  // the exponents' offsets are 7 and 127
+  const Floats subnormal = __builtin_convertvector(bit_cast<Ints>(size), Floats) * 0x1p-9f;
+  Words result = size < 8 ? bit_cast<Words>(subnormal) : bit_cast<Words>(normal);
+  result = size == 0x7f ? Words{} + 0x7fc00000 : result;
+  return bit_cast<Floats>(result | (bits & 0x80) << 24);
+}
+
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
@@ -132,6 +147,20 @@ inline void store(fp16* p, Floats x) {
 #else
   for (int i = 0; i < kLanes; ++i) p[i] = bit_cast<fp16>(static_cast<_Float16>(x[i]));
 #endif
+}
+
+// Rounds to nearest, ties to even, and stops at +-448; NaN stays NaN.
+inline void store(e4m3* p, Floats x) {
+  const Words sign = (bit_cast<Words>(x) >> 24) & 0x80;
+  const Floats size = bit_cast<Floats>(bit_cast<Words>(x) & 0x7fffffff);
+  const Floats capped = size > broadcast(448.0f) ? broadcast(448.0f) : size;
+  const Words bits = bit_cast<Words>(capped);
+  const Words normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+  // Below 2^-6 the numbers are 2^-9 apart; adding this leaves the nearest multiple of it in the low bits.
+  const Words subnormal = bit_cast<Words>(capped + broadcast(0x1.8p14f)) & 0xf;
+  const Words result = size < broadcast(0x1p-6f) ? subnormal : normal;
+  const Bytes byte = __builtin_convertvector((size == size ? result : Words{} + 0x7f) | sign, Bytes);
+  std::memcpy(p, &byte, sizeof byte);
 }
 
 // Sums across lanes.

@@ -23,6 +23,7 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -123,6 +124,14 @@ class BlockPool:
     def refs(self, block: int) -> int:
         """How many tables name it; with more than one it must be copied before it is written."""
         return self._refs[block]
+
+    def shared_prefix(self, table: Sequence[int]) -> int:
+        """How many blocks at the beginning of a table are in other tables as well.  What tables share is always their
+        beginning, so O(log blocks)."""
+        refs = self._refs
+        if not table or refs[table[0]] == 1:
+            return 0
+        return bisect_left(table, True, key=lambda block: refs[block] == 1)
 
     def seal(self, block: int, digest: bytes) -> None:
         """Let later requests find a full block.  The first block under a digest wins; twins stay private."""

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from engine.executor import ops
 from engine.executor.batch import StepTensors
+from engine.executor.kv_cache import LayerCache
 
 NAME = "kv_blocks"
 
@@ -41,24 +42,36 @@ def kv_blocks(
     `scaling`, `sliding_window` (tokens a query sees, itself included) and `softcap` are what the model passes.
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
-    k_cache, v_cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
+    cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
-    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, step.slots)
+    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.slots, cache.scales)
+    return attend(step, q, cache, scaling, sliding_window or 0, softcap or 0.0)[None], None
+
+
+def attend(step: StepTensors, q: Tensor, cache: LayerCache, scale: float, window: int, soft_cap: float) -> Tensor:
+    """Causal attention of a step's queries [T, H, D] over one layer's cache, where their keys are already -> [T, H, D].
+
+    window 0 and soft_cap 0.0: none.
+    """
+    heads, size = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     ops.paged_attention(
         q,
-        k_cache,
-        v_cache,
+        cache.k,
+        cache.v,
         step.tables,
         step.rows,
         step.q_start,
         step.lens,
-        scaling,
-        sliding_window or 0,
-        softcap or 0.0,
+        scale,
+        window,
+        soft_cap,
         out,
+        decodes=step.decodes,
+        plan=step.attention_plan(heads, cache.k.shape[1], size, window),
+        scales=cache.scales,
     )
-    return out[None], None
+    return out
 
 
 AttentionInterface.register(NAME, kv_blocks)

@@ -28,18 +28,26 @@ class StepError(Exception):
     """A step failed.  Every row it touched is lost; the executor has freed all rows and forgotten all tables."""
 
 
+class ExecutorLost(Exception):
+    """The device does not answer any more: this process can serve nobody.  One line for the operator."""
+
+
 class Executor(Protocol):
     """Runs plans strictly in order.  Not thread-safe: one loop owns it."""
 
     info: ModelInfo
+    max_seqs: int  # rows and
+    step_tokens: int  # tokens that a step may have, where the configuration leaves it open
     blocks: int  # KV blocks in the pool, fixed at start
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one step.  Returns before it has run when `depth` > 1."""
+        """Start one step.  Returns before it has run when `depth` > 1."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void."""
+        """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
+
+        Raises ExecutorLost when no further step can run."""
 
     def close(self) -> None:
         """Free everything; harmless when called twice."""
@@ -54,6 +62,7 @@ class ScriptedExecutor:
     """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else."""
 
     depth = 2
+    max_seqs, step_tokens = 256, 1024
 
     def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0) -> None:
         self.info = info
@@ -92,12 +101,16 @@ class ScriptedExecutor:
                 self._decoding[piece.row] = piece.sampler, end - piece.sampler.prompt_len
         for fork in plan.forks:
             self._decoding[fork.row] = fork.sampler, self._decoding[fork.parent][1]
-        rows, tokens, vocab_size = [], [], self.info.vocab_size
+        rows, tokens = [], []
         for row, (sampler, position) in self._decoding.items():
             rows.append(row)
-            tokens.append(scripted_token(sampler.sampling.seed, sampler.sibling, position, vocab_size))
+            tokens.append(self.token(sampler, position))
             self._decoding[row] = sampler, position + 1
         return StepResult(plan.step, rows, tokens)
+
+    def token(self, sampler: Sampler, position: int) -> int:
+        """What a row says at an output position."""
+        return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     def close(self) -> None:
         self._plans.clear()

@@ -2,26 +2,36 @@
 
 The mirror is what lets a plan list only changes.  For each row (seat) it keeps, on the device:
 
-    tables   [max_seqs, max_blocks] i32   block ids; entries past a row's length are stale and never read
+    tables   [max_seqs, max_blocks] i32   block ids; entries past a row's length are stale and never read (host too)
     position [max_seqs]             i64   position of the token that a decoding row computes next
     token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
+    seats    [max_seqs]             i32   the rows that decode, in the order of the step; -1 behind them
 
-A steady decode step is a handful of vectorised operations over the decoding rows, whatever their number:
-gather token and position, look the slot up in the table.  Python touches only rows that the plan names.
+A steady decode step is two operators over the seats, whatever their number: `decode_inputs` gathers tokens, positions
+and slots, `decode_outputs` takes the sampled tokens back.  Python touches only rows that the plan names.
 
 Tokens of a step lie one sequence after another:   | one for each decoding row | slice | slice | ...
-Step tensors are views into buffers allocated once, so that their addresses never change (CUDA graphs need that).
+The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
+Those of a step with slices are made on the host, save what belongs to decoding rows, in one page of memory.
+
+One plan at a time: `stage` (host only), then whoever owns the Staging sends it, then `begin` (device only), then
+`decode_step` and `gather`, or `mixed_step`; compute; `finish`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.plan import Slice, StepPlan
+from engine.core.plan import StepPlan
+from engine.executor import ops
 from engine.executor.kv_cache import Caches
+from engine.executor.staging import Array, Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +40,28 @@ class Targets:
 
     row: int
     at: int
-    ids: list[int]
+    ids: Tensor  # [.] i64
     top: int
+
+
+class Plans:
+    """Memory of `attention_plan`: a buffer for each kind of attention layer, made when the first of its kind runs."""
+
+    def __init__(self, *, max_seqs: int, max_tokens: int, device: torch.device) -> None:
+        self._most = {"max_seqs": max_seqs, "max_tokens": max_tokens}
+        self._device = device
+        self._buffers: dict[tuple[int, int, int, int], Tensor] = {}
+
+    def buffer(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
+        """[bytes] u8, the same for the same arguments."""
+        key = heads, kv_heads, head_size, window
+        if (found := self._buffers.get(key)) is None:
+            size = ops.attention_plan_bytes(
+                self._device, **self._most, heads=heads, kv_heads=kv_heads, head_size=head_size
+            )
+            # Zeros: a plan may count arrivals in its memory, and leaves its counters at zero for the next launch.
+            found = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,191 +70,360 @@ class StepTensors:
 
     input_ids: Tensor  # [1, T] i64
     position_ids: Tensor  # [1, T] i64
-    slots: Tensor  # [T] i64: where each token's key and value go
+    slots: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
     tables: Tensor  # [max_seqs, max_blocks] i32: the whole mirror, indexed by `rows`
     rows: Tensor  # [S] i32: the table of each sequence
     q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
-    lens: Tensor  # [S] i32: its length with this step's tokens
+    lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
+    decodes: int  # so many sequences, the first ones, have one token each
     caches: Caches
-    logits_at: Tensor | None  # [L] i64: tokens whose logits are wanted; None: all T
+    plans: Plans
+    logits_at: Tensor | None  # [L] i64: tokens whose logits are wanted, those of the N rows first; None: all T
     sample_rows: tuple[int, ...]  # N rows; the same object as long as the set does not change
-    sample_seats: Tensor  # [N] i64: the same rows, on the device
-    sample_at: Tensor | None  # [N] i64: the logits row each samples from; None: row i from logits i
+    sample_seats: Tensor  # [N] i64: the same rows, on the device; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now
+    targets: list[Targets] = field(default_factory=list)
+    planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
+
+    def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
+        """How this step's attention work is shared out; decided once for all layers of a kind."""
+        kind = heads, kv_heads, head_size, window
+        buffer = self.plans.buffer(*kind)
+        if kind not in self.planned:
+            ops.attention_plan(self.q_start, self.lens, self.decodes, *kind, buffer)
+            self.planned.add(kind)
+        return buffer
+
+
+class Shape(NamedTuple):
+    """How large the tensors of a step with slices are."""
+
+    decodes: int  # rows that decode, one token each
+    tokens: int  # of all slices
+    slices: int
+    samples: int  # rows that sample
+    logits: int  # wanted, of theirs and of targets
+
+    def holds(self, other: Shape) -> bool:
+        """Whether padding makes `other` this."""
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
+
+
+class Page(NamedTuple):
+    """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
+
+    One after another in one piece of memory, so that they travel in one copy and a graph finds them again.  What
+    belongs to decoding rows is left open: only the device knows it.
+    """
+
+    ids: Any  # [T] i64
+    positions: Any  # [T] i64
+    slots: Any  # [T] i64; -1: padding
+    logits_at: Any  # [logits] i64
+    sample_seqs: Any  # [samples] i64: the sequence that each sampling row continues
+    seats: Any  # [decodes] i32; -1: padding
+    rows: Any  # [S] i32
+    lens: Any  # [S] i32; 0: padding
+    q_start: Any  # [S + 1] i32
+
+    @classmethod
+    def over(cls, memory: Any, shape: Shape, int32: Any) -> Page:
+        """Views of `memory`, an array or tensor of `words(shape)` int64; int32: what it calls that type."""
+        views, at = [], 0
+        for size, wide in cls._sizes(shape):
+            words = size if wide else -(-size // 2)
+            part = memory[at : at + words]
+            views.append(part if wide else part.view(int32)[:size])
+            at += words
+        return cls(*views)
+
+    @classmethod
+    def words(cls, shape: Shape) -> int:
+        return sum(size if wide else -(-size // 2) for size, wide in cls._sizes(shape))
+
+    @staticmethod
+    def _sizes(shape: Shape) -> list[tuple[int, bool]]:
+        total, seqs = shape.decodes + shape.tokens, shape.decodes + shape.slices
+        wide = [total, total, total, shape.logits, shape.samples]
+        return [(size, True) for size in wide] + [(size, False) for size in (shape.decodes, seqs, seqs, seqs + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A step with slices."""
+
+    shape: Shape
+    page: Page
+    joined: tuple[Tensor, Tensor] | None  # rows i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A plan on its way to the device: what `Batch.begin` needs once it has arrived."""
+
+    seats: Tensor | None  # [max_seqs] i32, where the set changed
+    edits: Tensor | None  # [n, 3] i32: row, index, block
+    mixed: Mixed | None  # None: no slices
+
+
 class Batch:
-    """The mirror.  One plan at a time: `begin`, compute, `finish`."""
+    """The mirror."""
 
     def __init__(self, *, max_seqs: int, max_model_len: int, step_tokens: int, block_size: int, caches: Caches) -> None:
         device = caches[0][0].device
         self._caches = caches
-        self._shift = block_size.bit_length() - 1  # block sizes are powers of two
-        self._mask = block_size - 1
-        self._device = device
-        most = max(step_tokens, max_seqs)
+        self._block_size = block_size
+        self._most_tokens = max(step_tokens, max_seqs)
+        self._plans = Plans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
         self.tables = torch.zeros(max_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._seat_of = torch.zeros(most, dtype=torch.int64, device=device)  # the row each token belongs to
-        self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self.seats = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
+        self._sample_seats = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # as sampling wants them
+        self._ids, self._positions, self._slots, self._known = torch.zeros(
+            4, max_seqs, dtype=torch.int64, device=device
+        )
+        self._rows, self._lens = torch.zeros(2, max_seqs, dtype=torch.int32, device=device)
         self._q_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)  # q_start of pure decode
-        self._reset_rows()
-
-    def _reset_rows(self) -> None:
-        self._decoding: dict[int, None] = {}  # an ordered set
-        self._changed = True
-        self._order: tuple[int, ...] = ()
-        self._seats = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._host_seats = np.full(max_seqs, -1, dtype=np.int32)
+        self._host_tables = np.zeros(self.tables.shape, dtype=np.int32)  # as `tables`, to find the slots of slices
+        self.shapes: list[Shape] = []  # steps with slices are padded to one of these where one holds them
+        self.reset()
 
     def reset(self) -> None:
         """Free every row."""
-        self._reset_rows()
+        self._order: list[int] = []  # rows that decode, as in `seats`
+        self._place: dict[int, int] = {}  # row -> where it stands there
+        self.rows: tuple[int, ...] = ()  # the same, shared by all steps until it changes
+        self._host_seats[:] = -1
+        self._changed = True
 
-    def begin(self, plan: StepPlan) -> StepTensors | None:
-        """Apply the plan to the mirror and lay out its tokens.  None: nothing to compute.
+    # ---------------------------------------------------------------------------------------------------- on the host
 
+    def stage(self, plan: StepPlan, staging: Staging) -> Staged | None:
+        """Take the plan in and put what the device must learn of it.  None: nothing to compute.
+
+        The page of a step with slices is put first: pages of one shape always lie at the same addresses.
         Raises ValueError, with the mirror in an undefined state, when the plan does not fit the buffers.
         """
         for row in plan.freed_rows:
-            self._changed |= row in self._decoding
-            self._decoding.pop(row, None)
-        for start in plan.starts:
-            self._set_table(start.row, start.table)
-        if plan.edits:
-            edits = torch.tensor(plan.edits, dtype=torch.int64, device=self._device)
-            self.tables[edits[:, 0], edits[:, 1]] = edits[:, 2].int()
-        if self._changed:
-            self._order = tuple(self._decoding)
-            self._seats = torch.tensor(self._order, dtype=torch.int64, device=self._device)
-            self._rows[: len(self._order)] = self._seats
-            self._changed = False
-        if not plan.slices:
-            return self._decode_only() if self._order else None
-        step = self._mixed(plan)
-        for fork in plan.forks:
-            self._set_table(fork.row, fork.table)
-        joined = [piece.row for piece in plan.slices if piece.sampler] + [fork.row for fork in plan.forks]
-        if joined:
-            self._decoding.update(dict.fromkeys(joined))
-            self._changed = True
-        return step
-
-    def finish(self, step: StepTensors, tokens: Tensor) -> None:
-        """Remember the tokens [N] i64 that this step sampled: they are the next step's input."""
-        self.token[step.sample_seats] = tokens
-        self.position[step.sample_seats] = step.known
-
-    def _set_table(self, row: int, table: list[int]) -> None:
-        if len(table) > self.tables.shape[1]:
-            raise ValueError(f"row {row}: a table of {len(table)} blocks, the mirror holds {self.tables.shape[1]}")
-        self.tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32, device=self._device)
-
-    def _fill_decoding(self) -> int:
-        n = len(self._order)
-        torch.index_select(self.token, 0, self._seats, out=self._ids[:n])
-        torch.index_select(self.position, 0, self._seats, out=self._positions[:n])
-        return n
-
-    def _find_slots(self, seats: Tensor, tokens: int) -> Tensor:
-        position = self._positions[:tokens]
-        block = self.tables[seats, position >> self._shift]
-        slots = self._slots[:tokens]
-        torch.add(block.long() << self._shift, position & self._mask, out=slots)
-        return slots
-
-    def _decode_only(self) -> StepTensors:
-        n = self._fill_decoding()
-        known = self._positions[:n] + 1
-        self._lens[:n] = known
-        return StepTensors(
-            input_ids=self._ids[None, :n],
-            position_ids=self._positions[None, :n],
-            slots=self._find_slots(self._seats, n),
-            tables=self.tables,
-            rows=self._rows[:n],
-            q_start=self._one_each[: n + 1],
-            lens=self._lens[:n],
-            caches=self._caches,
-            logits_at=None,
-            sample_rows=self._order,
-            sample_seats=self._seats,
-            sample_at=None,
-            known=known,
-            targets=[],
-        )
-
-    def _mixed(self, plan: StepPlan) -> StepTensors:
-        slices = plan.slices
-        decoding = self._fill_decoding()
-        total = decoding + sum(len(piece.token_ids) for piece in slices)
-        sequences = decoding + len(slices)
-        if total > len(self._ids) or sequences > len(self._rows):
-            raise ValueError(
-                f"a step of {total} tokens in {sequences} rows, the buffers hold {len(self._ids)} in {len(self._rows)}"
-            )
-        fresh = [token for piece in slices for token in piece.token_ids]
-        self._ids[decoding:total] = torch.tensor(fresh, dtype=torch.int64)
-        self._seat_of[:decoding] = self._seats
-        ends = self._lay_out(slices, decoding)
-        self._rows[decoding:sequences] = torch.tensor([piece.row for piece in slices], dtype=torch.int32)
-        self._q_start[: decoding + 1] = self._one_each[: decoding + 1]
-        self._q_start[decoding + 1 : sequences + 1] = torch.tensor(ends, dtype=torch.int32)
-        last = self._q_start[1 : sequences + 1].long() - 1  # the last token of each sequence
-        self._lens[:sequences] = self._positions[last] + 1
-
-        # Logits are wanted of every decoding row, of every token with a target, and of the last token of a slice that
-        # samples.  A fork reads the logits of its parent.
-        wanted = list(range(decoding))
-        rows, sample_at, parents = list(self._order), list(range(decoding)), {}
-        targets = []
-        for piece, end in zip(slices, ends, strict=True):
-            first = end - len(piece.token_ids)
-            if piece.targets:
-                targets.append(Targets(piece.row, len(wanted), piece.targets, piece.top))
-                wanted += range(first, first + len(piece.targets))
+            self._leave(row)
+        edits = self._edits(plan)
+        if edits is not None:
+            self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
+        decoding = len(self._order)
+        for piece in plan.slices:
             if piece.sampler:
-                if not wanted or wanted[-1] != end - 1:
-                    wanted.append(end - 1)
-                parents[piece.row] = len(wanted) - 1
-                rows.append(piece.row)
-                sample_at.append(len(wanted) - 1)
+                self._join(piece.row)
         for fork in plan.forks:
-            rows.append(fork.row)
-            sample_at.append(parents[fork.parent])
-        logits_at = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        # Mostly every wanted row samples, once: then there is nothing to pick, and the logits need no copy.
-        pick = sample_at != list(range(len(wanted)))
-        at = torch.tensor(sample_at, dtype=torch.int64, device=self._device) if pick else None
+            self._join(fork.row)
+        mixed = self._mix(plan, decoding, staging) if plan.slices else None
+        seats = None
+        if self._changed:
+            self._changed = False
+            self.rows = tuple(self._order)
+            seats = staging.put(self._host_seats)
+        if mixed is None and not decoding and seats is None and edits is None:
+            return None
+        return Staged(seats, staging.put(edits) if edits is not None else None, mixed)
+
+    def _join(self, row: int) -> None:
+        self._host_seats[len(self._order)] = row
+        self._place[row] = len(self._order)
+        self._order.append(row)
+        self._changed = True
+
+    def _leave(self, row: int) -> None:
+        """Whoever stands last takes the place of the one who goes."""
+        if (at := self._place.pop(row, None)) is None:
+            return
+        last = self._order.pop()
+        if last != row:
+            self._order[at] = last
+            self._host_seats[at] = last
+            self._place[last] = at
+        self._host_seats[len(self._order)] = -1
+        self._changed = True
+
+    def _edits(self, plan: StepPlan) -> Array | None:
+        """[n, 3] i32: every table entry that the plan sets."""
+        tables = [(start.row, start.table) for start in plan.starts if start.table]
+        tables += [(fork.row, fork.table) for fork in plan.forks]
+        if not tables and not plan.edits:
+            return None
+        sizes = [len(table) for _, table in tables]
+        for (row, _), size in zip(tables, sizes, strict=True):
+            if size > self.tables.shape[1]:
+                raise ValueError(f"row {row}: a table of {size} blocks, the mirror holds {self.tables.shape[1]}")
+        total = sum(sizes)
+        edits = np.empty((total + len(plan.edits), 3), dtype=np.int32)
+        if tables:
+            edits[:total, 0] = np.repeat([row for row, _ in tables], sizes)
+            edits[:total, 1] = ramps(np.zeros(len(sizes), dtype=np.int64), sizes)
+            edits[:total, 2] = np.fromiter(chain.from_iterable(table for _, table in tables), np.int32, total)
+        if plan.edits:
+            edits[total:] = plan.edits
+        return edits
+
+    def _mix(self, plan: StepPlan, decoding: int, staging: Staging) -> Mixed:
+        slices = plan.slices
+        sizes = [len(piece.token_ids) for piece in slices]
+        samples = len(self._order)
+        exact = Shape(decoding, sum(sizes), len(slices), samples, samples + sum(len(piece.targets) for piece in slices))
+        if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.seats):
+            raise ValueError(
+                f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} rows, "
+                f"the buffers hold {self._most_tokens} in {len(self.seats)}"
+            )
+        fits = [shape for shape in self.shapes if shape.holds(exact)] if exact.logits == samples else []
+        shape = min(fits, default=exact)
+        memory, page = blank(shape)
+        page.seats[:decoding] = self._host_seats[:decoding]
+        starts = np.array([piece.start for piece in slices], dtype=np.int64)
+        rows = np.array([piece.row for piece in slices], dtype=np.int64)
+        positions = ramps(starts, sizes)
+        blocks = self._host_tables[np.repeat(rows, sizes), positions // self._block_size].astype(np.int64)
+        fresh = slice(shape.decodes, shape.decodes + exact.tokens)
+        page.ids[fresh] = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, exact.tokens)
+        page.positions[fresh] = positions
+        page.slots[fresh] = blocks * self._block_size + positions % self._block_size
+        sequences = slice(shape.decodes, shape.decodes + len(slices))
+        page.rows[sequences] = rows
+        page.lens[sequences] = starts + sizes
+        ends = shape.decodes + np.cumsum(sizes)
+        page.q_start[shape.decodes + 1 :] = ends[-1]
+        page.q_start[shape.decodes + 1 :][: len(slices)] = ends
+
+        # Logits are wanted of every row that samples, in the order of the seats: decoding rows, slices that reach their
+        # last known token, forks, which read their parents' once more; then of every token with a target.
+        number = {piece.row: i for i, piece in enumerate(slices) if piece.sampler}
+        asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
+        page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)
+        page.logits_at[decoding:samples] = ends[asking] - 1
+        page.sample_seqs[decoding:samples] = np.array(asking, dtype=np.int64) + shape.decodes
+        at, wanted = samples, []
+        for piece, end, size in zip(slices, ends.tolist(), sizes, strict=True):
+            if piece.targets:
+                wanted.append((piece, at))
+                page.logits_at[at : at + len(piece.targets)] = np.arange(end - size, end - size + len(piece.targets))
+                at += len(piece.targets)
+
+        there = Page.over(staging.put(memory), shape, torch.int32)
+        targets = [
+            Targets(piece.row, at, staging.put(np.array(piece.targets, dtype=np.int64)), piece.top)
+            for piece, at in wanted
+        ]
+        joined = None
+        if asking:
+            last = (starts + sizes - 1)[asking]
+            joined = staging.put(np.array(self._order[decoding:], dtype=np.int64)), staging.put(last)
+        return Mixed(shape, there, joined, targets)
+
+    # -------------------------------------------------------------------------------------------------- on the device
+
+    def begin(self, staged: Staged) -> None:
+        """Bring the mirror up to date.  What was put must have been sent."""
+        if staged.seats is not None:
+            self.seats.copy_(staged.seats)
+            self._sample_seats.copy_(staged.seats)
+        if staged.edits is not None:
+            ops.apply_edits(staged.edits, self.tables)
+        if staged.mixed is not None and staged.mixed.joined is not None:
+            self.position.index_copy_(0, *staged.mixed.joined)
+
+    def decode_step(self, size: int) -> StepTensors:
+        """A step of nothing but the first `size` seats; those behind the decoding rows compute nothing.
+
+        Its tensors mean something after `gather`."""
         return StepTensors(
-            input_ids=self._ids[None, :total],
-            position_ids=self._positions[None, :total],
-            slots=self._find_slots(self._seat_of[:total], total),
+            input_ids=self._ids[None, :size],
+            position_ids=self._positions[None, :size],
+            slots=self._slots[:size],
             tables=self.tables,
-            rows=self._rows[:sequences],
-            q_start=self._q_start[: sequences + 1],
-            lens=self._lens[:sequences],
+            rows=self._rows[:size],
+            q_start=self._q_start[: size + 1],
+            lens=self._lens[:size],
+            decodes=size,
             caches=self._caches,
-            logits_at=logits_at,
-            sample_rows=tuple(rows),
-            sample_seats=torch.tensor(rows, dtype=torch.int64, device=self._device),
-            sample_at=at,
-            known=self._positions[logits_at if at is None else logits_at[at]] + 1,
-            targets=targets,
+            plans=self._plans,
+            logits_at=None,
+            sample_rows=self.rows,
+            sample_seats=self._sample_seats[:size],
+            known=self._known[:size],
         )
 
-    def _lay_out(self, slices: list[Slice], offset: int) -> list[int]:
-        """Write position and row of every token of the slices, from `offset` on.  Returns where each slice ends."""
-        ends = []
-        for piece in slices:
-            end = offset + len(piece.token_ids)
-            torch.arange(piece.start, piece.start + len(piece.token_ids), out=self._positions[offset:end])
-            self._seat_of[offset:end] = piece.row
-            ends.append(offset := end)
-        return ends
+    def gather(self, step: StepTensors) -> None:
+        """Fill a decode_step."""
+        ids, positions = step.input_ids[0], step.position_ids[0]
+        self._decode_inputs(self.seats[: step.decodes], ids, positions, step.slots, step.rows, step.lens)
+        torch.add(positions, 1, out=step.known)
+
+    def mixed_step(self, mixed: Mixed) -> StepTensors:
+        """A step with slices, filled."""
+        shape, page = mixed.shape, mixed.page
+        if shape.decodes:
+            self._decode_inputs(page.seats, page.ids, page.positions, page.slots, page.rows, page.lens)
+        known = self._known[: shape.samples]
+        known.copy_(page.lens.index_select(0, page.sample_seqs))
+        return StepTensors(
+            input_ids=page.ids[None],
+            position_ids=page.positions[None],
+            slots=page.slots,
+            tables=self.tables,
+            rows=page.rows,
+            q_start=page.q_start,
+            lens=page.lens,
+            decodes=shape.decodes,
+            caches=self._caches,
+            plans=self._plans,
+            logits_at=page.logits_at,
+            sample_rows=self.rows,
+            sample_seats=self._sample_seats[: shape.samples],
+            known=known,
+            targets=mixed.targets,
+        )
+
+    def idle_step(self, shape: Shape, staging: Staging) -> Mixed:
+        """A step of that shape and of no effect: it writes to no slot and attends to nothing."""
+        staging.begin()
+        page = Page.over(staging.put(blank(shape)[0]), shape, torch.int32)
+        staging.send()
+        return Mixed(shape, page, None, [])
+
+    def finish(self, tokens: Tensor) -> None:
+        """Remember the tokens [N] i64 that the first N seats sampled: they are the next step's input."""
+        ops.decode_outputs(self.seats[: len(tokens)], tokens, self.token, self.position)
+
+    def _decode_inputs(
+        self, seats: Tensor, ids: Tensor, positions: Tensor, slots: Tensor, rows: Tensor, lens: Tensor
+    ) -> None:
+        count = len(seats)
+        ops.decode_inputs(
+            seats,
+            self.token,
+            self.position,
+            self.tables,
+            self._block_size,
+            ids=ids[:count],
+            positions=positions[:count],
+            slots=slots[:count],
+            rows=rows[:count],
+            lens=lens[:count],
+        )
+
+
+def blank(shape: Shape) -> tuple[Array, Page]:
+    """A page of nothing but padding, and the memory it lies in."""
+    memory = np.zeros(Page.words(shape), dtype=np.int64)
+    page = Page.over(memory, shape, np.int32)
+    page.slots[:] = -1
+    page.seats[:] = -1
+    page.q_start[:] = np.minimum(np.arange(len(page.q_start)), shape.decodes)
+    return memory, page
+
+
+def ramps(starts: Array, sizes: list[int]) -> Array:
+    """starts[0], starts[0] + 1, ... (sizes[0] of them), starts[1], starts[1] + 1, ..."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)

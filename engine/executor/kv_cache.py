@@ -1,6 +1,6 @@
 """The KV cache: one pair of tensors a layer, allocated once; how many blocks fit.
 
-k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model
+k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 (8 bits) with a scale for each head
                         |     |        |       └ one head's vector, contiguous
                         |     |        └ token in the block, so a head's block is one contiguous run to read
                         |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
@@ -10,6 +10,7 @@ k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from engine.executor.errors import NotEnoughMemory
 
 GIB = 1 << 30
 CPU_DEFAULT_GIB = 1.0
-GPU_FREE_FRACTION = 0.9  # the rest is for activations
+GRAPH_BYTES = 2 * GIB  # for the CUDA graphs of the batch sizes worth one; a guess that left 10 GiB of an H200 unused
+GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kernels not loaded yet
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,16 @@ class KVShape:
     head_size: int
 
 
-Caches = list[tuple[Tensor, Tensor]]  # (k, v) of each layer
+class LayerCache(NamedTuple):
+    """What one layer remembers."""
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None  # [2, Hkv] f32, keys' and values', of an e4m3 cache: number = stored * scale
+
+
+Caches = list[LayerCache]
+KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # others: the model's own
 
 
 def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
@@ -45,8 +56,11 @@ def blocks_that_fit(
     kv_blocks: int,
     kv_memory_gib: float,
     device: torch.device,
+    activations: int,
 ) -> int:
     """How many KV blocks to allocate: `kv_blocks` where set, else as many as the memory holds.
+
+    activations: bytes that a step takes beside weights and cache.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """
@@ -55,7 +69,7 @@ def blocks_that_fit(
         if kv_memory_gib > 0:
             budget = kv_memory_gib * GIB
         elif device.type == "cuda":
-            budget = torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION
+            budget = max(0, torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION - GRAPH_BYTES - activations)
         else:
             budget = CPU_DEFAULT_GIB * GIB
         kv_blocks = int(budget // block_bytes)
@@ -75,9 +89,11 @@ def allocate(
     """All the KV memory there will ever be.  Written once here, so that the pages really exist before traffic does."""
     try:
         return [
-            (
+            LayerCache(
                 torch.empty(blocks, layer.heads, block_size, layer.head_size, dtype=dtype, device=device).fill_(fill),
                 torch.empty(blocks, layer.heads, block_size, layer.head_size, dtype=dtype, device=device).fill_(fill),
+                # Keys and values of trained models lie within e4m3's range of 448: nothing is calibrated.
+                torch.ones(2, layer.heads, device=device) if dtype == torch.float8_e4m3fn else None,
             )
             for layer in layers
         ]

@@ -1,121 +1,122 @@
-"""The executor in this process: a worker on a thread of its own.
+"""The executor in this process: a worker, called by the loop's own thread.
 
-While torch, which lets go of the interpreter inside its kernels, computes a step, the bus thread and, with `depth` 2,
-the engine's loop go on.  Plans go in through one queue and results come out of another, in order.
+On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released: a thread in
+between would cost a hand-over per step and gain nothing.  On a CPU torch computes
+inside `submit` and lets go of the interpreter there; the bus thread goes on meanwhile.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from queue import SimpleQueue
-from threading import Thread
+import time
+from collections import deque
 
 import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import Executor, ModelInfo, StepError
-from engine.executor.kv_cache import bytes_per_token
+from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
+from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin
 from engine.executor.models.hf import load_model, one_line
 from engine.executor.models.weights import fingerprint
-from engine.executor.worker import Worker
+from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
 log = logging.getLogger(__name__)
+
+# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU wants many rows in a step: a roofline of 1,000
+# prompts at once, 8B, says that 256 seats would cost 6 % against 1024, and 1024 tokens a step 1.5 % against 8192.
+SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
 class LocalExecutor:
     """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
-    Everything that touches torch, loading included, happens on the executor's own thread.  OpenMP keeps a team of
-    threads for each thread that ever computed; with a second team the runtime takes the machine for oversubscribed and
-    sends waiting threads to sleep at every barrier.  Measured on 2 cores, the products of a 42M-parameter model, one
-    team against two: 2.4 ms against 7.7 ms a step at batch 1, 3.3 ms against 9.1 ms at batch 64.
+    Load it on the thread that will use it.  OpenMP keeps a team of threads for each thread that ever computed; with a
+    second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every barrier.
+    Measured on 2 cores, the products of a 42M-parameter model, one team against two: 2.4 ms against 7.7 ms a step at
+    batch 1, 3.3 ms against 9.1 ms at batch 64.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model, take the KV memory, start.  Raises ModelLoadError."""
-        self._plans: SimpleQueue[StepPlan | None] = SimpleQueue()
-        self._results: SimpleQueue[StepResult | Exception] = SimpleQueue()
-        self._started: SimpleQueue[tuple[ModelInfo, int, torch.device] | BaseException] = SimpleQueue()
-        self._in_flight = 0
-        self._failure: Exception | None = None  # until it is collected, further steps are not run
-        self._thread = Thread(target=self._serve, args=(config,), name="executor", daemon=True)
-        self._thread.start()
-        started = self._started.get()
-        if isinstance(started, BaseException):
-            self._thread.join()
-            raise started
-        self.info, self.blocks, device = started
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = auto if config.device == "auto" else config.device
+        self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
+        started = time.monotonic()
+        model = load_model(
+            config.model or str(builtin.builtin()),
+            dtype=config.dtype,
+            device=torch.device(kind),
+            max_model_len=config.max_model_len,
+            random=config.load == "random",
+        )
+        loaded = time.monotonic()
+        self.info = ModelInfo(
+            name=config.served_name or config.model or builtin.NAME,
+            fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_ids=model.eos_ids,
+            kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+        )
+        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
+        self.blocks = self._worker.blocks
+        log.info("model in %.1f s, memory and graphs in %.1f s", loaded - started, time.monotonic() - loaded)
+        if kind == "cuda":
+            log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
         # A device computes step N while Python plans N+1.  On a CPU both want the same cores: planning ahead gains
         # nothing (5.5 to 5.8 ms a token at batch 1 with depth 1, 5.6 to 6.0 with 2), computes a row too many after each
         # stop token, and lets whoever arrives during step N wait for N+1 as well.
-        self.depth = 1 if device.type == "cpu" else 2
+        self.depth = 1 if kind == "cpu" else GPU_DEPTH
+        self._in_flight: deque[Pending | Exception] = deque()
+        # What is loaded stays: the collector need not walk through it again and again while tokens wait.
+        gc.collect()
+        gc.freeze()
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one step; returns at once.  At most `depth` may be in flight."""
-        if self._in_flight >= self.depth:
-            raise RuntimeError(f"{self._in_flight} steps in flight: collect one first")
-        self._in_flight += 1
-        self._plans.put(plan)
+        """Start one step; on a GPU returns at once.  At most `depth` may be in flight."""
+        if len(self._in_flight) >= self.depth:
+            raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
+        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its rows are lost: what follows is void
+            self._in_flight.append(self._in_flight[-1])
+            return
+        assert self._worker is not None
+        try:
+            self._in_flight.append(self._worker.launch(plan))
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self._in_flight.append(error)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void."""
+        """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
+
+        Raises ExecutorLost when the device does not answer any more.
+        """
         if not self._in_flight:
             raise RuntimeError("no step in flight")
-        self._in_flight -= 1
-        result = self._results.get()
-        if isinstance(result, StepResult):
-            return result
-        while self._in_flight:  # what was queued behind it comes out void
-            self._in_flight -= 1
-            self._results.get()
-        self._failure = None  # nothing is queued now
-        raise StepError(one_line(result)) from result
+        assert self._worker is not None
+        step = self._in_flight.popleft()
+        if isinstance(step, Pending):
+            try:
+                return self._worker.collect(step)
+            except Exception as error:
+                log.exception("step %d failed", step.step)
+                step = error
+        self._in_flight.clear()
+        try:
+            self._worker.reset()
+        except RuntimeError as error:  # after a fault in a kernel every call fails, for as long as the process lives
+            raise ExecutorLost(f"the GPU is lost to this process: {one_line(step)}") from error
+        raise StepError(one_line(step)) from step
 
     def close(self) -> None:
-        """Finish the steps in flight, stop the thread."""
-        self._plans.put(None)
-        self._thread.join()
-
-    def _serve(self, config: EngineConfig) -> None:
-        try:
-            torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
-            worker, info = _start(config)
-        except BaseException as error:
-            self._started.put(error)
-            return
-        self._started.put((info, worker.blocks, worker.device))
-        while (plan := self._plans.get()) is not None:
-            if self._failure is None:
-                try:
-                    self._results.put(worker.run(plan))
-                    continue
-                except Exception as error:
-                    log.exception("step %d failed", plan.step)
-                    self._failure = error
-                    worker.reset()
-            self._results.put(self._failure)
-
-
-def _start(config: EngineConfig) -> tuple[Worker, ModelInfo]:
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(
-        config.model or str(builtin.builtin()),
-        dtype=config.dtype,
-        device=torch.device(auto if config.device == "auto" else config.device),
-        max_model_len=config.max_model_len,
-    )
-    info = ModelInfo(
-        name=config.served_name or config.model or builtin.NAME,
-        fingerprint=fingerprint(model.directory, model.dtype),
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        eos_ids=model.eos_ids,
-        kv_bytes_per_token=bytes_per_token(model.layers, model.dtype),
-    )
-    return Worker(config, model), info
+        """Drop the steps in flight and let go of all memory."""
+        self._in_flight.clear()
+        self._worker = None
 
 
 def load(config: EngineConfig) -> Executor:

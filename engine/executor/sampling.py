@@ -1,4 +1,4 @@
-"""Logits -> tokens, for all rows of a step at once; what a row asks for sits in tables on the device.
+"""Logits -> tokens, for all rows of a step at once; what a row asks for sits in a table on the device.
 
 Order of operations on a row's logits (float32), the one transformers uses where it has the same control:
 
@@ -11,15 +11,26 @@ Every filter keeps an *upper set* of the weights w (all tokens at least as likel
 come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
 
 The draw: u = hash(seed, sibling, output position) in [0, 1), then the first token, in vocabulary order, at which the
-running sum of w passes u * total.  Sums run in float64 in an order that depends on the vocabulary size alone, so a
-token is a function of (logits, seed, sibling, position): preemption, batch mates and crashes do not change it.
+running sum of w passes u * total.  Sums are of integers (csrc/sampling.h), so a token is a function of (logits, seed,
+sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
+
+All of that is one operator, `ops.sample`.  Here is what it reads:
+
+    table [max_seqs, 8] i64      a RECORD for each seat, on the device
+      seat 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
+                       bias ───> line [V] f32   logit_bias, only where asked for
+
+Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
+the one table.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,343 +38,232 @@ from engine.core.plan import Sampler
 from engine.executor import ops
 from engine.wire.messages import Sampling, TokenLogprob
 
-NEVER = float("-inf")
-LANES = 256  # the vocabulary is padded to a multiple of this: sums go lane by lane, then over whole groups
 TARGET_ROWS = 64  # prompt positions whose float32 log-softmax exists at one time
 
-# columns of the integer and of the float table
-SEED, SIBLING, PROMPT_LEN, TOP_K, MIN_TOKENS = range(5)
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+# sampling::Seat of csrc/sampling.h
+RECORD = np.dtype(
+    [
+        ("seed", "<i8"),
+        ("marks", "<u8"),
+        ("bias", "<u8"),
+        ("sibling", "<i4"),
+        ("prompt_len", "<i4"),
+        ("top_k", "<i4"),
+        ("min_tokens", "<i4"),
+        ("scale", "<f4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("repetition", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+    ]
+)
+WORDS = RECORD.itemsize // 8
+COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
+
+# bits of a mark; the lower ones count the token in the output
+IN_PROMPT, STOP, FORBIDDEN = 1 << 31, 1 << 30, 1 << 29
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What N rows got, in the order they were given."""
+class Lines:
+    """Vectors of one number per token of the vocabulary, for the rare rows that need one.
 
-    tokens: Tensor  # [N] i64; 0 where `finite` is false
-    finite: Tensor  # [N] bool: false where the row's logits held NaN or infinity, or masks left no token
-    logprobs: dict[int, TokenLogprob]  # by row, where asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Which filters any row of a group uses; the others cost nothing."""
-
-    top_k: bool
-    top_p: bool
-    min_p: bool
-
-    @property
-    def any(self) -> bool:
-        return self.top_k or self.top_p or self.min_p
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Everything about a set of rows that holds as long as the set does.
-
-    Positions `i` below count within the rows given (N of them), positions `j` within `worked` (M of them).
+    Taken from chunks that double, so there are as many as ever were in use together, and none ever moves.
     """
 
-    rows: tuple[int, ...]
-    plain: Tensor | None  # [.] i: rows whose token is the argmax of the raw logits; None: all are
-    worked: Tensor | None  # [M] i: rows whose logits are adjusted or drawn from; None: all are
-    greedy: Tensor  # [.] j: adjusted rows with temperature 0
-    drawn: Tensor  # [.] j: rows with temperature > 0
-    ints: Tensor  # [M, 5] i64
-    floats: Tensor  # [M, 6] f32
-    penalised: Tensor  # [P] j
-    counts_at: Tensor  # [P]: where the counts of those rows are
-    bias: tuple[Tensor, Tensor, Tensor] | None  # [B] j, [B] token, [B] added
-    allowed: tuple[Tensor, Tensor] | None  # [A] j, [A, V] bool
-    waiting: tuple[Tensor, Tensor] | None  # [W] j, [W] token that must not come before min_tokens
-    reported: list[tuple[int, int, int]]  # (i, row, top k) of rows that report logprobs
-    wishes: Wishes
+    def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._dtype = dtype
+        self._device = device
+        self._have = 0
+        self._spare: list[Tensor] = []
+
+    def take(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """A line [V] with these values, copied without waiting for the device."""
+        if not self._spare:
+            more = max(4, self._have)
+            width = -(-self._vocab // 8) * 8  # every line starts at a multiple of 16 bytes
+            chunk = torch.empty(more, width, dtype=self._dtype, device=self._device)
+            self._spare = list(chunk[:, : self._vocab])
+            self._have += more
+        line = self._spare.pop()
+        send(torch.from_numpy(values), line)
+        return line
+
+    def give(self, line: Tensor) -> None:
+        self._spare.append(line)
+
+
+def send(values: Tensor, to: Tensor) -> None:
+    """Copy from the host, in stream order; the host does not wait, and `values` may change at once."""
+    if to.is_cuda:
+        values = values.pin_memory()  # torch keeps the pinned copy until the device has read it
+    to.copy_(values, non_blocking=True)
 
 
 class SamplerBank:
-    """What each seated row asks for.  `seat` before its first sample, `free` when it leaves; `sample` every step."""
+    """What each seated row asks for.  `seat` before its first sample, `free` when it leaves.
+
+    A step: seats and frees, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so it may be
+    recorded in a CUDA graph: one for `general` false and one for true, for each N.  A recorded graph serves whoever is
+    seated later.  Which of the two: `general`; both give the same tokens where it is false.
+    """
 
     def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
-        self._ints = torch.zeros(max_seqs, 5, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(max_seqs, 6, dtype=torch.float32, device=device)
-        # Token counts of rows with penalties.  Such rows are rare and a vocabulary is large, so the pool grows to the
-        # number of them that ever ran together.
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._in_output = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
+        self._records = np.zeros(max_seqs, RECORD)
+        self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, WORDS))
+        # On a CPU this is the same memory, and there is nothing to flush.
+        self._table = self._words.to(device)
+        self._marks = Lines(vocab_size, torch.int32, device)
+        self._biases = Lines(vocab_size, torch.float32, device)
+        self._held: dict[int, list[tuple[Lines, Tensor]]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Free every row."""
-        self._samplers: dict[int, Sampler] = {}
-        self._counts: dict[int, int] = {}  # row -> index in the count pool
-        self._spare = list(range(len(self._in_prompt)))
-        self._group: Group | None = None
+        for row in list(self._held):
+            self._give_back(row)
+        self._general: set[int] = set()
+        self._top_logprobs: dict[int, int] = {}
+        self._changed: set[int] = set()
+
+    @property
+    def general(self) -> bool:
+        """Whether any seated row wants more than the likeliest token of its raw logits.  Costs nothing to ask."""
+        return bool(self._general)
+
+    @property
+    def reporting(self) -> bool:
+        """Whether any seated row wants logprobs.  Costs nothing to ask."""
+        return bool(self._top_logprobs)
 
     def seat(self, row: int, sampler: Sampler) -> None:
+        """Takes effect with the next `flush`."""
         self.free(row)
-        self._samplers[row] = sampler
         s = sampler.sampling
-        self._ints[row] = torch.tensor([s.seed, sampler.sibling, sampler.prompt_len, s.top_k, s.min_tokens])
-        self._floats[row] = torch.tensor(
-            [s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
-        )
-        if has_penalty(s):
-            self._count_history(row, sampler)
+        record = self._records[row]
+        record["seed"], record["sibling"], record["prompt_len"] = s.seed, sampler.sibling, sampler.prompt_len
+        record["top_k"] = s.top_k if s.top_k < self._vocab else 0
+        record["min_tokens"] = s.min_tokens
+        record["scale"] = min(math.log2(math.e) / s.temperature, COLDEST) if s.temperature > 0 else 0
+        record["top_p"], record["min_p"] = s.top_p, s.min_p
+        record["repetition"] = s.repetition_penalty
+        record["presence"], record["frequency"] = s.presence_penalty, s.frequency_penalty
+        record["marks"] = record["bias"] = 0
+        lines = []
+        if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids):
+            lines.append((self._marks, self._marks.take(self._mark(sampler))))
+            record["marks"] = lines[-1][1].data_ptr()
+        if s.logit_bias:
+            bias = np.zeros(self._vocab, np.float32)
+            for token, added in s.logit_bias:
+                bias[token] += added
+            lines.append((self._biases, self._biases.take(bias)))
+            record["bias"] = lines[-1][1].data_ptr()
+        if lines:
+            self._held[row] = lines
+        if s.temperature > 0 or lines:
+            self._general.add(row)
+        if s.logprobs >= 0:
+            self._top_logprobs[row] = min(s.logprobs, self._vocab)
+        self._changed.add(row)
 
     def free(self, row: int) -> None:
         """Forget a row; harmless when it never sampled."""
-        self._samplers.pop(row, None)
-        if (index := self._counts.pop(row, None)) is not None:
-            self._spare.append(index)
+        self._give_back(row)
+        self._general.discard(row)
+        self._top_logprobs.pop(row, None)
 
-    def _count_history(self, row: int, sampler: Sampler) -> None:
-        if not self._spare:
-            have = len(self._in_prompt)
-            more = max(4, have)
-            self._in_prompt = torch.cat([self._in_prompt, self._in_prompt.new_zeros(more, self._vocab)])
-            self._in_output = torch.cat([self._in_output, self._in_output.new_zeros(more, self._vocab)])
-            self._spare = list(range(have, have + more))
-        index = self._counts[row] = self._spare.pop()
-        history = torch.tensor(sampler.history, dtype=torch.int64, device=self._device)
-        self._in_prompt[index] = False
-        self._in_prompt[index, history[: sampler.prompt_len]] = True
-        self._in_output[index] = torch.bincount(history[sampler.prompt_len :], minlength=self._vocab)
+    def _give_back(self, row: int) -> None:
+        for lines, line in self._held.pop(row, ()):
+            lines.give(line)
 
-    def sample(self, logits: Tensor, rows: tuple[int, ...], known: Tensor) -> Sampled:
-        """Choose one token for each row.
+    def _mark(self, sampler: Sampler) -> npt.NDArray[np.int32]:
+        s = sampler.sampling
+        marks = np.zeros(self._vocab, np.uint32)
+        if has_penalty(s):
+            history = np.asarray(sampler.history, np.int64)
+            marks += np.bincount(history[sampler.prompt_len :], minlength=self._vocab).astype(np.uint32)
+            marks[history[: sampler.prompt_len]] |= np.uint32(IN_PROMPT)
+        if s.allowed_token_ids:
+            forbidden = np.ones(self._vocab, bool)
+            forbidden[s.allowed_token_ids] = False
+            marks[forbidden] |= np.uint32(FORBIDDEN)
+        if s.min_tokens:
+            marks[sampler.stop_ids] |= np.uint32(STOP)
+        return marks.view(np.int32)
 
-        logits [N, V] of the model's dtype, not changed; rows N seated rows, the same tuple object while the set does
-        not change (what is derived from the set is kept); known [N] i64, tokens before the one chosen now.
+    def flush(self) -> None:
+        """Tell the device what `seat` changed: one copy and one scatter, if anything changed; never waits."""
+        if self._changed and self._table.is_cuda:
+            rows = torch.tensor(sorted(self._changed), dtype=torch.int64)
+            staged = torch.empty(len(rows), 1 + WORDS, dtype=torch.int64, device=self._device)
+            send(torch.cat([rows[:, None], self._words[rows]], 1), staged)
+            self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
+        self._changed.clear()
+
+    def run(self, logits: Tensor, seats: Tensor, known: Tensor, tokens: Tensor, finite: Tensor, general: bool) -> None:
+        """Choose one token for each row; only launches.
+
+        logits [N, V] of the model's dtype, not changed; seats [N] i64, the row each samples for, -1 where N is padded
+        (then the token is 0 and finite true); known [N] i64, tokens before the one chosen now; tokens [N] i64 and
+        finite [N] bool are written.  `general` may be true for any rows and must be if `self.general` is.
         """
-        if self._group is None or self._group.rows is not rows:
-            self._group = self._make_group(rows)
-        group = self._group
-        if group.plain is None:
-            chosen, tokens = ops.row_max(logits)
-        else:
-            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            chosen = torch.empty(len(rows), dtype=torch.float32, device=self._device)
-            if len(group.plain):
-                chosen[group.plain], tokens[group.plain] = ops.row_max(logits[group.plain])
-            worked = slice(None) if group.worked is None else group.worked
-            tokens[worked], chosen[worked] = self._work(group, logits[worked], known[worked])
-        finite = chosen.isfinite()  # the largest of values with a NaN among them is NaN, so one value tells of the row
-        tokens.masked_fill_(~finite, 0)
-        return Sampled(tokens, finite, self._logprobs(group, logits, tokens) if group.reported else {})
+        if logits.shape[1] != self._vocab:
+            raise ValueError(f"logits of {logits.shape[1]} tokens, the vocabulary has {self._vocab}")
+        ops.sample(logits, seats, known, self._table, general, tokens, finite)
 
-    def _make_group(self, rows: tuple[int, ...]) -> Group:
-        samplers = [self._samplers[row] for row in rows]
-        worked = [i for i, s in enumerate(samplers) if s.sampling.temperature > 0 or is_adjusted(s.sampling)]
-        plain = sorted(set(range(len(rows))) - set(worked))
-        work = [samplers[i] for i in worked]
-        seats = self._index([rows[i] for i in worked])
-        pick = [j for j, s in enumerate(work) if has_penalty(s.sampling)]
-        bias = [(j, token, add) for j, s in enumerate(work) for token, add in s.sampling.logit_bias]
-        waiting = [(j, token) for j, s in enumerate(work) if s.sampling.min_tokens for token in s.stop_ids]
-        allowed = [j for j, s in enumerate(work) if s.sampling.allowed_token_ids]
-        mask = torch.zeros(len(allowed), self._vocab, dtype=torch.bool, device=self._device)
-        for line, j in zip(mask, allowed, strict=True):
-            line[self._index(work[j].sampling.allowed_token_ids)] = True
-        drawn = [s.sampling for s in work if s.sampling.temperature > 0]
-        return Group(
-            rows=rows,
-            plain=self._index(plain) if worked else None,
-            worked=self._index(worked) if plain else None,
-            greedy=self._index([j for j, s in enumerate(work) if s.sampling.temperature == 0]),
-            drawn=self._index([j for j, s in enumerate(work) if s.sampling.temperature > 0]),
-            ints=self._ints[seats],
-            floats=self._floats[seats],
-            penalised=self._index(pick),
-            counts_at=self._index([self._counts[rows[worked[j]]] for j in pick]),
-            bias=(
-                self._index([j for j, _, _ in bias]),
-                self._index([token for _, token, _ in bias]),
-                torch.tensor([add for _, _, add in bias], dtype=torch.float32, device=self._device),
-            )
-            if bias
-            else None,
-            allowed=(self._index(allowed), mask) if allowed else None,
-            waiting=(self._index([j for j, _ in waiting]), self._index([t for _, t in waiting])) if waiting else None,
-            reported=[
-                (i, rows[i], min(s.sampling.logprobs, self._vocab))
-                for i, s in enumerate(samplers)
-                if s.sampling.logprobs >= 0
-            ],
-            wishes=Wishes(
-                top_k=any(0 < s.top_k < self._vocab for s in drawn),
-                top_p=any(s.top_p < 1 for s in drawn),
-                min_p=any(s.min_p > 0 for s in drawn),
-            ),
-        )
-
-    def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _work(self, group: Group, logits: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [M] and the logit that tells whether each row was sound, for rows that need more than an argmax."""
-        count, vocab = logits.shape
-        # Padded to whole lanes, so that every sum below adds in the same order whatever the batch.
-        x = torch.full((count, -(-vocab // LANES) * LANES), NEVER, dtype=torch.float32, device=self._device)
-        x[:, :vocab] = logits
-        position = known - group.ints[:, PROMPT_LEN]
-        self._adjust(group, x[:, :vocab], position)
-        if not len(group.drawn):
-            chosen, tokens = x.max(-1)
-        elif not len(group.greedy):
-            tokens, chosen = draw(x, position, group.ints, group.floats, group.wishes)
-        else:
-            tokens, chosen = torch.empty_like(known), torch.empty_like(x[:, 0])
-            chosen[group.greedy], tokens[group.greedy] = x[group.greedy].max(-1)
-            at = group.drawn
-            tokens[at], chosen[at] = draw(x[at], position[at], group.ints[at], group.floats[at], group.wishes)
-        if len(group.penalised):
-            self._in_output[group.counts_at, tokens[group.penalised].clamp(max=vocab - 1)] += 1
-        return tokens, chosen
-
-    def _adjust(self, group: Group, x: Tensor, position: Tensor) -> None:
-        """Penalties, bias and masks on x [M, V] f32, in place; position [M] i64 counts outputs."""
-        if len(group.penalised):
-            at = group.penalised
-            floats = group.floats[at]
-            output = self._in_output[group.counts_at]
-            seen = self._in_prompt[group.counts_at] | (output > 0)
-            y, repetition = x[at], floats[:, REPETITION, None]
-            y = torch.where(seen, torch.where(y > 0, y / repetition, y * repetition), y)
-            y -= floats[:, FREQUENCY, None] * output
-            y -= floats[:, PRESENCE, None] * (output > 0)
-            x[at] = y
-        if group.bias:
-            j, token, add = group.bias
-            x.index_put_((j, token), add, accumulate=True)
-        if group.allowed:
-            j, mask = group.allowed
-            x[j] = x[j].masked_fill(~mask, NEVER)
-        if group.waiting:
-            j, token = group.waiting
-            early = position[j] < group.ints[j, MIN_TOKENS]
-            x[j, token] = x[j, token].masked_fill(early, NEVER)
-
-    def _logprobs(self, group: Group, logits: Tensor, tokens: Tensor) -> dict[int, TokenLogprob]:
-        at = self._index([i for i, _, _ in group.reported])
-        found = token_logprobs(logits[at], tokens[at], max(top for _, _, top in group.reported))
-        return {
-            row: TokenLogprob(entry.logprob, entry.top[:top])
-            for (_, row, top), entry in zip(group.reported, found, strict=True)
-        }
+    def logprobs(self, logits: Tensor, rows: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
+        """What the rows that report logprobs say about the tokens [N] they got; None where none of them does."""
+        if not self.reporting:
+            return None
+        asked = [(i, row, self._top_logprobs[row]) for i, row in enumerate(rows) if row in self._top_logprobs]
+        if not asked:
+            return None
+        at = torch.empty(len(asked), dtype=torch.int64, device=self._device)
+        send(torch.tensor([i for i, _, _ in asked], dtype=torch.int64), at)
+        return logprobs_of(logits, tokens[at], [(row, top) for _, row, top in asked], at)
 
 
 def has_penalty(s: Sampling) -> bool:
     return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 
-def is_adjusted(s: Sampling) -> bool:
-    return has_penalty(s) or bool(s.logit_bias or s.allowed_token_ids) or s.min_tokens > 0
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of L tokens and of the likeliest in their places.
 
+    On the host, or on their way there: read them once the step that they belong to is done.
+    """
 
-def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-    """Log-probabilities from raw logits [L, V] of tokens [L], and of the `top` likeliest of each row."""
-    found = []
-    for first in range(0, len(logits), TARGET_ROWS):
-        logp = logits[first : first + TARGET_ROWS].float().log_softmax(-1)
-        chosen = logp.gather(1, tokens[first : first + TARGET_ROWS, None])[:, 0].tolist()
-        values, ids = logp.topk(top, dim=-1)
-        found += [
-            TokenLogprob(own, list(zip(i, v, strict=True)))
-            for own, i, v in zip(chosen, ids.tolist(), values.tolist(), strict=True)
+    asked: list[tuple[int, int]]  # [L]: row, and how many of the likeliest it wants
+    chosen: list[Tensor]  # all of them, in pieces: [.] f32
+    likeliest: list[tuple[Tensor, Tensor]]  # in the same pieces: token ids [., most] i64, log-probabilities f32
+
+    def entries(self) -> list[TokenLogprob]:
+        """One for each of the L tokens."""
+        own = [logprob for piece in self.chosen for logprob in piece.tolist()]
+        tops = [
+            list(zip(ids, values, strict=True))
+            for piece_ids, piece_values in self.likeliest
+            for ids, values in zip(piece_ids.tolist(), piece_values.tolist(), strict=True)
         ]
-    return found
+        return [TokenLogprob(p, top[:count]) for p, top, (_, count) in zip(own, tops, self.asked, strict=True)]
+
+    def by_row(self) -> dict[int, TokenLogprob]:
+        return {row: entry for (row, _), entry in zip(self.asked, self.entries(), strict=True)}
 
 
-def draw(x: Tensor, position: Tensor, ints: Tensor, floats: Tensor, wishes: Wishes) -> tuple[Tensor, Tensor]:
-    """One token for each row of adjusted logits x [M, V padded to LANES] f32, which is overwritten.
-
-    Returns tokens [M] i64 and each row's largest logit [M].
-    """
-    peak = x.amax(-1)
-    w = x.sub_(peak[:, None]).div_(floats[:, TEMPERATURE, None]).exp_()
-    if wishes.any:
-        floor = floats[:, MIN_P]  # the largest weight is 1, so min_p is a floor as it stands
-        if wishes.top_k or wishes.top_p:
-            floor = torch.maximum(floor, upper_set_floor(w, ints[:, TOP_K], floats[:, TOP_P]))
-        w.masked_fill_(w < floor[:, None], 0)
-    return inverse_cdf(w, uniform(ints[:, SEED], ints[:, SIBLING], position)), peak
-
-
-def upper_set_floor(w: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    """[M] f32: the smallest weight of w [M, V] that top_k k [M] i64 (0: off), then top_p p [M] (1: off) keep.
-
-    top_p keeps the smallest set of the likeliest tokens that holds a fraction p of what top_k left.
-    """
-    vocab = w.shape[1]
-    ascending = sort(w)
-    limited = (k > 0) & (k < vocab)
-    kth = ascending.gather(1, (vocab - k.clamp(1, vocab))[:, None])[:, 0].masked_fill(~limited, 0)
-    if not bool((p < 1).any()):
-        return kth
-    below = ascending.masked_fill_(ascending < kth[:, None], 0).cumsum(-1, dtype=torch.float64)
-    cut = torch.searchsorted(below, (1 - p.double())[:, None] * below[:, -1:], right=True).clamp(max=vocab - 1)
-    nucleus = ascending.gather(1, cut)[:, 0].masked_fill(p >= 1, 0)
-    return torch.maximum(kth, nucleus)
-
-
-def sort(w: Tensor) -> Tensor:
-    """Each row of w [M, V] f32 in ascending order, in new memory."""
-    if w.device.type == "cpu":  # numpy sorts with vector instructions: 3 ms for 64 rows of 16,000, torch takes 58 ms
-        return torch.from_numpy(np.sort(w.numpy(), axis=-1))
-    return w.sort(-1).values
-
-
-def lane_sums(w: Tensor) -> Tensor:
-    """[M, V / LANES] f64: sums of consecutive LANES weights of w [M, V], each taken in float32 (six times faster)."""
-    return w.view(len(w), -1, LANES).sum(-1).double()
-
-
-def inverse_cdf(w: Tensor, u: Tensor) -> Tensor:
-    """[M] i64: the first token whose running sum of w [M, V] exceeds u [M] f64 times the row's sum.
-
-    In two levels, so that the running sum is taken over V / LANES + LANES numbers instead of V.
-    """
-    groups = lane_sums(w).cumsum(-1)
-    total = groups[:, -1]
-    # Never past the end: rounding of u * total must not step over the last token with weight.
-    goal = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    group = (groups > goal[:, None]).int().argmax(-1)
-    before = torch.where(group > 0, groups.gather(1, (group - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    at = torch.arange(len(w), device=w.device)
-    lanes = w.view(len(w), -1, LANES)[at, group].cumsum(-1, dtype=torch.float64)
-    rest = torch.minimum(goal - before, torch.nextafter(lanes[:, -1], torch.zeros_like(total)))
-    return group * LANES + (lanes > rest[:, None]).int().argmax(-1)
-
-
-def uniform(seed: Tensor, sibling: Tensor, position: Tensor) -> Tensor:
-    """[M] f64 in [0, 1): a hash of three i64 tensors [M], no state, so any position can be drawn at any time.
-
-    Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood, OOPSLA 2014) on wrapping 64-bit integers.
-    """
-    h = _mix(seed + _GOLDEN)
-    h = _mix(h ^ (sibling + _GOLDEN))
-    h = _mix(h ^ (position * _GOLDEN))
-    return _shift(h, 11).double() * 2.0**-53
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _MIX_1
-    z = (z ^ _shift(z, 27)) * _MIX_2
-    return z ^ _shift(z, 31)
+def logprobs_of(logits: Tensor, tokens: Tensor, asked: list[tuple[int, int]], rows: Tensor | None = None) -> Logprobs:
+    """From raw logits [., V], of tokens [L]: row i of the logits belongs to token i, or row rows[i] where given."""
+    chosen, likeliest = [], []
+    most = max(count for _, count in asked)
+    for first in range(0, len(asked), TARGET_ROWS):
+        part = slice(first, first + TARGET_ROWS)
+        logp = (logits[part] if rows is None else logits[rows[part]]).float().log_softmax(-1)
+        chosen.append(logp.gather(1, tokens[part, None])[:, 0].to("cpu", non_blocking=True))
+        values, ids = logp.topk(most, dim=-1)
+        likeliest.append((ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
+    return Logprobs(asked, chosen, likeliest)

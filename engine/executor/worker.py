@@ -1,116 +1,289 @@
-"""One rank: weights, KV cache, table mirror, samplers.  `run(plan) -> result`, strictly in order.
+"""One rank: weights, KV cache, table mirror, samplers.  `launch(plan) -> Pending`, `collect(pending) -> StepResult`.
 
-plan ─ batch.begin ─> StepTensors ─ model(step=...) ─> logits ─ sampling ─> tokens ─ batch.finish, StepResult
-         tables, positions            attention writes KV           └ fed back on the device: plan N+1 needs no N
+launch   plan ─ stage ─> one pinned copy ─ begin ─> StepTensors ─ model ─> logits ─ sampling ─> tokens ─> pinned copy
+                                            tables, positions     └ attention writes KV        └ fed back on the device
+collect  wait for that step's event, read the tokens
+
+On a GPU `launch` only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
+it computes, and `collect` has nothing to wait for.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
-from engine.executor.batch import Batch, StepTensors
-from engine.executor.kv_cache import allocate, blocks_that_fit, bytes_per_token
+from engine.executor.batch import Batch, Mixed, Shape, StepTensors
+from engine.executor.graphs import Graphs, Where, capture_all, ladder, mixed_ladder, rung, urgent
+from engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.models.fused import logits_of
 from engine.executor.models.hf import LoadedModel
-from engine.executor.sampling import Sampled, SamplerBank, token_logprobs
-from engine.wire.messages import TokenLogprob
+from engine.executor.sampling import Logprobs, SamplerBank, logprobs_of
+from engine.executor.staging import Staging
+
+log = logging.getLogger(__name__)
+
+GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step that was launched.  Host memory named here may be read once `done`, until GPU_DEPTH further launches."""
+
+    step: int
+    rows: tuple[int, ...] = ()  # that sample
+    heard: Said | None = None  # of the rows, in their order
+    done: torch.cuda.Event | None = None
+    logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one row
 
 
 class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
-    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        """Compiles the kernels where this machine has not yet, and takes the KV memory.
+    def __init__(self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int) -> None:
+        """Compiles the kernels where this machine has not yet, takes the KV memory, captures CUDA graphs.
 
         Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len, and
-        KernelBuildError without a C++ compiler.
+        KernelBuildError without a compiler.
         """
-        ops.load()
-        device = model.module.device
+        ops.load(library=Path(config.kernels) if config.kernels else None)
+        self.device = device = model.module.device
+        self._gpu = device.type == "cuda"
         self._model = model.module
+        self._max_seqs, self._step_tokens = max_seqs, step_tokens
+        self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=model.vocab_size, device=device)
+        # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
+        self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
+        # What a step says, in one copy: tokens, then a byte for each that tells whether its logits were finite.
+        said = torch.zeros(9 * max_seqs, dtype=torch.uint8, device=device)
+        heard = [torch.zeros(9 * max_seqs, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(GPU_DEPTH + 1)]
+        self._said, self._heard = Said(said, max_seqs), [Said(each, max_seqs) for each in heard]
+        self._events = [torch.cuda.Event() if self._gpu else None for _ in heard]  # type: ignore[no-untyped-call]
+        self._launches = 0
+        # Where graphs leave the logits.
+        graphs = self._gpu and config.graph_seconds > 0
+        rows = max_seqs if graphs else 0
+        self._logits = torch.zeros(rows, model.vocab_size, dtype=model.dtype, device=device)
+
+        def batch(caches: Caches) -> Batch:
+            return Batch(
+                max_seqs=max_seqs,
+                max_model_len=model.max_model_len,
+                step_tokens=step_tokens,
+                block_size=config.block_size,
+                caches=caches,
+            )
+
+        kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
+        activations = 0
+        if self._gpu and not config.kv_blocks and not config.kv_memory_gib:
+            self._batch = batch(allocate(model.layers, 1, config.block_size, kv_dtype, device))
+            activations = self._activation_bytes()
         self.blocks = blocks_that_fit(
-            token_bytes=bytes_per_token(model.layers, model.dtype),
+            token_bytes=bytes_per_token(model.layers, kv_dtype),
             block_size=config.block_size,
             max_model_len=model.max_model_len,
             kv_blocks=config.kv_blocks,
             kv_memory_gib=config.kv_memory_gib,
             device=device,
+            activations=activations,
         )
         fill = float("nan") if config.poison_free_blocks else 0.0
-        caches = allocate(model.layers, self.blocks, config.block_size, model.dtype, device, fill)
-        self._flat = [tensor for pair in caches for tensor in pair]
-        self._batch = Batch(
-            max_seqs=config.max_seqs,
-            max_model_len=model.max_model_len,
-            step_tokens=config.step_tokens,
-            block_size=config.block_size,
-            caches=caches,
-        )
-        self._samplers = SamplerBank(max_seqs=config.max_seqs, vocab_size=model.vocab_size, device=device)
-        self.device = device
+        caches = allocate(model.layers, self.blocks, config.block_size, kv_dtype, device, fill)
+        self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
+        self._batch = batch(caches)
+        self._sizes: list[int] = []  # of decode steps that have graphs
+        if graphs:
+            self._capture(config.graph_seconds)
 
     def reset(self) -> None:
-        """Free every row.  KV contents stay: whoever gets a block writes it before reading it."""
+        """Free every row.  KV contents stay: whoever gets a block writes it before reading it.
+
+        Raises RuntimeError when the device does not answer any more.
+        """
+        if self._gpu:
+            torch.cuda.synchronize(self.device)
         self._batch.reset()
         self._samplers.reset()
 
+    # ----------------------------------------------------------------------------------------------------- every step
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Apply the plan and compute one step.  After an exception only `reset` may be called."""
-        if plan.poison:
-            ops.block_fill(self._flat, torch.tensor(plan.poison, device=self.device), float("nan"))
-        if plan.copies:
-            ops.block_copy(self._flat, torch.tensor(plan.copies, device=self.device))
+    def launch(self, plan: StepPlan) -> Pending:
+        """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
+        staging, samplers, batch = self._staging, self._samplers, self._batch
         for row in plan.freed_rows:
-            self._samplers.free(row)
+            samplers.free(row)
         for piece in plan.slices:
             if piece.sampler:
-                self._samplers.seat(piece.row, piece.sampler)
+                samplers.seat(piece.row, piece.sampler)
         for fork in plan.forks:
-            self._samplers.seat(fork.row, fork.sampler)
-        step = self._batch.begin(plan)
-        if step is None:
-            return StepResult(plan.step, [], [])
-        logits = self._forward(step)
-        prompt_logprobs = {
-            t.row: token_logprobs(logits[t.at : t.at + len(t.ids)], torch.tensor(t.ids, device=self.device), t.top)
-            for t in step.targets
-        }
-        if not step.sample_rows:
-            return StepResult(plan.step, [], [], prompt_logprobs=prompt_logprobs)
-        wanted = logits if step.sample_at is None else logits[step.sample_at]
-        sampled = self._samplers.sample(wanted, step.sample_rows, step.known)
-        self._batch.finish(step, sampled.tokens)
-        return self._result(plan.step, step, sampled, prompt_logprobs)
+            samplers.seat(fork.row, fork.sampler)
+        staging.begin()
+        staged = batch.stage(plan, staging)
+        poison = staging.put(np.array(plan.poison, dtype=np.int64)) if plan.poison else None
+        copies = staging.put(np.array(plan.copies, dtype=np.int64)) if plan.copies else None
+        staging.send()
 
-    def _forward(self, step: StepTensors) -> Tensor:
-        """Logits [L, V] of the tokens that `step` wants them of; an empty tensor when it wants none."""
-        keep = 0 if step.logits_at is None else step.logits_at
-        out = self._model(
-            input_ids=step.input_ids,
-            position_ids=step.position_ids,
-            use_cache=False,
-            logits_to_keep=keep,
-            step=step,
-        )
-        logits: Tensor = out.logits[0]
-        return logits
+        samplers.flush()
+        if poison is not None:
+            ops.block_fill(self._flat, poison, float("nan"))
+        if copies is not None:
+            ops.block_copy(self._flat, copies)
+        if staged is None:
+            return Pending(plan.step)
+        batch.begin(staged)
+        if staged.mixed is not None:
+            return self._mixed(plan.step, staged.mixed)
+        return self._decode(plan.step) if batch.rows else Pending(plan.step)
 
-    def _result(
-        self, number: int, step: StepTensors, sampled: Sampled, prompt_logprobs: dict[int, list[TokenLogprob]]
-    ) -> StepResult:
+    def collect(self, pending: Pending) -> StepResult:
+        """Wait for a launched step.  Steps are collected in the order of their launch."""
+        if pending.done is not None:
+            pending.done.synchronize()
+        prompt_logprobs = {found.asked[0][0]: found.entries() for found in pending.prompt_logprobs}
+        rows, heard = pending.rows, pending.heard
+        if heard is None:
+            return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs)
+        tokens, finite = heard.tokens.numpy()[: len(rows)], heard.finite.numpy()[: len(rows)]
         failed = {}
-        if not bool(sampled.finite.all()):
+        if not finite.all():
             message = "the model's logits for this token are not finite"
-            failed = {step.sample_rows[i]: message for i in (~sampled.finite).nonzero()[:, 0].tolist()}
+            failed = {rows[i]: message for i in (~finite).nonzero()[0].tolist()}
         return StepResult(
-            number,
-            list(step.sample_rows),
-            sampled.tokens.tolist(),
-            logprobs=sampled.logprobs,
+            pending.step,
+            list(rows),
+            tokens.tolist(),
+            logprobs=pending.logprobs.by_row() if pending.logprobs else {},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
         )
+
+    def _decode(self, number: int) -> Pending:
+        """One more token for every row: two graph launches where there are graphs."""
+        count = len(self._batch.rows)
+        if (size := rung(self._sizes, count)) is not None:
+            self._decode_graphs.replay(size)
+            self._sample_graphs[self._samplers.general].replay(size)
+            return self._pending(number, self._logits)
+        step = self._batch.decode_step(count)
+        self._batch.gather(step)
+        logits = self._forward(step)
+        self._sample(step, logits, self._samplers.general)
+        return self._pending(number, logits)
+
+    def _mixed(self, number: int, mixed: Mixed) -> Pending:
+        """Prompt slices beside the rows that decode."""
+        count = len(self._batch.rows)
+        if mixed.shape in self._batch.shapes and (size := rung(self._sizes, max(1, count))) is not None:
+            self._mixed_graphs.replay(mixed.shape)
+            if count:
+                self._sample_graphs[self._samplers.general].replay(size)
+            return self._pending(number, self._logits)
+        step = self._batch.mixed_step(mixed)
+        logits = self._forward(step)
+        if count:
+            self._sample(step, logits[: mixed.shape.samples], self._samplers.general)
+        prompt_logprobs = tuple(
+            logprobs_of(logits[t.at : t.at + len(t.ids)], t.ids, [(t.row, t.top)] * len(t.ids)) for t in step.targets
+        )
+        return self._pending(number, logits, prompt_logprobs)
+
+    def _forward(self, step: StepTensors) -> Tensor:
+        """Logits [L, V] of the tokens that `step` wants them of; an empty tensor when it wants none."""
+        return logits_of(self._model, step)
+
+    def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
+        """Choose a token for each row, logits [N, V], and make it the next step's input."""
+        count = len(step.sample_seats)
+        tokens, finite = self._said.tokens[:count], self._said.finite[:count]
+        self._samplers.run(logits, step.sample_seats, step.known, tokens, finite, general)
+        self._batch.finish(tokens)
+
+    def _pending(self, number: int, logits: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> Pending:
+        """Send home what the step said."""
+        rows = self._batch.rows
+        logprobs = self._samplers.logprobs(logits, rows, self._said.tokens)
+        at = self._launches = (self._launches + 1) % len(self._heard)
+        heard, done = self._heard[at], self._events[at]
+        heard.all.copy_(self._said.all, non_blocking=True)
+        if done is not None:
+            done.record()
+        return Pending(number, rows, heard, done, logprobs, prompt_logprobs)
+
+    # ------------------------------------------------------------------------------------------------- once, on a GPU
+
+    @torch.inference_mode()
+    def _activation_bytes(self) -> int:
+        """What the largest steps take beside weights and KV cache, found by running them on nothing."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        rows = self._max_seqs
+        shape = Shape(rows - 1, self._step_tokens - rows + 1, 1, rows, rows)
+        step = self._batch.mixed_step(self._batch.idle_step(shape, self._staging))
+        logits = self._forward(step)
+        self._sample(step, logits, general=True)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del step, logits
+        torch.cuda.empty_cache()
+        return peak
+
+    @torch.inference_mode()
+    def _capture(self, seconds: float) -> None:
+        """Decode steps first, of every size and with both ways to sample; then small steps with slices."""
+        batch, staging = self._batch, self._staging
+
+        def decode(size: int) -> None:
+            step = batch.decode_step(size)
+            batch.gather(step)
+            logits_of(self._model, step, self._logits[:size])
+
+        def sample(general: bool) -> Callable[[int], None]:
+            return lambda size: self._sample(batch.decode_step(size), self._logits[:size], general)
+
+        idle: dict[Shape, Mixed] = {}
+
+        def mixed(shape: Shape) -> None:
+            logits_of(self._model, batch.mixed_step(idle[shape]), self._logits[: shape.samples])
+
+        def capture_mixed(shape: Shape) -> None:
+            idle[shape] = batch.idle_step(shape, staging)
+            self._mixed_graphs.capture(shape)
+
+        where = Where()
+        self._decode_graphs = Graphs(decode, where)
+        self._sample_graphs = Graphs(sample(False), where), Graphs(sample(True), where)
+        self._mixed_graphs = Graphs(mixed, where)
+        started = time.monotonic()
+        graphs = self._decode_graphs, *self._sample_graphs
+        sizes = urgent(ladder(self._max_seqs))
+        done = capture_all([partial(each.capture, size) for size in sizes for each in graphs], seconds)
+        self._sizes = [size for size in self._decode_graphs.keys if all(size in each for each in graphs)]
+        if done:
+            shapes = mixed_ladder(self._max_seqs, self._step_tokens)
+            left = seconds - (time.monotonic() - started)
+            done += capture_all([partial(capture_mixed, shape) for shape in shapes], left)
+            batch.shapes = self._mixed_graphs.keys
+        log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
+
+
+class Said:
+    """Views of one buffer: what a step says of its rows, in their order."""
+
+    def __init__(self, both: Tensor, rows: int) -> None:
+        self.all = both  # [9 * rows] u8
+        self.tokens = both[: 8 * rows].view(torch.int64)  # [rows]
+        self.finite = both[8 * rows :].view(torch.bool)  # [rows]

@@ -4,18 +4,25 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
 
     key              type     what                                           written by        goes away
     arrivals         string   number of the last request queued              submit            never
-    queue            zset     waiting id -> arrival number                   submit, claim..   with its members
-    sizes            hash     waiting id -> prompt tokens                    as queue          with its members
-    queued_tokens    string   the sum of `sizes`                             as queue          never
-    req:ID           hash     payload (msgpack Generate), tokens, arrival,   submit, claim     at its end, or EXPIRY
-                              engine (who claimed it), dropped (indices of                     after its deadline
-                              the continuations nobody wants any more)       cancel
+    queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
+    waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
+    queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
+    turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
+    counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
+    weights          hash     tenant -> weight                               submit            never
+    left             string   the tenant whose queue emptied last            as queue:TENANT   never
+    req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
+                              tenant, deadline (unix ms), engine (who                          after its deadline
+                              claimed it), dropped (indices of the
+                              continuations nobody wants any more)           cancel
                      hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
                               bring it back
     engines          set      engines that may have a lease                  exchange          lapse, close
     lease:ENGINE     string   msgpack EngineLoad                             exchange          lease_ms
-    engine:ENGINE    hash     session, seq and reply of its last exchange    open, exchange    close, MEMORY
-    held:ENGINE      zset     claimed id -> arrival number                   claim, finish     finish, lapse, close
+    engine:ENGINE    hash     session, seq and reply of its last exchange,   open, exchange    close, MEMORY
+                              room (prompt tokens it would still claim
+                              after it), heard (unix ms of it)
+    held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
     lost:ENGINE      zset     what a lapsed lease took from it               lapse             next exchange, MEMORY
     orders:ENGINE    list     to abort: "ID", or "ID INDEX" for one of its   cancel, claim     next exchange, MEMORY
                               continuations
@@ -24,8 +31,19 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     bell             channel  "there may be something to claim"              submit, lapse..
     bell:ENGINE      channel  "there may be an order for you"                cancel
 
-Arrival numbers order the queue, so what a dead engine held goes back to exactly where it stood: in front of whatever
-nobody has claimed.  All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
+Order.  Within a tenant a request's place is PLACES * its priority + its arrival number, so what a dead engine held goes
+back to exactly where it stood.  Between tenants the one with the smallest counter goes first: the Virtual Token Counter
+(VTC) of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.  A counter grows by (prompt tokens, when
+they are claimed, + OUTPUT_COST * output tokens, as they are produced) / weight.  A tenant that had nothing waiting is
+lifted to the smallest counter of those that have, or to that of the last to leave when nobody has: idleness saves
+nothing up.  Whoever is first is served while there is room, so no room stays empty.
+
+Reservations.  What is queued is what is booked: an engine's exchange says how much room it has, less what it claims in
+it, and submit queues only while all that is queued stays within all that room plus the excess its caller allows.  Both
+happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
+and end with its requests.
+
+All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
 reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange
 carries a sequence number whose last reply the server remembers.
 
@@ -70,6 +88,10 @@ EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is
 TOMBSTONE_MS = 10_000  # longer than any retry of a submit
 STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
+OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
+PLACES = 2**40  # arrivals before a priority class would run into the next; times 2**13 classes a double is exact
+PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
+STALE_MS = 3_000  # an engine not heard of for so long has no room, though its lease still runs
 
 
 class BusDown(Exception):
@@ -83,6 +105,26 @@ class Fleet(msgspec.Struct, frozen=True):
     queued: int  # requests nobody has claimed yet
     queued_tokens: int  # their prompt tokens, times nothing: siblings share the prompt
     time_ms: int  # unix time of this reading
+    room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
+    tenants: dict[str, Turn] = {}  # those with something queued
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """How a tenant with something in the queue stands."""
+
+    queued_tokens: int  # its prompt tokens nobody has claimed yet
+    counter: float  # virtual tokens it was served: the smallest goes first
+    weight: float
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """The queue right after a submit."""
+
+    accepted: bool  # False: nothing was queued, it would have been too much
+    queued: int
+    queued_tokens: int
+    room_tokens: int
+    tenants: dict[str, Turn]
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -104,18 +146,41 @@ _PRELUDE = f"""
 local P = KEYS[1]
 local call = redis.call
 
-local function enqueue(id, arrival, tokens)
-  call('ZADD', P .. 'queue', arrival, id)
-  call('HSET', P .. 'sizes', id, tokens)
-  call('INCRBY', P .. 'queued_tokens', tokens)
+local function charge(tenant, tokens)  -- negative: a refund
+  local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
+  call('ZADD', P .. 'turns', 'XX', counter, tenant)
+end
+
+local function enqueue(id)
+  local tokens, place, tenant = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant'))
+  if not call('ZSCORE', P .. 'turns', tenant) then
+    local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
+    local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
+                  or call('HGET', P .. 'counters', call('GET', P .. 'left') or '') or 0
+    if counter < tonumber(floor) then
+      counter = floor
+      call('HSET', P .. 'counters', tenant, floor)
+    end
+    call('ZADD', P .. 'turns', counter, tenant)
+  end
+  call('ZADD', P .. 'queue:' .. tenant, place, id)
+  call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
+  call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
 end
 
 local function dequeue(id)  -- says whether it was waiting
-  local tokens = call('HGET', P .. 'sizes', id)
-  if not tokens then return false end
-  call('ZREM', P .. 'queue', id)
-  call('HDEL', P .. 'sizes', id)
-  call('DECRBY', P .. 'queued_tokens', tokens)
+  local entry = call('HGET', P .. 'waiting', id)
+  if not entry then return false end
+  local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
+  call('ZREM', P .. 'queue:' .. tenant, id)
+  call('HDEL', P .. 'waiting', id)
+  if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
+    call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
+  else
+    call('HDEL', P .. 'queued_tokens', tenant)
+    call('ZREM', P .. 'turns', tenant)
+    call('SET', P .. 'left', tenant)
+  end
   return true
 end
 
@@ -130,12 +195,53 @@ local function bury(id)
   call('PEXPIRE', key, {TOMBSTONE_MS})
 end
 
-local function head()  -- the id whose turn it is; those whose time ran out with nobody to end them leave here
-  while true do
-    local id = call('ZRANGE', P .. 'queue', 0, 0)[1]
-    if not id or alive(id) then return id end
-    dequeue(id)
+local function now_ms()
+  local now = call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+local function tell_expired(id, payload)  -- what an engine would say to its gateway: TokenBatch, Delta, Finish
+  local request, deltas = cmsgpack.unpack(payload), {{}}
+  for index = 0, (request.n or 1) - 1 do
+    deltas[index + 1] = {{id, 0, {{}}, {{'deadline'}}, index}}
   end
+  local out = P .. 'out:' .. request.gateway
+  call('XADD', out, '*', 'b', cmsgpack.pack({{engine = '', deltas = deltas}}))
+  call('PEXPIRE', out, {STREAM_MS})
+end
+
+local function head()  -- the id whose turn it is; those whose time ran out leave here
+  local now = now_ms()
+  while true do
+    local tenant = call('ZRANGE', P .. 'turns', 0, 0)[1]
+    if not tenant then return nil end
+    local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
+    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
+    if payload and tonumber(deadline) > now then return id end
+    dequeue(id)
+    if payload then
+      bury(id)
+      tell_expired(id, payload)
+    end
+  end
+end
+
+local function room()  -- prompt tokens that the engines would still claim
+  local oldest, room = now_ms() - {STALE_MS}, 0
+  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
+    local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
+    if heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
+      room = room + left
+    end
+  end
+  return room
+end
+
+local function turns()  -- [tenant, its counter] ..., [tokens] ... and [weight] ... of those with a queue
+  local tenants, names = call('ZRANGE', P .. 'turns', 0, -1, 'WITHSCORES'), {{}}
+  for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
+  if #names == 0 then return {{tenants, names, names}} end
+  return {{tenants, call('HMGET', P .. 'queued_tokens', unpack(names)), call('HMGET', P .. 'weights', unpack(names))}}
 end
 
 local function order_abort(engine, what)  -- "ID" or "ID INDEX"
@@ -147,22 +253,26 @@ end
 
 local function hold(engine, id)
   local key = P .. 'req:' .. id
-  call('ZADD', P .. 'held:' .. engine, call('HGET', key, 'arrival'), id)
+  local place, tenant, tokens, dropped = unpack(call('HMGET', key, 'place', 'tenant', 'tokens', 'dropped'))
+  call('ZADD', P .. 'held:' .. engine, place, id)
   call('HSET', key, 'engine', engine)
-  for index in string.gmatch(call('HGET', key, 'dropped') or '', '%d+') do  -- before an earlier engine died
+  charge(tenant, tokens)
+  for index in string.gmatch(dropped or '', '%d+') do  -- before an earlier engine died
     order_abort(engine, id .. ' ' .. index)
   end
 end
 
 local function give_back(engine)  -- all it holds goes back to where it stood; returns those requests
-  local pairs_, ids = call('ZRANGE', P .. 'held:' .. engine, 0, -1, 'WITHSCORES'), {{}}
+  local ids = {{}}
+  local held = call('ZRANGE', P .. 'held:' .. engine, 0, -1)
   call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
   call('SREM', P .. 'engines', engine)
-  for i = 1, #pairs_, 2 do
-    local id = pairs_[i]
+  for _, id in ipairs(held) do
     if alive(id) then
-      call('HDEL', P .. 'req:' .. id, 'engine')
-      enqueue(id, pairs_[i + 1], call('HGET', P .. 'req:' .. id, 'tokens'))
+      local key = P .. 'req:' .. id
+      call('HDEL', key, 'engine')
+      charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
+      enqueue(id)
       ids[#ids + 1] = id
     end
   end
@@ -171,16 +281,31 @@ local function give_back(engine)  -- all it holds goes back to where it stood; r
 end
 """
 
-# id, payload, prompt tokens, unix ms after which it may vanish
-_SUBMIT = """
-local id, payload, tokens, expiry = unpack(ARGV)
-local key = P .. 'req:' .. id
-if call('EXISTS', key) == 1 then return end
-local arrival = call('INCR', P .. 'arrivals')
-call('HSET', key, 'payload', payload, 'tokens', tokens, 'arrival', arrival)
-call('PEXPIREAT', key, expiry)
-enqueue(id, arrival, tokens)
-call('PUBLISH', P .. 'bell', '')
+# tenant, weight, priority, deadline, most tokens queued beyond the room ('' for any number), then (id, payload, prompt
+# tokens) ...: all or none of them
+_SUBMIT = f"""
+local tenant, weight, priority, deadline, excess = unpack(ARGV, 1, 5)
+local room = room()
+local accepted = call('EXISTS', P .. 'req:' .. ARGV[6]) == 1  -- a retry: only the reply did not arrive
+if not accepted then
+  local tokens = 0
+  for _, queued in ipairs(call('HVALS', P .. 'queued_tokens')) do tokens = tokens + queued end
+  for i = 8, #ARGV, 3 do tokens = tokens + ARGV[i] end
+  accepted = excess == '' or tokens <= room + excess
+  if accepted then
+    for i = 6, #ARGV, 3 do
+      local id, payload, size = unpack(ARGV, i, i + 2)
+      local key = P .. 'req:' .. id
+      call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
+           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'))
+      call('PEXPIREAT', key, deadline + {EXPIRY_MS})
+      call('HSET', P .. 'weights', tenant, weight)
+      enqueue(id)
+    end
+    call('PUBLISH', P .. 'bell', '')
+  end
+end
+return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns()}}
 """
 
 # (id, index) ...; index -1: every continuation
@@ -213,9 +338,7 @@ local loads = {{}}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
 end
-local now = call('TIME')
-return {{loads, call('ZCARD', P .. 'queue'), tonumber(call('GET', P .. 'queued_tokens') or 0),
-        now[1] * 1000 + math.floor(now[2] / 1000)}}
+return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns()}}
 """
 
 # engine, session: a new process under this name; what an earlier one held, it does not have any more
@@ -235,7 +358,8 @@ give_back(engine)
 call('DEL', P .. 'engine:' .. engine, P .. 'lost:' .. engine, P .. 'orders:' .. engine)
 """
 
-# engine, session, seq, lease ms, load, room in tokens, room in requests, n, n finished ids, then (gateway, batch) ...
+# engine, session, seq, lease ms, load, room in tokens, room in requests, n, n finished ids, m, m (tenant, output
+# tokens), then (gateway, batch) ...
 _EXCHANGE = f"""
 local me, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
 local state = P .. 'engine:' .. me
@@ -257,7 +381,9 @@ else
     dequeue(id)
     if holder and holder ~= me then order_abort(holder, id) end  -- it took over, but this engine came first
   end
-  for i = after + 1, #ARGV, 2 do
+  local charged = after + 1 + 2 * ARGV[after + 1]
+  for i = after + 2, charged, 2 do charge(ARGV[i], {OUTPUT_COST} * ARGV[i + 1]) end
+  for i = charged + 1, #ARGV, 2 do
     local out = P .. 'out:' .. ARGV[i]
     call('XADD', out, '*', 'b', ARGV[i + 1])
     call('PEXPIRE', out, {STREAM_MS})
@@ -268,21 +394,22 @@ else
   call('DEL', P .. 'lost:' .. me)
   -- A burst is shared, not won by who asks first: each exchange takes a fair part of what waits, and the next one comes
   -- with the next step.
-  local share = call('ZCARD', P .. 'queue') / math.max(1, call('SCARD', P .. 'engines'))
-  room_requests = math.min(room_requests, math.ceil(share))
-  while room_requests > 0 do
+  local share = math.ceil(call('HLEN', P .. 'waiting') / math.max(1, call('SCARD', P .. 'engines')))
+  while #claimed < math.min(room_requests, share) do
     local id = head()
     if not id then break end
-    room_tokens = room_tokens - call('HGET', P .. 'sizes', id)
-    if room_tokens < 0 then break end
-    room_requests = room_requests - 1
+    local tokens = tonumber(call('HGET', P .. 'req:' .. id, 'tokens'))
+    if tokens > room_tokens then break end
+    room_tokens = room_tokens - tokens
     dequeue(id)
     hold(me, id)
     claimed[#claimed + 1] = id
   end
+  local room = #claimed < room_requests and room_tokens or 0  -- without a seat the room is of no use
   aborts = call('LRANGE', P .. 'orders:' .. me, 0, -1)
   call('DEL', P .. 'orders:' .. me)
-  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, aborts, lost}}))
+  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, aborts, lost}}),
+       'room', room, 'heard', now_ms())
 end
 call('SADD', P .. 'engines', me)
 call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
@@ -434,19 +561,28 @@ class GatewaySide:
         await self._link.close()
         await self._reader.close()
 
-    async def submit(self, request: Generate) -> None:
-        """Put a request at the end of the shared queue, durably, and ring the engines.
+    async def submit(self, *requests: Generate, excess_tokens: int | None = None) -> Queue:
+        """Queue the prompts of one client's request, durably, all or none, and ring the engines.
 
+        They share tenant, weight, priority and deadline.  None is queued (`accepted` is False) when the prompt tokens
+        in the queue, these included, would pass the room the engines report by more than `excess_tokens`; None: never.
         Raises BusDown after PATIENCE_S: not queued.  (If only the reply was lost it may be for a moment; it is
         withdrawn as soon as Redis is back.)
         """
+        first = requests[0]
+        words: list[bytes | str | int] = []
+        for request in requests:
+            words += (request.id, self._encode(request), len(request.token_ids))
+        excess = "" if excess_tokens is None else excess_tokens
         try:
-            await self._link.script(
-                SUBMIT, request.id, self._encode(request), len(request.token_ids), request.deadline_ms + EXPIRY_MS
+            accepted, queued, room_tokens, turns = await self._link.script(
+                SUBMIT, first.tenant, repr(first.weight), first.priority, first.deadline_ms, excess, *words
             )
         except BusDown:
-            self._owed.add((request.id, -1))
+            self._owed.update((request.id, -1) for request in requests)
             raise
+        tenants = _read_turns(*turns)
+        return Queue(bool(accepted), queued, sum(turn.queued_tokens for turn in tenants.values()), room_tokens, tenants)
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent.
@@ -491,8 +627,24 @@ class GatewaySide:
         Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine.
         """
         await self._withdraw()
-        loads, queued, queued_tokens, time_ms = await self._link.script(FLEET)
-        return Fleet([msgspec.msgpack.decode(load, type=EngineLoad) for load in loads], queued, queued_tokens, time_ms)
+        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET)
+        tenants = _read_turns(*turns)
+        return Fleet(
+            [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
+            queued,
+            sum(turn.queued_tokens for turn in tenants.values()),
+            time_ms,
+            room_tokens,
+            tenants,
+        )
+
+
+def _read_turns(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) -> dict[str, Turn]:
+    names, counters = scored[::2], scored[1::2]
+    return {
+        name.decode(): Turn(int(queued), float(counter), float(weight))
+        for name, counter, queued, weight in zip(names, counters, tokens, weights, strict=True)
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- the engine
@@ -508,6 +660,7 @@ class EngineSide:
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
         self._registered = False
+        self._tenants: dict[str, str] = {}  # claimed id -> who pays for its tokens
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
 
@@ -540,17 +693,24 @@ class EngineSide:
         room_requests: int,
     ) -> Claimed:
         """One round trip: append each (gateway, batch) to its stream, forget `finished` requests, renew the lease
-        with `load`, claim from the queue's head while prompts fit `room_tokens` and `room_requests` (0 claims none)
-        and at most a fair share of the queue (all of it over the number of engines, rounded up), and take the aborts
-        waiting here.  Retries with backoff while Redis is away, never loses or repeats a batch.
+        with `load`, charge the tenants for the batches' tokens, claim in the queue's order while prompts fit
+        `room_tokens` and `room_requests` (0 claims none) and at most a fair share of the queue (all of it over the
+        number of engines, rounded up), and take the aborts waiting here.  Nothing past its deadline is claimed: its
+        gateway hears so.  Retries with backoff while Redis is away, never loses or repeats a batch.
 
         Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
         it leaves open what it did, and only close() may follow.
         """
         self._seq += 1
         outgoing: list[bytes | str] = []
+        produced: dict[str, int] = {}
         for gateway, batch in batches:
             outgoing += (gateway, self._encode(batch))
+            for delta in batch.deltas:
+                if (tenant := self._tenants.get(delta.id)) is not None:
+                    produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
+        for request_id in finished:
+            self._tenants.pop(request_id, None)
         try:
             payloads, aborts, lost = await self._link.script(
                 EXCHANGE,
@@ -563,6 +723,8 @@ class EngineSide:
                 room_requests,
                 len(finished),
                 *finished,
+                len(produced),
+                *(word for pair in produced.items() for word in pair),
                 *outgoing,
                 patience_s=math.inf,
             )
@@ -570,11 +732,15 @@ class EngineSide:
             if "SUPERSEDED" in str(error):
                 raise BusDown(f"engine id {self._engine!r} is in use by a newer process") from None
             raise
-        return Claimed(
+        claimed = Claimed(
             [self._decode(payload) for payload in payloads],
             [_read_abort(order) for order in aborts],
             [request_id.decode() for request_id in lost],
         )
+        self._tenants.update((request.id, request.tenant) for request in claimed.generates)
+        for request_id in claimed.lost:
+            self._tenants.pop(request_id, None)
+        return claimed
 
     async def bell(self) -> None:
         """Return when there may be something to claim or an abort to take; spurious returns are fine.

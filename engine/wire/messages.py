@@ -50,6 +50,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     cache_salt: str = ""  # a prefix is shared only under an equal salt
     traceparent: str = ""
     n: int = 1
+    priority: int = 0  # lower goes earlier, -100..100
+    tenant: str = ""  # who pays for it: fairness is between tenants
+    weight: float = 1.0  # > 0: the tenant's share against the others'
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
@@ -112,6 +115,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     draining: bool = False  # takes no new work
+    predicted_peak_blocks: int = 0  # most blocks that what runs now is expected to hold at once, if nothing joins
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

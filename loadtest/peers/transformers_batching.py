@@ -1,6 +1,6 @@
 """transformers' continuous batching on a trace, offline; prints one JSON line.
 
-python -m loadtest.peers.transformers_batching CHECKPOINT TRACE
+python transformers_batching.py CHECKPOINT TRACE [--device cuda]     without weights in CHECKPOINT, random ones
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("requests", type=Path)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     jobs = [json.loads(line) for line in args.requests.read_text().splitlines()]
     begin = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa")
+    how = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    with torch.device(args.device):
+        if any(Path(args.checkpoint).glob("*.safetensors")):
+            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, **how)
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.checkpoint), **how)
     model.eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
     manager = model.init_continuous_batching(generation_config=config)

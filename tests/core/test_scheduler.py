@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.blocks import BlockPool
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import Admission, Limits, Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -36,6 +36,7 @@ class Rig:
         depth: int = 2,
         caching: bool = True,
         max_model_len: int = 10_000,
+        admission: Admission = "threshold",
     ) -> None:
         self.pool = BlockPool(blocks, size, caching=caching, note_discarded=True)
         self.limits = Limits(
@@ -47,6 +48,7 @@ class Rig:
             admit_threshold=threshold,
             eos_ids=frozenset([EOS]),
             fingerprint="oracle",
+            admission=admission,
         )
         self.core = Scheduler(self.pool, self.limits)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth)
@@ -151,6 +153,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
 
+    @initialize(admission=st.sampled_from(get_args(Admission)))
+    def choose(self, admission: Admission) -> None:
+        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission)
+
     @rule(
         prefix=st.sampled_from(PREFIXES),
         tail=st.lists(st.integers(1, VOCAB - 1), max_size=12),
@@ -199,6 +205,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.executor = OracleExecutor(18, 4, old.max_seqs)
         self.rig.core.fail_running("the device fell off the bus")
         self.rig.collect_outputs()
+
+    @invariant()
+    def room_agrees_with_the_mode(self) -> None:
+        """What `room` offers is within the pool; in `reserve` what runs never needs more than the pool."""
+        core = self.rig.core
+        tokens, _ = core.room()
+        assert 0 <= tokens <= core.pool.total * core.pool.block_size
+        assert core.predicted_peak() >= 0
+        if core._requests:
+            assert tokens <= core.pool.available * core.pool.block_size
 
     @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
@@ -356,6 +372,67 @@ def test_first_finishing_sibling_leaves_the_others_intact() -> None:
             break
     else:
         pytest.fail("no seed lets siblings end at different times: the test shows nothing")
+
+
+@pytest.mark.parametrize("ends_known", [True, False])
+def test_forecast_counts_a_shared_prefix_once(ends_known: bool) -> None:
+    """Thirteen requests behind one system prompt of 40 blocks in a pool of 120: all run at once."""
+    rig = Rig(blocks=120, size=4, max_seqs=64, step_tokens=512, chunk_tokens=512, admission="forecast")
+    system = [1 + i % 40 for i in range(160)]
+    rig.add([*system, 1], 6, ignore_eos=ends_known)
+    rig.submit()
+    rig.commit()
+    for i in range(11):
+        rig.add([*system, 2 + i], 6, ignore_eos=ends_known)
+    rig.add([*system, 30], 6, n=4, ignore_eos=ends_known)
+    rig.submit()
+    assert rig.core.running + 3 >= 13  # its siblings join after its prompt
+    assert not rig.core.waiting
+    held = rig.pool.total - rig.pool.available
+    assert held <= rig.core.predicted_peak() <= (40 + 16 * 3 if ends_known else 120)
+    rig.run()
+    assert rig.core.totals.preemptions == 0
+    assert rig.core.predicted_peak() == 0
+
+
+def test_forecast_knows_when_the_others_end() -> None:
+    """Both at their greatest length need 22 blocks of 20; but when the second has grown, the first will be gone."""
+    for admission, running in (("forecast", 2), ("reserve", 1)):
+        rig = Rig(blocks=20, size=4, admission=admission)  # type: ignore[arg-type]
+        rig.add([1] * 30, 4, ignore_eos=True)
+        rig.add([2] * 8, 44, ignore_eos=True)
+        rig.submit()
+        assert rig.core.running == running
+        assert (rig.core.room()[0] > 0) == (running == 2)
+        rig.run()
+        assert rig.core.totals.preemptions == 0
+        assert rig.core.room() == (80, 8)
+
+
+def test_watermark_keeps_a_twentieth_free_and_none_keeps_nothing() -> None:
+    for admission, running in (("watermark", 1), ("none", 2)):
+        rig = Rig(blocks=20, size=4, admission=admission)  # type: ignore[arg-type]
+        rig.add([1] * 39, 1, ignore_eos=True)
+        rig.add([2] * 39, 1, ignore_eos=True)
+        rig.submit()
+        assert rig.core.running == running
+        rig.run()
+
+
+def test_only_ends_of_their_own_are_learnt() -> None:
+    rig = Rig()
+    rig.add([1] * 4, 30, ignore_eos=True)  # its length says nothing about what the model would do
+    rig.run()
+    assert rig.core.lengths.lengths("").weight == 0
+    rig.add([1] * 4, 3)
+    gone = rig.add([2] * 4, 500, seed=3)
+    rig.submit()
+    rig.commit()
+    rig.core.abort(gone)  # seen to live on
+    rig.collect_outputs()
+    rig.run()
+    assert rig.core.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
+    assert sum(rig.core.lengths.calibration) == pytest.approx(1)
 
 
 def test_threshold_holds_new_work_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +50,12 @@ class Driver:
     def __init__(self, model: LoadedModel | Path, *, blocks: int = 256, seed: int = 0, **config: object) -> None:
         if isinstance(model, Path):
             model = load_model(str(model), dtype="auto", device=CPU)
-        settings = {"max_seqs": 64, "step_tokens": 2048, "poison_free_blocks": True} | config
+        kernels = os.environ.get("QUIRE_KERNELS_LIBRARY", "")
+        settings = {"kernels": kernels, "max_seqs": 64, "step_tokens": 2048, "poison_free_blocks": True} | config
         self.config = EngineConfig(kv_blocks=blocks, **settings)  # type: ignore[arg-type]
-        self.worker = RecordingWorker(self.config, model)
+        self.worker = RecordingWorker(
+            self.config, model, max_seqs=self.config.max_seqs, step_tokens=self.config.step_tokens
+        )
         self.free_blocks = random.Random(seed).sample(range(blocks), blocks)
         self.rows: dict[int, Row] = {}
         self.steps = 0
@@ -155,8 +159,11 @@ class Driver:
                 self.rows[row].tokens.append(token)
         return result
 
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.worker.collect(self.worker.launch(plan))
+
     def step(self) -> StepResult:
-        result = self.worker.run(self.plan())
+        result = self.run(self.plan())
         assert not result.failed
         return self.commit(result)
 

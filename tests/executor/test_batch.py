@@ -6,22 +6,45 @@ import pytest
 import torch
 
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
-from engine.executor.batch import Batch, StepTensors
+from engine.executor import ops
+from engine.executor.batch import Batch, Shape, StepTensors
 from engine.executor.kv_cache import KVShape, allocate
+from engine.executor.staging import Staging
 from engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 3, [])
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    ops.load()
+
+
 def batch() -> Batch:
-    caches = allocate([KVShape(1, 64)], 32, 8, torch.float32, torch.device("cpu"))
+    caches = allocate([KVShape(1, 64)], 32, 8, torch.float32, CPU)
     return Batch(max_seqs=6, max_model_len=40, step_tokens=20, block_size=8, caches=caches)
 
 
 def begun(b: Batch, plan: StepPlan) -> StepTensors:
-    step = b.begin(plan)
-    assert step is not None
+    staging = Staging(capacity=1 << 16, steps=2, device=CPU)
+    staging.begin()
+    staged = b.stage(plan, staging)
+    assert staged is not None
+    staging.send()
+    b.begin(staged)
+    if staged.mixed:
+        return b.mixed_step(staged.mixed)
+    step = b.decode_step(len(b.rows))
+    b.gather(step)
     return step
+
+
+def finish(b: Batch, step: StepTensors, tokens: list[int]) -> None:
+    assert len(tokens) == len(step.sample_seats)
+    b.finish(torch.tensor(tokens))
 
 
 def test_a_prompt_then_decode_then_growth() -> None:
@@ -34,21 +57,21 @@ def test_a_prompt_then_decode_then_growth() -> None:
     assert (step.rows.tolist(), step.q_start.tolist(), step.lens.tolist()) == ([2], [0, 7], [7])
     assert step.logits_at is not None
     assert (step.logits_at.tolist(), step.sample_rows, step.known.tolist()) == ([6], (2,), [7])
-    b.finish(step, torch.tensor([55]))
+    finish(b, step, [55])
     step = begun(b, StepPlan(2))  # nothing named: row 2 decodes
     assert (step.input_ids.tolist(), step.position_ids.tolist()) == ([[55]], [[7]])
     assert (step.slots.tolist(), step.lens.tolist(), step.known.tolist()) == ([79], [8], [8])
     assert step.logits_at is None
-    b.finish(step, torch.tensor([56]))
+    finish(b, step, [56])
     step = begun(b, StepPlan(3, edits=[(2, 1, 4)]))
     assert (step.input_ids.tolist(), step.slots.tolist(), step.lens.tolist()) == ([[56]], [32], [9])
-    b.finish(step, torch.tensor([57]))
-    assert b.begin(StepPlan(4, freed_rows=[2])) is None
+    finish(b, step, [57])
+    assert begun(b, StepPlan(4, freed_rows=[2])).sample_rows == ()
 
 
 def test_chunks_join_rows_that_decode() -> None:
     b = batch()
-    b.finish(begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])), torch.tensor([8]))
+    finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])), [8])
     starts, slices = [Start(1, [2, 3]), Start(5, [6])], [Slice(1, 0, [10, 11]), Slice(5, 4, [20, 21], SAMPLER)]
     step = begun(b, StepPlan(2, starts=starts, slices=slices))
     assert step.input_ids.tolist() == [[8, 10, 11, 20, 21]]
@@ -58,20 +81,20 @@ def test_chunks_join_rows_that_decode() -> None:
     assert step.lens.tolist() == [4, 2, 6]
     assert step.logits_at is not None
     assert step.logits_at.tolist() == [0, 4]  # row 1 is not through its prompt
-    assert (step.sample_rows, step.sample_at, step.known.tolist()) == ((0, 5), None, [4, 6])
-    b.finish(step, torch.tensor([30, 31]))
+    assert (step.sample_rows, step.known.tolist()) == ((0, 5), [4, 6])
+    finish(b, step, [30, 31])
     step = begun(b, StepPlan(3, slices=[Slice(1, 2, [12], SAMPLER)]))
     assert step.input_ids.tolist() == [[30, 31, 12]]
     assert step.sample_rows == (0, 5, 1)
-    b.finish(step, torch.tensor([40, 41, 42]))
+    finish(b, step, [40, 41, 42])
     assert begun(b, StepPlan(4)).input_ids.tolist() == [[40, 41, 42]]
 
 
 def test_steady_steps_share_what_does_not_change() -> None:
     b = batch()
-    b.finish(begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), torch.tensor([8]))
+    finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), [8])
     one = begun(b, StepPlan(2))
-    b.finish(one, torch.tensor([9]))
+    finish(b, one, [9])
     two = begun(b, StepPlan(3))
     assert one.sample_rows is two.sample_rows
     for name in ("input_ids", "position_ids", "slots", "rows", "lens", "tables"):  # a captured graph reads these
@@ -87,10 +110,10 @@ def test_forks_read_their_parents_logits() -> None:
         forks=[Fork(2, 1, [2], SAMPLER), Fork(3, 0, [1], SAMPLER)],
     )
     step = begun(b, plan)
-    assert step.sample_at is not None
-    assert (step.sample_rows, step.sample_at.tolist()) == ((0, 1, 2, 3), [0, 1, 1, 0])
+    assert step.logits_at is not None
+    assert (step.sample_rows, step.logits_at.tolist()) == ((0, 1, 2, 3), [1, 2, 2, 1])
     assert step.known.tolist() == [2, 1, 1, 2]
-    b.finish(step, torch.tensor([50, 51, 52, 53]))
+    finish(b, step, [50, 51, 52, 53])
     step = begun(b, StepPlan(2, edits=[(2, 0, 8), (3, 0, 9)]))
     assert (step.input_ids.tolist(), step.slots.tolist()) == ([[50, 51, 52, 53]], [10, 17, 65, 74])
 
@@ -100,15 +123,13 @@ def test_targets_come_with_their_logits() -> None:
     slices = [Slice(0, 0, [5, 6, 7], SAMPLER, [6, 7, 8], 2), Slice(1, 0, [5, 6, 7], SAMPLER, [6, 7], 1)]
     step = begun(b, StepPlan(1, starts=[Start(0, [1]), Start(1, [2])], slices=slices))
     assert step.logits_at is not None
-    assert step.sample_at is not None
-    assert step.logits_at.tolist() == [0, 1, 2, 3, 4, 5]
-    assert step.sample_at.tolist() == [2, 5]
-    assert [(t.row, t.at, t.ids, t.top) for t in step.targets] == [(0, 0, [6, 7, 8], 2), (1, 3, [6, 7], 1)]
+    assert step.logits_at.tolist() == [2, 5, 0, 1, 2, 3, 4]
+    assert [(t.row, t.at, t.ids.tolist(), t.top) for t in step.targets] == [(0, 2, [6, 7, 8], 2), (1, 5, [6, 7], 1)]
 
 
 def test_a_freed_row_starts_afresh() -> None:
     b = batch()
-    b.finish(begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), torch.tensor([8]))
+    finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), [8])
     plan = StepPlan(2, freed_rows=[0], starts=[Start(0, [3])], slices=[Slice(0, 0, [4, 5], SAMPLER)])
     step = begun(b, plan)
     assert (step.input_ids.tolist(), step.slots.tolist()) == ([[4, 5]], [24, 25])
@@ -116,6 +137,24 @@ def test_a_freed_row_starts_afresh() -> None:
 
 def test_plans_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="a step of 21 tokens in 1 rows, the buffers hold 20 in 6"):
-        batch().begin(StepPlan(1, starts=[Start(0, [1, 2, 3])], slices=[Slice(0, 0, [1] * 21)]))
+        begun(batch(), StepPlan(1, starts=[Start(0, [1, 2, 3])], slices=[Slice(0, 0, [1] * 21)]))
     with pytest.raises(ValueError, match="row 3: a table of 6 blocks, the mirror holds 5"):
-        batch().begin(StepPlan(1, starts=[Start(3, [1] * 6)]))
+        begun(batch(), StepPlan(1, starts=[Start(3, [1] * 6)]))
+
+
+def test_padding_has_no_effect() -> None:
+    """What a captured graph computes: the same step in a larger shape."""
+    b = batch()
+    b.shapes = [Shape(2, 8, 3, 5, 5)]
+    finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])), [8, 0, 0, 0, 0])
+    starts, slices = [Start(1, [2, 3]), Start(5, [6])], [Slice(1, 0, [10, 11]), Slice(5, 4, [20, 21], SAMPLER)]
+    step = begun(b, StepPlan(2, starts=starts, slices=slices))
+    assert step.decodes == 2
+    assert step.input_ids.tolist() == [[8, 0, 10, 11, 20, 21, 0, 0, 0, 0]]
+    assert step.position_ids.tolist() == [[3, 0, 0, 1, 4, 5, 0, 0, 0, 0]]
+    assert step.slots.tolist() == [11, -1, 16, 17, 52, 53, -1, -1, -1, -1]
+    assert (step.rows.tolist(), step.lens.tolist()) == ([0, 0, 1, 5, 0], [4, 0, 2, 6, 0])
+    assert step.q_start.tolist() == [0, 1, 2, 4, 6, 6]
+    assert step.logits_at is not None
+    assert (step.logits_at.tolist(), step.known.tolist()) == ([0, 5, 0, 0, 0], [4, 6, 4, 4, 4])
+    assert (step.sample_rows, step.sample_seats.tolist()) == ((0, 5), [0, 5, -1, -1, -1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.executor.errors import NotEnoughMemory
-from engine.executor.kv_cache import GIB, KVShape, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, bytes_per_token
 
 CPU = torch.device("cpu")
 LLAMA_70B = [KVShape(heads=8, head_size=128)] * 80  # 64 attention heads share 8 KV heads
@@ -25,6 +25,7 @@ def fit(**changes: object) -> int:
         "kv_blocks": 0,
         "kv_memory_gib": 0.0,
         "device": CPU,
+        "activations": 0,
     }
     return blocks_that_fit(**(options | changes))  # type: ignore[arg-type]
 
@@ -44,10 +45,19 @@ def test_less_than_one_sequence() -> None:
 
 def test_allocated_once_and_filled() -> None:
     caches = allocate(SMALL, 5, 16, torch.bfloat16, CPU)
-    assert [tuple(k.shape) for k, _ in caches] == [(5, 2, 16, 64), (5, 1, 16, 32)]
-    assert all(k.shape == v.shape and not k.any() and not v.any() for k, v in caches)
-    assert sum(t.nbytes for pair in caches for t in pair) == bytes_per_token(SMALL, torch.bfloat16) * 5 * 16
-    assert all(t.isnan().all() for pair in allocate(SMALL, 2, 8, torch.float32, CPU, float("nan")) for t in pair)
+    assert [tuple(cache.k.shape) for cache in caches] == [(5, 2, 16, 64), (5, 1, 16, 32)]
+    assert all(cache.k.shape == cache.v.shape and not cache.k.any() and not cache.v.any() for cache in caches)
+    assert sum(cache.k.nbytes + cache.v.nbytes for cache in caches) == bytes_per_token(SMALL, torch.bfloat16) * 5 * 16
+    poisoned = allocate(SMALL, 2, 8, torch.float32, CPU, float("nan"))
+    assert all(cache.k.isnan().all() and cache.v.isnan().all() for cache in poisoned)
+    assert all(cache.scales is None for cache in caches)
+
+
+def test_eight_bits_a_number_have_scales() -> None:
+    caches = allocate(SMALL, 5, 16, KV_DTYPES["e4m3"], CPU, float("nan"))
+    assert sum(cache.k.nbytes + cache.v.nbytes for cache in caches) == bytes_per_token(SMALL, torch.int8) * 5 * 16
+    assert [cache.scales.shape for cache in caches if cache.scales is not None] == [(2, 2), (2, 1)]
+    assert all(cache.k.float().isnan().all() for cache in caches)
 
 
 def test_more_than_the_machine_has() -> None:

@@ -1,6 +1,9 @@
-"""Kernels are compiled once for all tests here, into the user's cache."""
+"""Kernels are compiled once for all tests here, into the user's cache, or taken from QUIRE_KERNELS_LIBRARY."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -9,4 +12,5 @@ from engine.executor import ops
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> None:
-    ops.load()
+    library = os.environ.get("QUIRE_KERNELS_LIBRARY")
+    ops.load(library=Path(library) if library else None)

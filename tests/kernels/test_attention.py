@@ -2,141 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import ops
-
-NAN = math.nan
-
-
-@dataclasses.dataclass
-class Batch:
-    """Sequences with known keys and values, laid out in a cache whose every other slot is NaN."""
-
-    q: torch.Tensor  # [T, H, D]
-    keys: list[torch.Tensor]  # of each sequence [len, Hkv, D]
-    values: list[torch.Tensor]
-    k_cache: torch.Tensor  # [blocks, Hkv, block_size, D]
-    v_cache: torch.Tensor
-    tables: torch.Tensor  # [max_rows, max_blocks] int32
-    rows: torch.Tensor  # [S] int32
-    q_start: torch.Tensor  # [S + 1] int32
-    lens: torch.Tensor  # [S] int32
-
-    def attend(self, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> torch.Tensor:
-        out = torch.full_like(self.q, NAN)
-        ops.paged_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.tables,
-            self.rows,
-            self.q_start,
-            self.lens,
-            self.q.shape[-1] ** -0.5 if scale is None else scale,
-            window,
-            soft_cap,
-            out,
-        )
-        return out
-
-    def only(self, s: int, chunk: slice = slice(None)) -> Batch:
-        """Sequence `s` alone; with `chunk`, those of its queries, as if the later ones had not been computed yet."""
-        begin, end = self.q_start[s : s + 2].tolist()
-        first, last, _ = chunk.indices(end - begin)
-        return dataclasses.replace(
-            self,
-            q=self.q[begin + first : begin + last],
-            rows=self.rows[s : s + 1],
-            q_start=torch.tensor([0, last - first], dtype=torch.int32),
-            lens=self.lens[s : s + 1] - (end - begin - last),
-        )
-
-
-def make_batch(
-    lens: list[int],
-    queries: list[int],
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 64,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    spread: float = 1.0,
-) -> Batch:
-    rng = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng).to(dtype)
-
-    # Drawn first, so that they don't depend on the block size.
-    q = normal(sum(queries), heads, dim) * spread
-    keys = [normal(n, kv_heads, dim) for n in lens]
-    values = [normal(n, kv_heads, dim) for n in lens]
-    needed = [-(-n // block_size) for n in lens]
-    blocks = sum(needed) + 3
-    free = torch.randperm(blocks, generator=rng).tolist()
-    max_rows, max_blocks = len(lens) + 2, max([1, *needed]) + 1
-    batch = Batch(
-        q=q,
-        keys=keys,
-        values=values,
-        k_cache=torch.full((blocks, kv_heads, block_size, dim), NAN, dtype=dtype),
-        v_cache=torch.full((blocks, kv_heads, block_size, dim), NAN, dtype=dtype),
-        tables=torch.full((max_rows, max_blocks), -7, dtype=torch.int32),
-        rows=torch.randperm(max_rows, generator=rng)[: len(lens)].int(),
-        q_start=torch.tensor([0, *torch.tensor(queries, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32),
-        lens=torch.tensor(lens, dtype=torch.int32),
-    )
-    for s, (row, length) in enumerate(zip(batch.rows.tolist(), lens, strict=True)):
-        for i in range(needed[s]):
-            block = free.pop()
-            batch.tables[row, i] = block
-            part = slice(i * block_size, min((i + 1) * block_size, length))
-            batch.k_cache[block, :, : part.stop - part.start] = keys[s][part].transpose(0, 1)
-            batch.v_cache[block, :, : part.stop - part.start] = values[s][part].transpose(0, 1)
-    return batch
-
-
-def reference(
-    batch: Batch,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    scale: float | None = None,
-    compute: torch.dtype = torch.float64,
-    store: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The definition, one sequence at a time, computed in `compute`, rounded to `store`; returned as float64."""
-    out = torch.full(batch.q.shape, NAN, dtype=torch.float64)
-    heads, dim = batch.q.shape[1:]
-    for s, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        begin, end = batch.q_start[s : s + 2].tolist()
-        length = int(batch.lens[s])
-        q = batch.q[begin:end].to(compute)
-        group = heads // keys.shape[1]
-        k = keys[:length].to(compute).repeat_interleave(group, dim=1)
-        v = values[:length].to(compute).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (dim**-0.5 if scale is None else scale)
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        distance = torch.arange(length - (end - begin), length)[:, None] - torch.arange(length)[None]
-        seen = (distance >= 0) & ((distance < window) if window else True)
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(store or compute).double()
-    return out
-
-
-def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error over a whole tensor: rms of the difference over rms of the exact values."""
-    assert actual.isfinite().all()
-    return float((actual.double() - exact).norm() / exact.norm())
+from tests.kernels.paged import NAN, Batch, error, make_batch, reference
 
 
 def assert_close(batch: Batch, **kwargs: float) -> None:
@@ -187,6 +58,15 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
     assert_close(batch, window=window, soft_cap=soft_cap)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 40, 64, 128])
+def test_e4m3_cache(dtype: torch.dtype, dim: int) -> None:
+    """Decodes and chunks, with a scale for each head of keys and of values."""
+    batch = make_batch(LENS, [1 if n % 2 else -(-n // 2) for n in LENS], dim=dim, dtype=dtype, e4m3=True, block_size=8)
+    assert_close(batch)
+    assert_close(batch, window=50, soft_cap=5.0)
+
+
 def test_scale_is_applied() -> None:
     assert_close(make_batch([50, 9], [1, 9]), scale=0.7)
 
@@ -194,6 +74,9 @@ def test_scale_is_applied() -> None:
 def test_empty_sequences_and_empty_call() -> None:
     batch = make_batch([0, 30, 8, 0], [0, 30, 0, 0])
     assert_close(batch)
+    without_keys = make_batch([0, 30, 0], [1, 30, 4])
+    assert_close(without_keys)
+    assert (without_keys.attend()[[0, 31, 34]] == 0).all()
     assert make_batch([], []).attend().shape == (0, 4, 64)
     assert make_batch([8], [0]).attend().shape == (0, 4, 64)
 
@@ -332,11 +215,12 @@ def test_result_does_not_depend_on_where_blocks_lie_or_their_size() -> None:
         ("rows", lambda t: t.long(), ValueError, "rows: dtype is Long, this operator wants Int"),
         ("rows", lambda t: t + 9, IndexError, "tables have 4 rows"),
         ("lens", lambda t: t[:1], ValueError, "lens: sequences is 1, rows said 2"),
-        ("lens", lambda t: t * 0, ValueError, r"lens\[0\] is 0, less than its 1 queries"),
+        ("lens", lambda t: t // 5, ValueError, r"lens\[1\] is 1, less than its 5 queries"),
         ("lens", lambda t: t + 999, ValueError, "tables hold 3 blocks of 16"),
         ("q_start", lambda t: t[:-1], ValueError, "q_start: has 2 entries for 2 sequences"),
         ("tables", lambda t: t + 99, IndexError, "the cache has 6 blocks"),
         ("tables", lambda t: t * 0 - 1, IndexError, "is -1, the cache has 6 blocks"),
+        ("scales", lambda t: torch.ones(2, 2), ValueError, "scales: given for a cache of Float"),
     ],
 )
 def test_what_does_not_fit_is_refused(field: str, change: object, kind: type[Exception], message: str) -> None:

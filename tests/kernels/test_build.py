@@ -91,3 +91,40 @@ def test_only_torchs_thread_pool_is_used() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_gpu_without_a_cuda_compiler_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ops.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ops.torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(ops, "CUDA_PLACES", [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(ops.KernelBuildError, match=r"a GPU but no CUDA compiler: .* CUDA_HOME; .* --device cpu"):
+        ops.build(tmp_path)
+
+
+def test_built_ahead_for_other_machines_is_loaded_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    monkeypatch.setattr(ops, "CSRC", csrc)
+    (csrc / "a.cpp").write_text("int a() { return 1; }\n")
+    library = ops.build_ahead(tmp_path / "ahead", ops.Target(cpu=ops.AHEAD_CPU))
+    assert f"={ops.AHEAD_CPU} " in (tmp_path / "ahead" / "build" / "build.ninja").read_text()
+    ops.load(library=library)
+    with pytest.raises(ops.KernelBuildError, match=r"nowhere.so: no such file; .*--ahead"):
+        ops.load(library=tmp_path / "nowhere.so")
+
+
+def test_each_gpu_gets_machine_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ninja's script only: there may be no nvcc here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    script = ops._build_script(ops.Target(gpus=("8.0", "9.0")))
+    assert "arch=compute_80,code=sm_80" in script
+    assert "arch=compute_90a,code=sm_90a" in script  # wgmma exists in the `a` target alone
+    assert ops.Target().gpus == ()
+    assert "nvcc" not in ops._build_script(ops.Target())

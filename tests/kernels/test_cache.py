@@ -45,6 +45,43 @@ def test_kv_write_takes_views() -> None:
     assert torch.equal(both[slots // 16, 1, :, slots % 16], value)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_kv_write_rounds_to_e4m3(dtype: torch.dtype, tokens: int) -> None:
+    """Numbers of all sizes: what torch makes of number / scale, but that ours stops at 448; NaN stays NaN."""
+    k_cache, v_cache = (torch.zeros(40, 3, 16, 80).to(torch.float8_e4m3fn) for _ in range(2))
+    key, value = ((torch.randn(tokens, 3, 80) * 2.0 ** torch.randint(-12, 10, (tokens, 3, 80))).to(dtype) for _ in "kv")
+    key[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    scales = torch.rand(2, 3) + 0.1
+    slots = torch.randperm(40 * 16)[:tokens]
+    slots[1::5] = -1
+    ops.kv_write(key, value, k_cache, v_cache, slots, scales=scales)
+    kept = slots >= 0
+    for rows, cache, scale in ((key, k_cache, scales[0]), (value, v_cache, scales[1])):
+        expected = torch.zeros(40, 3, 16, 80)
+        scaled = (rows.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        expected[slots[kept] // 16, :, slots[kept] % 16] = scaled[kept].float()
+        assert torch.equal(cache.float().nan_to_num(7e5), expected.nan_to_num(7e5))
+
+
+def test_every_e4m3_number_is_read_and_written() -> None:
+    """Attention to a single key gives its value: all 256 of them, as they were written."""
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 1, 16)
+    value = stored.float()
+    k_cache, v_cache = (torch.zeros(16, 1, 8, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    slots = torch.arange(16) * 8
+    ops.kv_write(torch.zeros_like(value), value, k_cache, v_cache, slots, scales=torch.ones(2, 1))
+    assert torch.equal(v_cache[:, :, 0].view(torch.uint8), stored.view(torch.uint8))
+    out = torch.full_like(value, math.nan)
+    one = torch.ones(16, dtype=torch.int32)
+    tables, start = torch.arange(16, dtype=torch.int32)[:, None], torch.arange(17, dtype=torch.int32)
+    ops.paged_attention(
+        *(torch.ones_like(value), k_cache, v_cache, tables, start[:16], start, one, 1.0, 0, 0.0, out),
+        scales=torch.ones(2, 1),
+    )
+    torch.testing.assert_close(out, value, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [

@@ -109,31 +109,44 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 15, 64, 1000, 16_000])
-def test_row_max(dtype: torch.dtype, size: int) -> None:
-    """The first of equals: in bfloat16 a row of 16,000 has many."""
-    x = torch.randn(9, size).to(dtype)
-    x[3] = -math.inf
-    x[4] = x[4, 0]
-    values, places = ops.row_max(x)
-    assert torch.equal(values, x.amax(-1).float())
-    assert places.tolist() == [row.tolist().index(max(row.tolist())) for row in x]
+@pytest.mark.parametrize("size", [64, 80, 6])
+def test_rope_after_a_norm_of_each_head_is_one_after_the_other(dtype: torch.dtype, size: int) -> None:
+    """cos and sin are halves of the rows of one table."""
+    qkv = torch.randn(50, 8, size).to(dtype)
+    cos, sin = torch.randn(50, 2 * size).to(dtype).chunk(2, -1)
+    q_norm, k_norm = torch.randn(2, size).to(dtype)
+    slots = torch.randperm(64)[:50]
+    slots[::5] = -1
+    caches, expected = torch.zeros(2, 4, 2, 16, size).to(dtype), torch.zeros(2, 4, 2, 16, size).to(dtype)
+    plain, given = qkv.clone(), qkv.clone()
+    ops.rms_norm_(plain[:, :4], q_norm, 1e-6)
+    ops.rms_norm_(plain[:, 4:6], k_norm, 1e-6)
+    ops.rope_kv_write(plain, cos, sin, *expected, slots)
+    ops.rope_kv_write(qkv, cos, sin, *caches, slots, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+    assert torch.equal(qkv[:, :4], plain[:, :4])
+    assert torch.equal(qkv[:, 4:], given[:, 4:])
+    assert torch.equal(caches, expected)
 
 
-@pytest.mark.parametrize("place", [0, 17, 63, 64, 99])
-def test_row_max_of_a_row_with_nan(place: int) -> None:
-    x = torch.randn(3, 100)
-    x[1, place] = math.nan
-    values, places = ops.row_max(x)
-    assert values.isnan().tolist() == [False, True, False]
-    assert places[1] == 0
-
-
-def test_row_max_takes_views() -> None:
-    x = torch.randn(6, 300)
-    values, places = ops.row_max(x[::2, 100:250])
-    assert torch.equal(values, x[::2, 100:250].amax(-1))
-    assert torch.equal(places, x[::2, 100:250].argmax(-1))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 80, 6])
+def test_rope_into_a_cache_of_e4m3(dtype: torch.dtype, size: int) -> None:
+    """Keys are rounded once, from float32 to e4m3; values as kv_write rounds them."""
+    qkv = torch.randn(50, 8, size).to(dtype)
+    cos, sin = torch.randn(2, 50, size).to(dtype)
+    scales = torch.rand(2, 2) + 0.01
+    slots = torch.randperm(64)[:50]
+    slots[::5] = -1
+    caches = torch.zeros(2, 4, 2, 16, size).to(torch.float8_e4m3fn)
+    expected, wide = caches.clone(), torch.zeros(2, 4, 2, 16, size)
+    ops.kv_write(qkv[:, 4:6], qkv[:, 6:], *expected, slots, scales)
+    exact = qkv.float()
+    ops.rope_kv_write(exact, cos.float(), sin.float(), *wide, slots)
+    ops.rope_kv_write(qkv, cos, sin, *caches, slots, scales=scales)
+    keys = (wide[0] / scales[0, :, None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(caches[0].float(), keys.float())
+    assert torch.equal(caches[1].float(), expected[1].float())
+    assert torch.equal(qkv[:, :4], exact[:, :4].to(dtype))
 
 
 def test_shapes_and_indices_are_checked() -> None:
@@ -146,14 +159,49 @@ def test_shapes_and_indices_are_checked() -> None:
         ops.add_rms_norm(x, x[:3], weight, 1e-6)
     with pytest.raises(ValueError, match="gate_up: gate and up is 65, out said 64"):
         ops.silu_mul(torch.zeros(4, 65))
-    with pytest.raises(ValueError, match="x: dtype is Long"):
-        ops.row_max(torch.zeros(2, 2, dtype=torch.int64))
     cache = torch.zeros(2, 1, 16, 64)
     angles = torch.zeros(4, 64)
     with pytest.raises(ValueError, match="qkv: has 2 heads, too few for 1 KV heads"):
         ops.rope_kv_write(torch.zeros(4, 2, 64), angles, angles, cache, cache.clone(), torch.arange(4))
     with pytest.raises(ValueError, match="cos: tokens is 3, qkv said 4"):
         ops.rope_kv_write(torch.zeros(4, 3, 64), angles[:3], angles, cache, cache.clone(), torch.arange(4))
+    with pytest.raises(ValueError, match="only one of them is given"):
+        ops.rope_kv_write(torch.zeros(4, 3, 64), angles, angles, cache, cache, torch.arange(4), q_norm=weight)
     with pytest.raises(IndexError, match=r"slots\[3\] is 32, not in \[-1, 32\)"):
         ops.rope_kv_write(torch.ones(4, 3, 64), angles, angles, cache, cache.clone(), torch.tensor([0, 1, 2, 32]))
     assert not cache.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("extras", [False, True])
+def test_linear_is_a_chain(dtype: torch.dtype, silu_mul: bool, plus: bool, extras: bool) -> None:
+    """With a norm and a bias, and without: what the operators do one after another, into rows of a wider tensor."""
+    x, weight = torch.randn(5, 48).to(dtype), torch.randn(64 if silu_mul else 32, 48).to(dtype)
+    norm, bias = (torch.randn(48).to(dtype), torch.randn(len(weight)).to(dtype)) if extras else (None, None)
+    y = ops.rms_norm(x, norm, 1e-5) if norm is not None else x
+    y = torch.nn.functional.linear(y, weight, bias)
+    if silu_mul:
+        y = ops.silu_mul(y)
+    wide = torch.randn(5, 50).to(dtype)
+    rest, out = wide[:, 32:].clone(), wide[:, :32]
+    expected = out + y if plus else y
+    if plus:
+        ops.linear(x, weight, bias, norm=norm, eps=1e-5, silu_mul=silu_mul, plus=out)
+    else:
+        ops.linear(x, weight, bias, norm=norm, eps=1e-5, silu_mul=silu_mul, out=out)
+    # One more rounding, of the product before it is added, may have been made or not.
+    scale = (out.double().abs() + y.double().abs()) * torch.finfo(dtype).eps
+    assert ((out.double() - expected.double()).abs() <= scale).all()
+    assert torch.equal(wide[:, 32:], rest)
+
+
+def test_linear_says_who_disagrees() -> None:
+    x, weight = torch.randn(2, 8), torch.randn(6, 8)
+    with pytest.raises(ValueError, match="weight: inner size is 8, x said 7"):
+        ops.linear(x[:, :7], weight)
+    with pytest.raises(ValueError, match="weight: rows of the weight is 6, out said 8"):
+        ops.linear(x, weight, silu_mul=True, out=torch.empty(2, 4))
+    with pytest.raises(ValueError, match="norm: inner size is 6, x said 8"):
+        ops.linear(x, weight, norm=torch.randn(6))

@@ -14,6 +14,7 @@ from service.app import Gateway
 from service.config import GatewayConfig
 from service.streams import Streams
 from service.telemetry import Telemetry
+from service.tenants import Tenants
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Script, Served, byte_level, sentencepiece_like
 
@@ -54,7 +55,8 @@ async def serve(
         telemetry = Telemetry(gateway_id)
         streams = Streams(bus, config, telemetry)
         await streams.start()
-        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, gateway_id)
+        tenants = Tenants(config.api_keys, config.tenants)
+        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
         runner = web.AppRunner(gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

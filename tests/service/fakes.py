@@ -115,6 +115,7 @@ class FakeEngine:
         self.seen: list[Generate] = []
         self.aborted: list[str] = []
         self.load_changes: dict[str, object] = {}
+        self.room_tokens = 100_000
         self._side = EngineSide(url, engine, namespace=namespace)
         self._engine = engine
         self._running: dict[str, tuple[Generate, list[tuple[list[int], Finish | None]], list[int]]] = {}
@@ -136,7 +137,7 @@ class FakeEngine:
 
     async def _exchange(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
         load = a_load(self._engine, **{"running": len(self._running), **self.load_changes})
-        claimed = await self._side.exchange(batches, finished, load, 100_000, 0 if self.holding else 1000)
+        claimed = await self._side.exchange(batches, finished, load, self.room_tokens, 0 if self.holding else 1000)
         for generate in claimed.generates:
             self.seen.append(generate)
             scripts = [self.script(generate, index) for index in range(generate.n)]

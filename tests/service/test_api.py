@@ -22,12 +22,12 @@ LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blo
 
 def completion(**fields: Any) -> ValidRequest:
     body = {"model": "m", "prompt": "hi", **fields}
-    return api.parse_completion(json.dumps(body).encode(), CONFIG, "m")
+    return api.parse_completion(json.dumps(body).encode(), CONFIG, "m", 600.0)
 
 
 def chat(**fields: Any) -> ValidRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return api.parse_chat(json.dumps(body).encode(), CONFIG, "m")
+    return api.parse_chat(json.dumps(body).encode(), CONFIG, "m", 600.0)
 
 
 def refused(call: Any, *args: Any, **fields: Any) -> Refusal:
@@ -56,6 +56,11 @@ def refused(call: Any, *args: Any, **fields: Any) -> Refusal:
         ({"logit_bias": {"3": 101}}, "logit_bias", ">= -100 and <= 100", 101),
         ({"stop_token_ids": [1] * 2000}, "stop_token_ids", 1024, 2000),
         ({"timeout": 0}, "timeout", "> 0 and <= 3600", 0),
+        ({"timeout": -2.5}, "timeout", "> 0 and <= 3600", -2.5),
+        ({"timeout": 3601}, "timeout", "> 0 and <= 3600", 3601),
+        ({"timeout": float("inf")}, "timeout", "finite", "NaN or Infinity"),
+        ({"priority": "urgent"}, "priority", "high, normal, low, or a whole number from -100 (first) to 100", "urgent"),
+        ({"priority": 101}, "priority", "high, normal, low, or a whole number from -100 (first) to 100", 101),
         ({"min_tokens": -1}, "min_tokens", ">= 0", -1),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ">= 1", 0),
     ],
@@ -130,7 +135,7 @@ def test_another_model_is_not_found() -> None:
     ],
 )
 def test_a_body_that_is_no_request(body: bytes, code: str, param: str | None) -> None:
-    refusal = refused(api.parse_completion, body, CONFIG, "m")
+    refusal = refused(api.parse_completion, body, CONFIG, "m", 600.0)
     assert (refusal.status, refusal.code) == (400, code)
     if param != "body":
         assert refusal.param == param
@@ -139,7 +144,7 @@ def test_a_body_that_is_no_request(body: bytes, code: str, param: str | None) ->
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_any_body_is_parsed_or_refused(body: bytes) -> None:
     with pytest.raises(Refusal):
-        api.parse_chat(body, CONFIG, "m")
+        api.parse_chat(body, CONFIG, "m", 600.0)
 
 
 JSON = st.recursive(
@@ -156,6 +161,19 @@ def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
         assert all(valid.prompts)
         assert 0 <= valid.sampling.temperature <= 2
         assert 1 <= valid.n <= CONFIG.max_n
+
+
+def test_priorities_by_name_and_number() -> None:
+    names = [completion(priority=name).priority for name in ("high", "normal", None, "low")]
+    assert names == [-1, 0, 0, 1]
+    assert [completion(priority=number).priority for number in (-100, 5)] == [-100, 5]
+
+
+def test_the_least_an_answer_takes() -> None:
+    assert completion().least_tokens(9) == 1
+    assert completion(min_tokens=4).least_tokens(9) == 4
+    assert completion(ignore_eos=True).least_tokens(9) == 9
+    assert completion(ignore_eos=True, stop="x").least_tokens(9) == 1
 
 
 def test_defaults_are_openais() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientConnectionResetError, ClientError, ClientSession, web
 
 from engine.wire.messages import Finish, Generate
 from service.text import Tokenizer
@@ -170,6 +173,33 @@ async def test_a_client_that_leaves_stops_the_engine(
         assert len(fake.seen) == 2
 
 
+async def test_leaving_in_the_middle_of_a_write_is_no_error(
+    serve: Serve,
+    engine: EngineMaker,
+    byte_level_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Mostly a departure cancels the handler; when the write comes first, it finds the connection closing."""
+    served = await serve()
+    write, writes = web.StreamResponse.write, iter([True, True])
+
+    async def write_twice(self: web.StreamResponse, data: bytes) -> None:
+        if not next(writes, False):
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", write_twice)
+    async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True}
+        async with served.session.post("/v1/completions", json=body) as response:
+            with pytest.raises(ClientError):
+                await response.read()
+        await settled(lambda: len(fake.aborted) == 1 and len(served.streams) == 0)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 async def test_two_hundred_random_disconnects_leave_nothing_behind(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
@@ -290,7 +320,16 @@ async def test_admission_refuses_with_retry_after(
     status, body, _ = await raw(served.session, "/v1/completions", prompt="a")
     assert (status, body["error"]["code"]) == (503, "no_engine")
     async with engine(says(byte_level_tokenizer)) as fake:
-        fake.load_changes = {"free_blocks": 0, "running": 9, "waiting": 90, "waiting_tokens": 9000, "blocks_per_s": 5.0}
+        fake.room_tokens = 0
+        fake.load_changes = {
+            "free_blocks": 0,
+            "running": 9,
+            "waiting": 90,
+            "waiting_tokens": 9000,
+            "blocks_per_s": 5.0,
+            "prompt_tokens": 1000,
+            "generated_tokens": 1000,
+        }
         await settled(lambda: any(load.waiting for load in served.streams.fleet.engines))
         status, body, headers = await raw(served.session, "/v1/completions", prompt="a")
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
@@ -309,13 +348,61 @@ async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
         fake.holding = True
         fake.load_changes = {"free_blocks": 0, "total_blocks": 100, "running": 5}
         await settled(lambda: any(load.running == 5 for load in served.streams.fleet.engines))
-        # 10 blocks for the prompt and one for the output: with no known pace the queue holds one pool, 9 requests.
+        # With no known pace the queue holds one pool of prompts: 10 requests.
         asked = {"prompt": [7] * 160, "max_tokens": 5}
         requests = [asyncio.create_task(raw(served.session, "/v1/completions", **asked)) for _ in range(50)]
-        await settled(lambda: sum(task.done() for task in requests) == 41)
+        await settled(lambda: sum(task.done() for task in requests) == 40)
         fake.holding = False
         answers = await asyncio.gather(*requests)
-    assert sorted(status for status, _, _ in answers) == [200] * 9 + [429] * 41
+    assert sorted(status for status, _, _ in answers) == [200] * 10 + [429] * 40
+
+
+async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(queue_wait_s=1000.0)
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.room_tokens = 0
+        fake.load_changes = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}
+        await settled(lambda: any(load.running == 9 for load in served.streams.fleet.engines))
+        await settled(lambda: served.streams.fleet.room_tokens == 0)
+        # Prompt tokens start as fast as output tokens are made, 90 a second: 300 of them take longer than 3 s.
+        asked = {"prompt": [7] * 300, "max_tokens": 5}
+        status, body, headers = await raw(served.session, "/v1/completions", **asked, timeout=3)
+        assert (status, body["error"]["code"], body["error"]["limit"]) == (429, "deadline_unreachable", 3)
+        assert body["error"]["given"] > 3
+        assert 1 <= int(headers["Retry-After"]) <= 60
+        async with served.session.post(
+            "/v1/completions", json={"model": "tiny", **asked}, headers={"X-Request-Timeout": "3"}
+        ) as response:
+            assert (await response.json())["error"]["code"] == "deadline_unreachable"
+        assert not fake.seen
+        for timeout in ("0", "-1", "nan", "inf", "1e9", "soon"):
+            async with served.session.post(
+                "/v1/completions", json={"model": "tiny", **asked}, headers={"X-Request-Timeout": timeout}
+            ) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, "x-request-timeout")
+                assert error["limit"] == "> 0 and <= 3600"
+        fake.room_tokens = 1000
+        await settled(lambda: served.streams.fleet.room_tokens == 1000)
+        status, _, _ = await raw(served.session, "/v1/completions", **asked, timeout=3)
+        assert status == 200
+
+
+async def test_a_key_brings_its_tenant_along(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f"[acme]\nweight = 2\nkey_sha256 = ['{hashlib.sha256(b'secret').hexdigest()}']\n")
+    served = await serve(tenants=str(path))
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        assert (await raw(served.session, "/v1/completions", prompt="a"))[0] == 401
+        served.session.headers["Authorization"] = "Bearer secret"
+        assert (await raw(served.session, "/v1/completions", prompt="a", priority="high", cache_salt="x"))[0] == 200
+        [order] = fake.seen
+        assert (order.tenant, order.weight, order.priority, order.cache_salt) == ("acme", 2.0, -1, "tenant acme x")
 
 
 @pytest.mark.parametrize("chunked", [False, True])

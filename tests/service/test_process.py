@@ -78,7 +78,7 @@ def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
         (["--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1"),
         (["--redis-url", "nonsense://"], "nonsense"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--admit-threshold", "1.5"], "--admit-threshold is '1.5'"),
+        (["--queue-wait-s", "-1"], "--queue-wait-s is '-1'"),
     ],
 )
 def test_what_prevents_a_start_is_one_line(

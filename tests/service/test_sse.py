@@ -32,7 +32,7 @@ async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]
             yield turn
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        valid = api.parse_completion(b'{"model": "m", "prompt": "a", "stream": true}', GatewayConfig(), "m")
+        valid = api.parse_completion(b'{"model": "m", "prompt": "a", "stream": true}', GatewayConfig(), "m", 600.0)
         form = Format(
             valid,
             request_id="r",

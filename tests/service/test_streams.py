@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -77,14 +77,20 @@ class Wire:
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
-        self.down_after = 1000
+        self.asked: list[int] = []
+        self.down = False
+        self.refusals = 0
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
-    async def submit(self, request: Generate) -> None:
-        if len(self.submitted) >= self.down_after:
+    async def submit(self, *requests: Generate, excess_tokens: int) -> Queue:
+        if self.down:
             raise BusDown("gone")
-        self.submitted.append(request.id)
+        self.asked.append(excess_tokens)
+        accepted = len(self.asked) > self.refusals
+        if accepted:
+            self.submitted += [request.id for request in requests]
+        return Queue(accepted, 1, 3, 0, {})
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
@@ -111,6 +117,10 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     assert len(made) == 0
 
 
+def anyway(fleet: Fleet) -> int:
+    return 7
+
+
 def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
     deadline_ms = int(time.time() * 1000) + 60_000
     return [Generate(f"r.{at}", "g", [1, 2, 3], 9, Sampling(), deadline_ms, n=n) for at in range(prompts)]
@@ -121,7 +131,7 @@ async def put(wire: Wire, *deltas: Delta, **changes: Any) -> None:
 
 
 async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=2), 60) as opened:
+    async with streams.open(orders(prompts=2, n=2), 60, anyway) as opened:
         assert wire.submitted == ["r.0", "r.1"]
         await put(wire, Delta("r.1", 0, [5], index=0), Delta("r.0", 0, [6], index=1), Delta("other.0", 0, [7]))
         changed = await anext(opened)
@@ -136,7 +146,7 @@ async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
 
 
 async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2), 60) as opened:
+    async with streams.open(orders(prompts=2), 60, anyway) as opened:
         await put(wire, Delta("r.0", 0, [1], Finish("stop")))
         await anext(opened)
     await asyncio.sleep(0)
@@ -144,7 +154,7 @@ async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire
 
 
 async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=3), 60) as opened:
+    async with streams.open(orders(prompts=2, n=3), 60, anyway) as opened:
         await put(wire, *(Delta("r.1", 0, [1], index=index) for index in range(3)))
         await anext(opened)
         opened.end(4)
@@ -160,7 +170,7 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
 
 
 async def test_a_gap_stops_the_engine(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60) as opened:
+    async with streams.open(orders(), 60, anyway) as opened:
         await put(wire, Delta("r.0", 3, [1]))
         await anext(opened)
     await asyncio.sleep(0)
@@ -168,25 +178,42 @@ async def test_a_gap_stops_the_engine(streams: Streams, wire: Wire) -> None:
 
 
 async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(n=2), 0.02) as opened:
+    async with streams.open(orders(n=2), 0.02, anyway) as opened:
         changed = await anext(opened)
         assert [drain(mailbox) for mailbox in changed] == [([], Finish("deadline"))] * 2
     await asyncio.sleep(0)
     assert wire.cancelled == ["r.0"]
 
 
-async def test_a_queue_that_fails_halfway_takes_back_the_first_half(streams: Streams, wire: Wire) -> None:
-    wire.down_after = 1
+async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
+    wire.down = True
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(prompts=3), 60):
+        async with streams.open(orders(prompts=3), 60, anyway):
             pytest.fail("must not open")
     assert caught.value.status == 503
-    await asyncio.sleep(0)
-    assert wire.cancelled == ["r.0", "r.1"]  # the second may have been queued although its reply was lost
+    assert len(streams) == 0
+
+
+async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire) -> None:
+    seen: list[int] = []
+
+    def admit(fleet: Fleet) -> int:
+        seen.append(fleet.queued_tokens)
+        return 10 * len(seen)
+
+    wire.refusals = 1
+    async with streams.open(orders(prompts=2), 60, admit):
+        assert (seen, wire.asked, wire.submitted) == ([20, 3], [10, 20], ["r.0", "r.1"])
+    wire.refusals = 100
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert caught.value.status == 429
+    assert len(streams) == 0
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60) as opened:
+    async with streams.open(orders(), 60, anyway) as opened:
         assert await anext(opened) == []
         await put(wire, Delta("r.0", 0, [1]))
         assert len(await anext(opened)) == 1
@@ -204,7 +231,7 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert abs(seen - time.time() * 1000) < 1000  # the engine's own clock stands in 1970
     await asyncio.sleep(0.05)
     assert streams.fleet.engines[0].time_ms == seen  # the same reading again is no sign of life
-    async with streams.open(orders(), 60):
+    async with streams.open(orders(), 60, anyway):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
     await asyncio.sleep(0.05)
@@ -214,7 +241,7 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
 async def test_a_reader_that_breaks_ends_every_request(wire: Wire) -> None:
     streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=60), Telemetry("g"))
     await streams.start()
-    async with streams.open(orders(), 60) as opened:
+    async with streams.open(orders(), 60, anyway) as opened:
         wire.incoming.put_nowait(cast(TokenBatch, None))
         [mailbox] = await anext(opened)
         finish = drain(mailbox)[1]

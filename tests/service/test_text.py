@@ -134,7 +134,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(byte_level_tokenizer: Tokenizer)
 def request(**fields: object) -> ValidRequest:
     body = api.msgspec.json.encode({"model": "m", **fields})
     parse = api.parse_chat if "messages" in fields else api.parse_completion
-    return parse(body, GatewayConfig(), "m")
+    return parse(body, GatewayConfig(), "m", 600.0)
 
 
 async def test_encoding_is_the_tokenizers_own(sentencepiece_tokenizer: Tokenizer) -> None:

@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.core.plan import StepPlan, StepResult
-from engine.executor.worker import Worker
+from engine.core.plan import StepPlan
+from engine.executor.worker import Pending, Worker
 from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.system.stack import Stack
@@ -153,15 +153,15 @@ async def test_a_failed_step_fails_who_sat_in_it_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, fuse = reference("llama"), {"step": 0}
-    run = Worker.run
+    launch = Worker.launch
 
-    def fails_once(self: Worker, plan: StepPlan) -> StepResult:
+    def fails_once(self: Worker, plan: StepPlan) -> Pending:
         if fuse["step"] and plan.step >= fuse["step"]:
             fuse["step"] = 0
             raise RuntimeError("the device fell off the bus")
-        return run(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(Worker, "run", fails_once)
+    monkeypatch.setattr(Worker, "launch", fails_once)
     work = [[20 + i] * (5 + 9 * i) for i in range(8)]
     with make(max_seqs=4) as stack:
         first = stream(client, stack.url, prompt=work[0], max_tokens=900, temperature=0)

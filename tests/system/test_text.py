@@ -91,7 +91,7 @@ def test_greedy_text_equals_transformers(
     want = expected(family)
     patient = {"queue_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
     with Stack(
-        redis_server.url, namespace, checkpoint(family), gateway_options=patient, admit_threshold=1.0, **SHAPES[shape]
+        redis_server.url, namespace, checkpoint(family), gateway_options=patient, admission="none", **SHAPES[shape]
     ) as stack:
         asyncio.run(complete(stack.url, prompts()[:1]))  # from now on the gateway knows a pace to estimate waits by
         answers = asyncio.run(complete(stack.url, prompts()))

@@ -1,4 +1,5 @@
-"""The queue's books against a shadow model: any order of submit, claim, cancel, finish, lapse and return."""
+"""The queue's books against a shadow model: any order of submit, claim, cancel, finish, lapse and return, by tenants
+of different weights and in different priority classes."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.wire.bus import EngineSide, GatewaySide
+from engine.wire.bus import OUTPUT_COST, EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
-from engine.wire.messages import EngineLoad, Generate, Sampling
+from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 
 ENGINES = ("e0", "e1")
+TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
 
 
 def load(engine: str) -> EngineLoad:
@@ -24,7 +26,8 @@ def load(engine: str) -> EngineLoad:
 
 
 class Books(RuleBasedStateMachine):
-    """The model: arrival order, who waits, who holds what, and what a lapsed engine still believes it has."""
+    """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, and the
+    tenants' counters (VTC's algorithm, written down once more)."""
 
     server: EmbeddedRedis
 
@@ -38,10 +41,15 @@ class Books(RuleBasedStateMachine):
             name: EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=60_000) for name in ENGINES
         }
         self.tokens: dict[str, int] = {}  # in order of arrival; ended ones stay
+        self.requests: dict[str, Generate] = {}
         self.waiting: set[str] = set()
+        self.counters = dict.fromkeys(TENANTS, 0.0)
+        self.left: str | None = None  # whose queue emptied last
+        self.room = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, set[str]] = {name: set() for name in ENGINES}
         self.known: set[str] = set()  # engines that have exchanged and not lapsed since
         self.lapsed: dict[str, set[str]] = {name: set() for name in ENGINES}
+        self.returned: dict[str, list[str]] = {name: [] for name in ENGINES}  # what went back, in the queue's order
         self.orders: dict[str, list[str]] = {name: [] for name in ENGINES}
         self.ordered: set[str] = set()  # withdrawn while held: its engine must not run it again
         self.run(self.gateway.open())
@@ -60,13 +68,62 @@ class Books(RuleBasedStateMachine):
     def owner(self, request_id: str) -> str | None:
         return next((name for name in ENGINES if request_id in self.held[name]), None)
 
-    @rule(tokens=st.integers(1, 20))
-    def submit(self, tokens: int) -> None:
-        name = f"r{len(self.tokens)}"
-        deadline_ms = int(time.time() * 1000) + 600_000
-        self.run(self.gateway.submit(Generate(name, "g", [0] * tokens, 1, Sampling(), deadline_ms)))
-        self.tokens[name] = tokens
+    def tenant(self, request_id: str) -> str:
+        return self.requests[request_id].tenant
+
+    def active(self) -> set[str]:
+        return {self.tenant(name) for name in self.waiting}
+
+    def join(self, name: str) -> None:
+        tenant, active = self.tenant(name), self.active()
+        if tenant not in active:
+            others = [self.counters[other] for other in active]
+            if not others and self.left is not None:
+                others = [self.counters[self.left]]
+            self.counters[tenant] = max(self.counters[tenant], min(others, default=0.0))
         self.waiting.add(name)
+
+    def leave(self, name: str) -> None:
+        if name in self.waiting:
+            self.waiting.remove(name)
+            if self.tenant(name) not in self.active():
+                self.left = self.tenant(name)
+
+    def charge(self, name: str, tokens: float) -> None:
+        self.counters[self.tenant(name)] += tokens / TENANTS[self.tenant(name)]
+
+    def queue(self, tenant: str) -> list[str]:
+        mine = [name for name in self.tokens if name in self.waiting and self.tenant(name) == tenant]
+        return sorted(mine, key=lambda name: self.requests[name].priority)
+
+    @rule(
+        tokens=st.integers(1, 20),
+        tenant=st.sampled_from(sorted(TENANTS)),
+        priority=st.sampled_from((-100, -1, 0, 0, 100)),
+        excess=st.none() | st.integers(0, 60),
+    )
+    def submit(self, tokens: int, tenant: str, priority: int, excess: int | None) -> None:
+        name = f"r{len(self.tokens)}"
+        request = Generate(
+            name,
+            "g",
+            [0] * tokens,
+            1,
+            Sampling(),
+            int(time.time() * 1000) + 600_000,
+            priority=priority,
+            tenant=tenant,
+            weight=TENANTS[tenant],
+        )
+        room = sum(self.room[engine] for engine in self.known)
+        total = tokens + sum(self.tokens[waiting] for waiting in self.waiting)
+        queue = self.run(self.gateway.submit(request, excess_tokens=excess))
+        assert queue.accepted == (excess is None or total <= room + excess)
+        assert queue.room_tokens == room
+        if queue.accepted:
+            self.requests[name], self.tokens[name] = request, tokens
+            self.join(name)
+        assert queue.queued == len(self.waiting)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -74,7 +131,7 @@ class Books(RuleBasedStateMachine):
             return
         name = data.draw(st.sampled_from(sorted(self.tokens)))
         self.run(self.gateway.cancel(name))
-        self.waiting.discard(name)
+        self.leave(name)
         # A held one stays with its engine, who gets one order and will report it finished.
         if (owner := self.owner(name)) is not None and name not in self.ordered:
             self.orders[owner].append(name)
@@ -84,10 +141,13 @@ class Books(RuleBasedStateMachine):
     def exchange(self, name: str, room: int, requests: int, data: st.DataObject) -> None:
         mine = sorted(self.held[name] | self.lapsed[name])
         finished = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
-        claimed = self.run(self.engines[name].exchange([], finished, load(name), room, requests))
+        known = sorted(self.held[name])
+        deltas = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        batch = TokenBatch(name, [Delta(request_id, 0, [1, 2, 3]) for request_id in deltas])
+        claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))
         for request_id in finished:
             owner = self.owner(request_id)
-            self.waiting.discard(request_id)
+            self.leave(request_id)
             self.lapsed[name].discard(request_id)
             if owner == name:
                 self.held[name].discard(request_id)
@@ -97,18 +157,27 @@ class Books(RuleBasedStateMachine):
         kept = self.lapsed[name] & self.waiting
         lost = self.lapsed[name] - kept
         self.lapsed[name] = set()
-        self.waiting -= kept
+        for request_id in deltas:
+            self.charge(request_id, OUTPUT_COST * 3)
+        for request_id in [one for one in self.returned[name] if one in kept]:
+            self.leave(request_id)
+            self.charge(request_id, self.tokens[request_id])
+        self.returned[name] = []
         self.held[name] |= kept
-        expected = []
-        requests = min(requests, -(-len(self.waiting) // max(1, len(self.known))))
+        expected: list[str] = []
+        share = -(-len(self.waiting) // max(1, len(self.known)))
         self.known.add(name)
-        for request_id in [r for r in self.tokens if r in self.waiting]:
-            room -= self.tokens[request_id]
-            if room < 0 or len(expected) == requests:
+        while self.waiting and len(expected) < min(requests, share):
+            turn = min(self.active(), key=lambda tenant: (self.counters[tenant], tenant))
+            request_id = self.queue(turn)[0]
+            if self.tokens[request_id] > room:
                 break
+            room -= self.tokens[request_id]
+            self.leave(request_id)
+            self.charge(request_id, self.tokens[request_id])
             expected.append(request_id)
-        self.waiting -= set(expected)
         self.held[name] |= set(expected)
+        self.room[name] = room if len(expected) < requests else 0
         assert [request.id for request in claimed.generates] == expected
         assert [order.id for order in claimed.aborts] == self.orders[name]
         assert set(claimed.lost) == lost
@@ -120,7 +189,11 @@ class Books(RuleBasedStateMachine):
         self.run(self.gateway.fleet())
         alive = self.held[name] - self.ordered
         self.lapsed[name] |= alive
-        self.waiting |= alive
+        mine = [one for one in self.tokens if one in alive]
+        self.returned[name] += sorted(mine, key=lambda one: self.requests[one].priority)
+        for request_id in sorted(mine, key=lambda one: self.requests[one].priority):
+            self.charge(request_id, -self.tokens[request_id])
+            self.join(request_id)
         self.held[name] = set()
         self.known.discard(name)
 
@@ -130,10 +203,18 @@ class Books(RuleBasedStateMachine):
         assert fleet.queued == len(self.waiting)
         assert fleet.queued_tokens == sum(self.tokens[name] for name in self.waiting)
         prefix = f"{{{self.namespace}}}:"
-        sizes = {key.decode(): int(size) for key, size in self.client.hgetall(f"{prefix}sizes").items()}
-        assert sizes == {name: self.tokens[name] for name in self.waiting}
-        order = [name.decode() for name in self.client.zrange(f"{prefix}queue", 0, -1)]
-        assert order == [name for name in self.tokens if name in self.waiting]
+        waiting = {key.decode(): entry.decode() for key, entry in self.client.hgetall(f"{prefix}waiting").items()}
+        assert waiting == {name: f"{self.tokens[name]} {self.tenant(name)}" for name in self.waiting}
+        active = self.active()
+        assert fleet.tenants.keys() == active
+        for tenant, weight in TENANTS.items():
+            queue = self.queue(tenant)
+            order = [name.decode() for name in self.client.zrange(f"{prefix}queue:{tenant}", 0, -1)]
+            assert order == queue
+            if tenant in active:
+                turn = fleet.tenants[tenant]
+                assert turn.queued_tokens == sum(self.tokens[name] for name in queue)
+                assert (turn.counter, turn.weight) == (self.counters[tenant], weight)
         for name in ENGINES:
             held = {member.decode() for member in self.client.zrange(f"{prefix}held:{name}", 0, -1)}
             assert held == self.held[name]

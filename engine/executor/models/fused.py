@@ -36,9 +36,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.activations import SiLUActivation
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.executor import ops
+from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
 
 # What limits the keys that a layer of each family sees, as its own attention module says it.
@@ -71,137 +71,169 @@ class RMSNorm(nn.Module):
         self.weight: Tensor = plain.weight
         self.eps: float = plain.variance_epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]"""
-        return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, delta: Tensor) -> Tensor:
-        """x += delta, then the norm of x; all [T, size]."""
-        return ops.add_rms_norm(x, delta, self.weight, self.eps)
+class Product(nn.Module):
+    """A matrix product with what stands before and behind it: [T, in] -> [T, out].
 
-    def each_head_(self, x: Tensor) -> None:
-        """In place over [T, heads, size]."""
-        ops.rms_norm_(x, self.weight, self.eps)
+    Several linear layers of the same input become one: their outputs, one after another.
+    """
+
+    def __init__(self, *linears: nn.Linear, norm: RMSNorm | None = None, silu_mul: bool = False) -> None:
+        """norm: of the input, first.  silu_mul: of the output's halves, gate and up, silu(gate) * up is returned."""
+        super().__init__()
+        first, *others = linears
+        weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
+        self.bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
+        self.out_features = len(weight)
+        self.norm = norm
+        self.silu_mul = silu_mul
+        self.packed = ops.pack_weight(weight) if ops.can_pack(weight) else None
+        self.weight = weight if self.packed is None else None
+
+    def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """plus [T, out]: is added, and must not be used afterwards.  out [T, out]: where to write the result."""
+        norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
+        if self.weight is not None:
+            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
+        assert self.packed is not None
+        if norm is not None:
+            x = ops.rms_norm(x, norm, eps)
+        y = ops.packed_linear(x, self.packed, self.bias, plus)
+        return ops.silu_mul(y) if self.silu_mul else y
 
 
 class Attention(nn.Module):
-    """Causal self-attention over KV blocks: normed hidden [T, hidden] -> [T, hidden]."""
+    """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, window: int | None) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, window: int | None) -> None:
         super().__init__()
         self.layer: int = plain.layer_idx
         self.head_size: int = plain.head_dim
         self.scale: float = plain.scaling
         self.window = window or 0
         self.heads = plain.q_proj.out_features // plain.head_dim
-        self.kv_heads = plain.k_proj.out_features // plain.head_dim
-        self.qkv_proj = side_by_side(plain.q_proj, plain.k_proj, plain.v_proj)
-        self.o_proj = plain.o_proj
+        self.qkv_proj = Product(plain.q_proj, plain.k_proj, plain.v_proj, norm=norm)
+        self.o_proj = Product(plain.o_proj)
         self.q_norm = RMSNorm(plain.q_norm) if hasattr(plain, "q_norm") else None  # qwen3
         self.k_norm = RMSNorm(plain.k_norm) if hasattr(plain, "k_norm") else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)
-        q = qkv[:, : self.heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.each_head_(q)
-            self.k_norm.each_head_(qkv[:, self.heads : self.heads + self.kv_heads])
-        k_cache, v_cache = step.caches[self.layer]
-        ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, step.slots)
-        out = torch.empty(len(x), self.heads, self.head_size, dtype=x.dtype, device=x.device)
-        ops.paged_attention(
-            q, k_cache, v_cache, step.tables, step.rows, step.q_start, step.lens, self.scale, self.window, 0.0, out
+        cache = step.caches[self.layer]
+        ops.rope_kv_write(
+            qkv,
+            cos,
+            sin,
+            cache.k,
+            cache.v,
+            step.slots,
+            q_norm=self.q_norm.weight if self.q_norm else None,
+            k_norm=self.k_norm.weight if self.k_norm else None,
+            eps=self.q_norm.eps if self.q_norm else 0.0,
+            scales=cache.scales,
         )
-        y: Tensor = self.o_proj(out.view(len(x), -1))
+        out = attend(step, qkv[:, : self.heads], cache, self.scale, self.window, 0.0)
+        y: Tensor = self.o_proj(out.view(len(x), -1), plus=x)
         return y
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden]."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm) -> None:
         super().__init__()
-        self.gate_up_proj = side_by_side(plain.gate_proj, plain.up_proj)
-        self.down_proj = plain.down_proj
+        self.gate_up_proj = Product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True)
+        self.down_proj = Product(plain.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
+        y: Tensor = self.down_proj(self.gate_up_proj(x), plus=x)
         return y
 
 
 class Layer(nn.Module):
-    """One decoder layer, from the norm behind its attention's input to the norm of whatever follows it."""
+    """x [T, hidden] -> [T, hidden]; x must not be used afterwards."""
 
-    def __init__(self, plain: Any, window: int | None, following: Any) -> None:
+    def __init__(self, plain: Any, window: int | None) -> None:
         super().__init__()
-        self.attention = Attention(plain.self_attn, window)
-        self.middle_norm = RMSNorm(plain.post_attention_layernorm)
-        self.mlp = MLP(plain.mlp)
-        self.following_norm = RMSNorm(following)
+        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window)
+        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm))
 
-    def forward(self, x: Tensor, normed: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
-        """x [T, hidden], the residual stream, is added to in place; the norm of x comes in and goes out."""
-        normed = self.middle_norm.add(x, self.attention(normed, cos, sin, step))
-        return self.following_norm.add(x, self.mlp(normed))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
+        y: Tensor = self.mlp(self.attention(x, cos, sin, step))
+        return y
 
 
 class Decoder(nn.Module):
-    """Everything but the head: token ids and positions [1, T] -> normed hidden states [1, T, hidden]."""
+    """The whole model: a step -> logits."""
 
-    def __init__(self, plain: Any, window: Callable[[Any], int | None]) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
         super().__init__()
+        plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
-        self.rotary_emb = plain.rotary_emb
-        norms = [layer.input_layernorm for layer in plain.layers] + [plain.norm]
-        self.norm = RMSNorm(norms[0])
+        # Angles depend on the position alone (models/hf.py checks the length up to which they do), so each is
+        # computed once, as the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
+        positions = torch.arange(max_model_len, device=model.device)
+        cos, sin = plain.rotary_emb(self.embed_tokens.weight[:1], positions[None])
+        self.angles = torch.stack([cos[0], sin[0]], 1)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(plain.layers):
-            self.layers.append(Layer(layer, window(layer.self_attn), norms[i + 1]))
+            self.layers.append(Layer(layer, window(layer.self_attn)))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
+        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm))
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, step: StepTensors, **unused: object
-    ) -> BaseModelOutputWithPast:
-        x = self.embed_tokens(input_ids[0])
-        cos, sin = self.rotary_emb(x, position_ids)  # [1, T, D]
-        cos, sin = cos[0], sin[0]
-        normed = self.norm(x)
+    def forward(self, step: StepTensors, out: Tensor | None = None) -> Tensor:
+        """Logits [L, V] of the tokens that `step` wants them of, in `out` where given."""
+        x = self.embed_tokens(step.input_ids[0])
+        cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         for layer in self.layers:
-            normed = layer(x, normed, cos, sin, step)
-        return BaseModelOutputWithPast(last_hidden_state=normed[None])
+            x = layer(x, cos, sin, step)
+        if step.logits_at is not None:
+            x = x.index_select(0, step.logits_at)
+        if not len(x):
+            logits: Tensor = x.new_empty(0, self.head.out_features)
+        else:
+            logits = self.head(x, out=out)
+        return logits
 
 
-def side_by_side(*linears: nn.Linear) -> nn.Linear:
-    """One product for several of the same input: their outputs, one after another."""
-    first = linears[0]
-    with torch.device("meta"):
-        joint = nn.Linear(first.in_features, sum(linear.out_features for linear in linears), first.bias is not None)
-    joint.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    if first.bias is not None:
-        joint.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
-    return joint
-
-
-def fuse(model: PreTrainedModel) -> None:
+def fuse(model: PreTrainedModel, max_model_len: int) -> None:
     """Swap what can be swapped, in place.  The model must be on its device, in its dtype, and never move again.
 
-    A model whose decoder was swapped takes the `step` keyword and nothing but this: it is `kv_blocks` inside.
+    A model whose decoder was swapped is good for `logits_of` and nothing else.
     """
     if has_plain_decoder(model):
-        model.model = Decoder(model.model, WINDOW[type(model)])
+        model.model, model.lm_head = Decoder(model, max_model_len), nn.Identity()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear and ops.can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
 
 
+def logits_of(model: PreTrainedModel, step: StepTensors, out: Tensor | None = None) -> Tensor:
+    """One forward: logits [L, V] of the tokens that `step` wants them of (perhaps none), in `out` where given."""
+    decoder = getattr(model, "model", None)
+    if isinstance(decoder, Decoder):
+        logits: Tensor = decoder(step, out)
+        return logits
+    logits = model(
+        input_ids=step.input_ids,
+        position_ids=step.position_ids,
+        use_cache=False,
+        logits_to_keep=0 if step.logits_at is None else step.logits_at,
+        step=step,
+    ).logits[0]
+    return logits if out is None else out.copy_(logits)
+
+
 def has_plain_decoder(model: PreTrainedModel) -> bool:
     """Whether `Decoder` computes what this model's decoder does: a known class, whose parts are what we know."""
-    if type(model) not in WINDOW or model.device.type != "cpu":
+    if type(model) not in WINDOW:
         return False
     if len({parameter.dtype for parameter in model.parameters()}) != 1:
         return False
     decoder = model.model
+    if type(model.lm_head) is not nn.Linear:
+        return False
     if children(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
     return is_norm(decoder.norm) and all(is_plain_layer(layer, decoder.rotary_emb) for layer in decoder.layers)

@@ -30,6 +30,8 @@ from engine.executor.models.weights import weight_files
 
 PROBE = "kv_blocks_probe"
 MAX_HEAD_SIZE = 256
+GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
+GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
@@ -65,15 +67,49 @@ def find(name: str) -> Path:
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
 
-def load_model(name: str, *, dtype: str, device: torch.device, max_model_len: int = 0) -> LoadedModel:
+def load_model(
+    name: str, *, dtype: str, device: torch.device, max_model_len: int = 0, random: bool = False
+) -> LoadedModel:
     """Load `name` (a directory or a hub name) onto `device` and prove that it can be served.
 
     dtype: auto (the checkpoint's own), float32, bfloat16 or float16.  max_model_len 0: what the model was made for.
+    random: make the weights up, for measurements; the directory needs no weight files.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
     directory = find(name)
     config = read_config(directory)
     max_model_len = check_length(config, max_model_len)
+    module = random_model(config, dtype, device) if random else read_weights(directory, config, dtype)
+    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    module = module.to(device).eval().requires_grad_(False)
+    layers, vocab_size = probe(module)
+    if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
+        sizes = sorted(GPU_HEAD_SIZES)
+        raise UnsupportedModel(f"{config.model_type}: head size {min(odd)}; on a GPU it must be one of {sizes}")
+    fuse(module, max_model_len)
+    return LoadedModel(
+        module=module,
+        directory=directory,
+        dtype=module.dtype,
+        layers=layers,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_ids=eos_ids(module),
+    )
+
+
+def random_model(config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The architecture with weights as its own training would begin: made where they are needed, from a fixed seed."""
+    wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    with torch.random.fork_rng(), device:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+    return model
+
+
+def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+    """The model of a checkpoint, complete.  Raises ModelLoadError."""
     check_files(directory)
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -93,18 +129,8 @@ def load_model(name: str, *, dtype: str, device: torch.device, max_model_len: in
     if report["mismatched_keys"]:
         key, found, wanted = min(report["mismatched_keys"])
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
-    module = module.to(device).eval().requires_grad_(False)
-    layers, vocab_size = probe(module)
-    fuse(module)
-    return LoadedModel(
-        module=module,
-        directory=directory,
-        dtype=module.dtype,
-        layers=layers,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        eos_ids=eos_ids(module),
-    )
+    model: PreTrainedModel = module
+    return model
 
 
 def read_config(directory: Path) -> PretrainedConfig:

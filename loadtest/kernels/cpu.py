@@ -1,15 +1,13 @@
-"""How fast the CPU kernels are, beside this machine's memory and torch's own attention on contiguous tensors.
-
-    python -m tests.kernels.bench [threads]
+"""Attention on a CPU, beside this machine's memory and torch's own attention on contiguous tensors.
 
 Times are the best of several rounds, so that other work on the machine disturbs them little.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -52,13 +50,13 @@ def contiguous(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtyp
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def main() -> None:
-    ops.load()
-    if len(sys.argv) > 1:
-        torch.set_num_threads(int(sys.argv[1]))
+def rows(threads: int) -> Iterator[dict[str, Any]]:
+    """`threads` 0: as many as torch takes by itself."""
+    if threads:
+        torch.set_num_threads(threads)
     big = torch.randint(0, 9, (64 << 20,))  # 512 MiB
-    print(f"{torch.get_num_threads()} threads; memory reads {big.nbytes / best(big.sum) / 1e9:.1f} GB/s")
-    print(f"{'case':32} {'ours':>10} {'sdpa':>10}")
+    reads = big.nbytes / best(big.sum) / 1e9
+    yield {"case": f"{torch.get_num_threads()} threads, memory reads", "gbps": reads}
     for dtype in (torch.bfloat16, torch.float32):
         for name, seqs, length, queries, dim in (
             ("decode", 64, 256, 1, 64),
@@ -71,13 +69,9 @@ def main() -> None:
         ):
             call, size = paged(seqs, length, queries, dim, dtype)
             ours, theirs = best(call), best(contiguous(seqs, length, queries, dim, dtype))
+            row = {"case": f"{name} {seqs} x {length}, D {dim}, {str(dtype)[6:]}", "us": ours * 1e6}
             if name == "decode":
-                rate = f"{size / ours / 1e9:6.1f} GB/s"
+                row |= {"gbps": size / ours / 1e9, "of_ceiling": size / ours / 1e9 / reads}
             else:
-                rate = f"{2 * seqs * HEADS * dim * length * (length + 1) / ours / 1e9:6.0f} GFLOP/s"
-            case = f"{name} {seqs}x{length} D={dim} {str(dtype)[6:]}"
-            print(f"{case:32} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {rate}")
-
-
-if __name__ == "__main__":
-    main()
+                row |= {"tflops": 2 * seqs * HEADS * dim * length * (length + 1) / ours / 1e12}
+            yield row | {"torch_us": theirs * 1e6}

@@ -1,0 +1,33 @@
+// What a step does to the mirror of the seats: the tables that say where each sequence's keys are, the token each seat
+// computes next, and its position.  csrc/ops.cpp has the shapes.
+
+#pragma once
+
+#include <cstdint>
+
+namespace quire::cpu {
+
+struct Tables {
+  int32_t* data;  // [rows, columns], a row of block ids for each seat
+  int64_t stride, columns;
+};
+
+// tables[row, column] = block for each edit (row, column, block); row < 0: no edit.
+void apply_edits(const int32_t* edits, int64_t count, Tables tables);
+
+struct DecodeInputs {
+  int64_t* ids;
+  int64_t* positions;
+  int64_t* slots;
+  int32_t* rows;
+  int32_t* lens;
+};
+
+// One decoding token of each seat.  A seat that is negative, or stands past its table, is padding: 0, 0, -1, 0, 0.
+void decode_inputs(const int32_t* seats, int64_t count, const int64_t* token, const int64_t* position, Tables tables,
+                   int64_t block_size, DecodeInputs out);
+
+// The sampled tokens become the seats' next ones, one position on.  Seats < 0 are padding.
+void decode_outputs(const int32_t* seats, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position);
+
+}  // namespace quire::cpu

@@ -1,0 +1,216 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "layers.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace quire::cpu {
+namespace {
+
+using sampling::Seat;
+
+constexpr int64_t kBlock = 1024;  // tokens whose kept weights are summed up before the draw walks through one block
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// One row's work space.  x holds logits, then w; it ends in whole blocks of which the rest weighs nothing.
+struct Space {
+  std::vector<float> x, in_bucket;
+  std::vector<uint64_t> sums;
+};
+
+Ints weight(Floats w) {
+  return __builtin_convertvector(w * broadcast(sampling::kOne) + broadcast(sampling::kRounding), Ints);
+}
+
+uint64_t weight(float w) { return static_cast<uint64_t>(w * sampling::kOne + sampling::kRounding); }
+
+// x[0, size) = the adjusted logits, and kNever after them.
+template <class T>
+void adjust(const T* from, const Seat& seat, int64_t position, int64_t size, std::vector<float>& x) {
+  x.resize((size + kBlock - 1) / kBlock * kBlock);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: no -0
+  if (i < size) {
+    T rest[kLanes] = {};
+    std::copy(from + i, from + size, rest);
+    store(&x[i], load(rest) + Floats{});
+  }
+  std::fill(x.begin() + size, x.end(), kNever);
+  if (!seat.marks && !seat.bias) return;
+  const bool early = position < seat.min_tokens;
+  for (i = 0; i < size; ++i) {
+    x[i] = sampling::adjusted(x[i], seat.marks ? seat.marks[i] : 0, seat.bias ? seat.bias[i] : 0.0f, seat, early);
+  }
+}
+
+// NaN if there is one.
+float largest(const std::vector<float>& x) {
+  constexpr int kChains = 4;  // a maximum waits for the one before it: four at a time do not wait for each other
+  Floats top[kChains];
+  Ints nan = {};
+  unroll<kChains>([&](auto j) { top[j] = broadcast(kNever); });
+  for (size_t i = 0; i < x.size(); i += kChains * kLanes) {
+    unroll<kChains>([&](auto j) {
+      const Floats one = load(&x[i + j * kLanes]);
+      nan |= one != one;
+      top[j] = max(one, top[j]);
+    });
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (nan[lane]) return std::numeric_limits<float>::quiet_NaN();
+  }
+  return max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
+}
+
+// A set of all tokens with w >= floor.
+struct Upper {
+  float floor;
+  uint64_t sum;  // of their weights
+};
+
+// Counts, and sums of weights, by bucket of w; and walks down from the likeliest.
+class Histogram {
+ public:
+  explicit Histogram(const std::vector<float>& w) : w_(w) {
+    for (float one : w) {
+      const int at = sampling::bucket(bit_cast<uint32_t>(one));
+      counts_[at] += 1;
+      sums_[at] += weight(one);
+    }
+  }
+
+  uint64_t total() const {
+    uint64_t sum = 0;
+    for (uint64_t one : sums_) sum += one;
+    return sum;
+  }
+
+  // The smallest upper set for which reached(count, sum of weights) holds; all if that takes tokens of no weight.
+  template <class Reached>
+  Upper find(const Reached& reached, std::vector<float>& in_bucket) const {
+    uint64_t count = 0, sum = 0;
+    int at = sampling::kBuckets - 1;
+    for (; at > 0 && !reached(count + counts_[at], sum + sums_[at]); --at) count += counts_[at], sum += sums_[at];
+    if (at == 0) return {0.0f, sum};
+    in_bucket.clear();
+    for (float one : w_) {
+      if (sampling::bucket(bit_cast<uint32_t>(one)) == at) in_bucket.push_back(one);
+    }
+    std::sort(in_bucket.begin(), in_bucket.end(), std::greater<>());
+    float floor = 0;
+    for (size_t i = 0; i < in_bucket.size() && (in_bucket[i] == floor || !reached(count, sum)); ++i) {
+      floor = in_bucket[i];
+      count += 1, sum += weight(floor);
+    }
+    return {floor, sum};
+  }
+
+ private:
+  const std::vector<float>& w_;
+  uint32_t counts_[sampling::kBuckets] = {};
+  uint64_t sums_[sampling::kBuckets] = {};
+};
+
+float floor_of(const Seat& seat, const std::vector<float>& w, std::vector<float>& in_bucket) {
+  Upper kept{0.0f, 0};
+  if (seat.top_k > 0 || seat.top_p < 1) {
+    const Histogram histogram(w);
+    kept.sum = histogram.total();
+    if (seat.top_k > 0) {
+      const uint64_t k = seat.top_k;
+      kept = histogram.find([k](uint64_t count, uint64_t) { return count >= k; }, in_bucket);
+    }
+    if (seat.top_p < 1) {
+      const uint64_t need = sampling::share(seat.top_p, kept.sum);
+      const Upper nucleus = histogram.find([need](uint64_t, uint64_t sum) { return sum >= need; }, in_bucket);
+      kept.floor = std::max(kept.floor, nucleus.floor);
+    }
+  }
+  return std::max(kept.floor, seat.min_p);  // the largest w is 1, so min_p is a floor as it stands
+}
+
+int64_t draw(const Seat& seat, int64_t position, float peak, Space& space) {
+  std::vector<float>& w = space.x;
+  const Floats from = broadcast(peak), scale = broadcast(seat.scale);
+  for (size_t i = 0; i < w.size(); i += kLanes) store(&w[i], exp2((load(&w[i]) - from) * scale));
+  const float floor = floor_of(seat, w, space.in_bucket);
+
+  space.sums.clear();
+  uint64_t total = 0;
+  for (size_t first = 0; first < w.size(); first += kBlock) {
+    Ints low = {}, high = {};  // halves of the weights, so that 32 bits hold the sums
+    for (size_t i = first; i < first + kBlock; i += kLanes) {
+      const Floats one = load(&w[i]);
+      const Ints kept = weight(one) & (one >= broadcast(floor));
+      low += kept & 0x7fff;
+      high += kept >> 15;
+    }
+    uint64_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += static_cast<uint64_t>(low[lane]) + (uint64_t(high[lane]) << 15);
+    space.sums.push_back(sum);
+    total += sum;
+  }
+
+  uint64_t left = sampling::goal(sampling::hash(seat.seed, seat.sibling, position), total);
+  size_t block = 0;
+  while (left >= space.sums[block]) left -= space.sums[block++];
+  int64_t token = block * kBlock;
+  for (;; ++token) {
+    const uint64_t one = w[token] >= floor ? weight(w[token]) : 0;
+    if (left < one) return token;
+    left -= one;
+  }
+}
+
+}  // namespace
+
+template <class T>
+void sample(const T* logits, const SampleArgs& a, int threads) {
+  const auto plain = [&](int64_t first, int64_t rows, int threads) {
+    std::vector<float> values(rows);
+    row_max(logits + first * a.row_stride, a.row_stride, values.data(), a.tokens + first, rows, a.size, threads);
+    for (int64_t i = 0; i < rows; ++i) {
+      a.finite[first + i] = std::isfinite(values[i]);
+      if (!a.finite[first + i]) a.tokens[first + i] = 0;
+    }
+  };
+  if (!a.general) {
+    plain(0, a.rows, threads);
+    for (int64_t row = 0; row < a.rows; ++row) {
+      if (a.seats[row] < 0) a.tokens[row] = 0, a.finite[row] = true;
+    }
+    return;
+  }
+  share(a.rows, threads, [&](Tickets& tickets) {
+    static thread_local Space space;
+    for (int64_t row; tickets.take(row);) {
+      a.tokens[row] = 0;
+      a.finite[row] = true;
+      if (a.seats[row] < 0) continue;
+      const Seat& seat = a.table[a.seats[row]];
+      if (seat.scale == 0 && !seat.marks && !seat.bias) {
+        plain(row, 1, 1);
+        continue;
+      }
+      const int64_t position = a.known[row] - seat.prompt_len;
+      adjust(logits + row * a.row_stride, seat, position, a.size, space.x);
+      const float peak = largest(space.x);
+      a.finite[row] = std::isfinite(peak);
+      if (!a.finite[row]) continue;
+      a.tokens[row] = seat.scale == 0 ? std::find(space.x.begin(), space.x.end(), peak) - space.x.begin()
+                                      : draw(seat, position, peak, space);
+      if (seat.marks) seat.marks[a.tokens[row]] += 1;
+    }
+  });
+}
+
+template void sample<float>(const float*, const SampleArgs&, int);
+template void sample<bf16>(const bf16*, const SampleArgs&, int);
+template void sample<fp16>(const fp16*, const SampleArgs&, int);
+
+}  // namespace quire::cpu

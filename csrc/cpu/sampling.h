@@ -1,0 +1,26 @@
+// One token for each row of logits: see ../sampling.h for what all devices agree on.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../sampling.h"
+
+namespace quire::cpu {
+
+struct SampleArgs {
+  int64_t row_stride;    // of the logits, in elements
+  const int64_t* seats;  // [rows]: the row of `table` each samples for; -1: none, the token is 0
+  const int64_t* known;  // [rows]: tokens before the one chosen now
+  const sampling::Seat* table;
+  bool general;     // false: every row takes the likeliest token of its raw logits, and table and known are not read
+  int64_t* tokens;  // [rows]; 0 where `finite` is false
+  bool* finite;     // [rows]: false where the row held NaN or infinity, or masks left no token
+  int64_t rows, size;
+};
+
+// logits [rows, size] of T: float, bf16 or fp16.  Counts each token in the marks of its row.
+template <class T>
+void sample(const T* logits, const SampleArgs& args, int threads);
+
+}  // namespace quire::cpu

@@ -1,0 +1,178 @@
+"""Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
+
+    python -m engine.bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
+
+and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
+a line, and "at_s" where a request comes later than at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.executor import local
+from engine.executor.errors import ModelLoadError
+from engine.loop import ConfigError
+from engine.offline import LLM, Completion, all_cores
+from engine.wire import settings
+from engine.wire.messages import Sampling
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+PROMPT, OUTPUT = 128, 256  # tokens of each sequence, where the time of a token is measured
+
+
+class Job(msgspec.Struct):
+    """One line of a file of requests."""
+
+    token_ids: list[int]
+    max_new_tokens: int
+    at_s: float = 0.0
+
+
+class Options(msgspec.Struct):
+    """What to measure."""
+
+    requests: Path | None
+    rounds: int
+    latency: list[int]  # batch sizes
+    compare_prefix_cache: bool
+    slots: bool
+
+
+def bench(config: EngineConfig, options: Options) -> dict[str, float]:
+    """Load once, measure everything asked for."""
+    begin = time.perf_counter()
+    llm = LLM.over(config, local.load(all_cores(config)))
+    figures = {"start_s": time.perf_counter() - begin}
+    vocab = llm.executor.info.vocab_size
+    llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
+    figures["first_token_at"] = time.time()  # unix; whoever started this process knows how long ago that was
+    llm.generate([prompt(16, vocab, seed) for seed in range(-5, -1)], GREEDY, max_new_tokens=8)
+    if options.requests:
+        jobs = [msgspec.json.decode(line, type=Job) for line in options.requests.read_bytes().splitlines()]
+        pool = llm.engine.core.pool
+        with_cache, without = [], []
+        for turn in range(options.rounds):
+            # Other ids in every round, or the prefix cache would know all prompts from the second one on.
+            jobs = [Job([(i + turn) % vocab for i in j.token_ids], j.max_new_tokens, j.at_s) for j in jobs]
+            with_cache.append(run(llm, jobs, slots=options.slots))
+            say(f"requests, round {turn + 1}: {with_cache[-1]}")
+            if options.compare_prefix_cache:
+                pool.caching = False
+                pool.forget_all()
+                without.append(run(llm, jobs, slots=False))
+                say(f"the same without prefix cache: {without[-1]}")
+                pool.caching = True
+        figures |= medians(with_cache)
+        figures |= {f"{name}_without_prefix_cache": value for name, value in medians(without).items()}
+    for batch in options.latency:
+        figures |= latency(llm, batch, vocab)
+    llm.close()
+    return figures
+
+
+def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
+    """All requests, each from its `at_s` on.  `slots`: also how full the KV memory is; that costs time in each step."""
+    core = llm.engine.core
+    submitted: list[Completion] = []
+    silent: list[tuple[Job, Completion]] = []  # no token yet
+    firsts: list[float] = []  # seconds from `at_s` to the first token
+    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
+    preempted, steps = core.totals.preemptions, core.step
+    begin = time.perf_counter()
+    while llm.unfinished or len(submitted) < len(jobs):
+        now = time.perf_counter() - begin
+        while len(submitted) < len(jobs) and jobs[len(submitted)].at_s <= now:
+            job = jobs[len(submitted)]
+            submitted.append(llm.submit(job.token_ids, GREEDY, max_new_tokens=job.max_new_tokens))
+            silent.append((job, submitted[-1]))
+        llm.step()
+        if silent:
+            now = time.perf_counter() - begin
+            firsts += [now - job.at_s for job, completion in silent if completion.outputs[0].token_ids]
+            silent = [pair for pair in silent if not pair[1].outputs[0].token_ids]
+        if slots and core.step % 8 == 0:
+            used = core.used_slots()
+            filled, allocated = filled + used[0], allocated + used[1]
+            static += core.running * llm.executor.info.max_model_len
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
+    firsts.sort()
+    figures = {
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "requests_per_s": len(jobs) / seconds,
+        "ttft_p50_ms": statistics.median(firsts) * 1e3,
+        "ttft_p99_ms": firsts[len(firsts) * 99 // 100] * 1e3,
+        "steps": core.step - steps,
+        "preemptions": core.totals.preemptions - preempted,
+    }
+    if slots:  # eta: paged over static allocation, the same sequences running
+        figures |= {"slots_filled": filled / max(1, allocated), "eta": allocated / max(1, static)}
+    return figures
+
+
+def latency(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
+    """The time of a token, (256 tokens - 1 token) / 255, and of the first one, `batch` sequences at once."""
+    first: list[float] = []
+    last: list[float] = []
+    for turn in range(6 if batch == 1 else 4):  # the first is to warm up
+        for count, times in ((1, first), (OUTPUT, last)):
+            group = (batch * 10 + turn) * OUTPUT + count  # no prompt comes twice: the prefix cache would know it
+            prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in range(batch)]
+            begin = time.perf_counter()
+            llm.generate(prompts, GREEDY, max_new_tokens=count)
+            times.append(time.perf_counter() - begin)
+    one, all_ = statistics.median(first[1:]), statistics.median(last[1:])
+    say(f"batch {batch}: {(all_ - one) / (OUTPUT - 1) * 1e3:.3f} ms a token, first {one * 1e3:.1f} ms")
+    return {
+        f"batch{batch}_ms_per_token": (all_ - one) / (OUTPUT - 1) * 1e3,
+        f"batch{batch}_first_token_ms": one * 1e3,
+        f"batch{batch}_tokens_per_s": batch * OUTPUT / all_,
+    }
+
+
+def prompt(length: int, vocab: int, seed: int) -> list[int]:
+    """Random ids, other ones for every seed."""
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in rounds) for name in (rounds or [{}])[0]}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """2 with one line on stderr when the model can't be loaded."""
+    name = "python -m engine.bench"
+    parser = argparse.ArgumentParser(prog=name, add_help=False)
+    parser.add_argument("--requests", type=Path)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--compare-prefix-cache", action="store_true")
+    parser.add_argument("--slots", action="store_true")
+    own, rest = parser.parse_known_args(argv)
+    config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    try:
+        print(msgspec.json.encode(bench(config, Options(**vars(own)))).decode())
+    except (ModelLoadError, ConfigError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

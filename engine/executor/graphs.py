@@ -1,0 +1,123 @@
+"""Decode steps as CUDA graphs: one launch by the host in place of hundreds.
+
+    rows that decode   1   2   4   8   16  24  ...  max_seqs       a ladder; a step takes the next rung up, and the rows
+    model      graph   o   o   o   o   o   o         o             that it does not need are padding: no slot, length 0
+    sampling   graph   o   o   o   o   o   o         o             greedy rows only
+               graph   o   o   o   o   o   o         o             any wish
+
+Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
+prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  All
+take their memory from one pool: graphs run one after another, so each may use what the others used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from engine.executor.batch import Shape
+
+log = logging.getLogger(__name__)
+Key = TypeVar("Key")
+
+
+def ladder(most: int) -> list[int]:
+    """Sizes worth a graph: padding costs little where rungs are close, and every rung costs time at start."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+def urgent(sizes: list[int]) -> list[int]:
+    """In which order: the largest for its memory, then powers of two, so that running out of time costs little."""
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    return list(dict.fromkeys([sizes[-1], *reversed(powers), *reversed(sizes)]))
+
+
+def rung(sizes: list[int], count: int) -> int | None:
+    """The smallest size that holds `count`."""
+    at = bisect.bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None
+
+
+def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
+    """Sizes of steps with slices worth a graph.  Larger ones keep the device busy while they are launched."""
+    shapes = []
+    for tokens in (64, 128, 256, 512, 1024, 2048):
+        slices = max(4, tokens // 32)
+        for decodes in (0, 16, 64, 256, 1024):
+            samples = decodes + slices
+            if samples <= max_seqs and decodes + tokens <= step_tokens:
+                shapes.append(Shape(decodes, tokens, slices, samples, samples))
+    return shapes
+
+
+class Where:
+    """What graphs of one process share: memory, and the stream they are captured on (cuBLAS takes memory for each)."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+class Graphs(Generic[Key]):
+    """One kind of launches, captured at some sizes.  `run(key)` launches them; everything they touch is static."""
+
+    def __init__(self, run: Callable[[Key], None], where: Where) -> None:
+        self._run = run
+        self._where = where
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, key: Key) -> None:
+        """Run once, which loads kernels and fills caches, then record.  Raises RuntimeError if it cannot be."""
+        stream = self._where.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run(key)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may use the device meanwhile.
+            graph.capture_begin(pool=self._where.pool, capture_error_mode="thread_local")
+            try:
+                self._run(key)
+            finally:
+                graph.capture_end()
+        self._graphs[key] = graph
+
+    @property
+    def keys(self) -> list[Key]:
+        return sorted(self._graphs)  # type: ignore[type-var]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def replay(self, key: Key) -> None:
+        self._graphs[key].replay()
+
+
+def capture_all(jobs: Sequence[Callable[[], None]], seconds: float) -> int:
+    """Do these captures in this order, for at most `seconds`; how many were done.
+
+    None for a model that looks at values on the host: it must run launch by launch."""
+    started = time.monotonic()
+    for done, capture in enumerate(jobs):
+        if done and time.monotonic() - started > seconds:
+            return done
+        try:
+            capture()
+        except RuntimeError as error:
+            if done:
+                raise
+            log.warning("this model runs without CUDA graphs, which is slow: %s", str(error).splitlines()[0])
+            torch.cuda.synchronize()
+            return 0
+        if sys.stderr.isatty():
+            print(f"\rCUDA graphs: {done + 1} of {len(jobs)}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return len(jobs)

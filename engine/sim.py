@@ -1,0 +1,265 @@
+"""`python -m engine.sim`: the scheduler on a virtual clock, without a model: what a pool size and an admission mode do
+to a given load.
+
+The core is the real one; only the executor is made up.  It knows when each output ends, the scheduler does not, unless
+the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import deque
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from engine.core.blocks import BlockPool
+from engine.core.plan import Sampler
+from engine.core.scheduler import Admission, Limits, Scheduler
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.wire.messages import Generate, Sampling
+
+EOS = 0
+VOCAB = 1 << 20
+FAR = 1 << 62
+SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a trace."""
+
+    at_s: float  # when it arrives
+    prompt_len: int  # tokens
+    output_len: int  # tokens it will come to
+    max_tokens: int  # that it may come to
+    prefix_len: int = 0  # of the prompt, equal in all jobs
+    tenant: str = ""
+    ends_known: bool = False  # it ends at max_tokens and the scheduler may know (ignore_eos)
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """How long a step takes, seconds."""
+
+    fixed: float = 0.010
+    row: float = 0.0002  # for each row that decodes
+    prompt_token: float = 0.00005
+
+    def __call__(self, rows: int, prompt_tokens: int) -> float:
+        return self.fixed + self.row * rows + self.prompt_token * prompt_tokens
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What came of it.  Times in seconds; utilisation while anybody waits, weighted by time."""
+
+    jobs: int
+    seconds: float
+    preemptions: int
+    recomputed_tokens: int
+    utilisation: float
+    contended_s: float  # how long somebody waited
+    ttft: tuple[float, float, float]  # p50, p90, p99
+    itl: tuple[float, float, float]
+    itl_max: float
+    goodput: float  # fraction of jobs with TTFT <= 2 s and mean ITL <= 0.2 s
+    calibration: list[float]  # share of outputs in each tenth of what was predicted
+
+
+class _Script(ScriptedExecutor):
+    """Ends each output where its job says; the seed of the sampling is the job's number."""
+
+    def __init__(self, jobs: Sequence[Job], blocks: int) -> None:
+        super().__init__(ModelInfo("sim", "sim", VOCAB, FAR, [EOS], 0), blocks)
+        self._jobs = jobs
+
+    def token(self, sampler: Sampler, position: int) -> int:
+        return EOS if position + 1 == self._jobs[sampler.sampling.seed].output_len else 1
+
+
+def burst(
+    seed: int,
+    *,
+    base: float = 5.0,
+    peak: float = 15.0,
+    peak_s: float = 30.0,
+    rest_s: float = 30.0,
+    max_tokens: int = 1024,
+    ends_known: bool = False,
+) -> list[Job]:
+    """Poisson arrivals: `base` a second for `rest_s`, `peak` for `peak_s`, `base` again for `rest_s`.  Lognormal
+    lengths with means 77 in and 165 out, clipped to 4 .. 8 times the mean."""
+    rng = random.Random(seed)
+
+    def draw(mean: float, sigma: float) -> int:
+        return int(min(8 * mean, max(4, rng.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
+
+    jobs, now = [], 0.0
+    for rate, end in ((base, rest_s), (peak, rest_s + peak_s), (base, 2 * rest_s + peak_s)):
+        while (now := now + rng.expovariate(rate)) < end:
+            prompt, output = draw(77, 1.05), min(draw(165, 0.89), max_tokens)
+            jobs.append(Job(now, prompt, output, output if ends_known else max_tokens, ends_known=ends_known))
+        now = end
+    return jobs
+
+
+def engine_limits(
+    admission: Admission, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9
+) -> Limits:
+    """An engine without a model."""
+    return Limits(max_seqs, step_tokens, step_tokens, FAR, VOCAB, threshold, frozenset([EOS]), "sim", admission)
+
+
+def simulate(
+    jobs: Sequence[Job],
+    limits: Limits,
+    blocks: int,
+    *,
+    block_size: int = 16,
+    step_time: StepTime | None = None,
+) -> Report:
+    """Run jobs through a Scheduler with a pool of `blocks`, one step in flight.
+
+    Raises ValueError for a job that no scheduler could run."""
+    jobs = sorted(jobs, key=lambda job: job.at_s)
+    step_time = step_time or StepTime()
+    pool = BlockPool(blocks, block_size)
+    core, executor = Scheduler(pool, limits), _Script(jobs, blocks)
+    coming = deque(enumerate(jobs))
+    now = full = contended = 0.0
+    begun: dict[str, float] = {}  # id -> when its first token came
+    last: dict[str, float] = {}  # id -> when its last token came
+    ttft: list[float] = []
+    itl: list[float] = []
+    good = 0
+    while coming or not core.idle:
+        if core.idle:
+            now = max(now, coming[0][1].at_s)
+        while coming and coming[0][1].at_s <= now:
+            core.accept(_request(*coming.popleft()))
+        if (plan := core.plan(0)) is not None:
+            executor.submit(plan)
+            result = executor.collect()
+            took = step_time(len(result.rows), sum(len(piece.token_ids) for piece in plan.slices))
+            if core.waiting:
+                full += (pool.total - pool.available) / pool.total * took
+                contended += took
+            now += took
+            core.commit(result)
+        for delta in core.outputs().deltas.get("", ()):
+            if not delta.token_ids:
+                raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")
+            if delta.first == 0:
+                begun[delta.id] = now
+                ttft.append(now - jobs[int(delta.id)].at_s)
+            else:
+                itl.append(now - last[delta.id])
+            last[delta.id] = now
+            if delta.finish is not None:
+                mean = (now - begun[delta.id]) / max(1, delta.first)
+                good += begun[delta.id] - jobs[int(delta.id)].at_s <= SLO_TTFT_S and mean <= SLO_ITL_S
+    calibration = core.lengths.calibration
+    return Report(
+        jobs=len(jobs),
+        seconds=now,
+        preemptions=core.totals.preemptions,
+        recomputed_tokens=core.totals.recomputed_tokens,
+        utilisation=full / contended if contended else 0.0,
+        contended_s=contended,
+        ttft=percentiles(ttft),
+        itl=percentiles(itl),
+        itl_max=max(itl, default=0.0),
+        goodput=good / max(1, len(jobs)),
+        calibration=[value / max(1.0, sum(calibration)) for value in calibration],
+    )
+
+
+def _request(number: int, job: Job) -> Generate:
+    """A prompt of ids that no other job has, after the prefix that all have."""
+    rng = random.Random(number)
+    prompt = [2 + i for i in range(job.prefix_len)]
+    prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - job.prefix_len)]
+    sampling = Sampling(seed=number, ignore_eos=job.ends_known)
+    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.tenant)
+
+
+def percentiles(values: list[float]) -> tuple[float, float, float]:
+    """p50, p90 and p99; zeros for nothing."""
+    ordered = sorted(values) or [0.0]
+    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * q))] for q in (0.5, 0.9, 0.99))
+    return p50, p90, p99
+
+
+class TraceError(Exception):
+    """A line of a trace is wrong; says which line and field."""
+
+
+def read_trace(path: Path) -> list[Job]:
+    """One JSON object a line, fields as in Job.  Raises TraceError."""
+    jobs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            job = msgspec.json.decode(line, type=Job)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise TraceError(f"{path}, line {number}: {error}") from None
+        for field, least in (("prompt_len", 1), ("output_len", 1), ("max_tokens", job.output_len), ("at_s", 0)):
+            if (value := getattr(job, field)) < least:
+                raise TraceError(f"{path}, line {number}: {field} is {value}; it must be at least {least}")
+        if not 0 <= job.prefix_len <= job.prompt_len:
+            raise TraceError(f"{path}, line {number}: prefix_len is {job.prefix_len}; prompt_len is {job.prompt_len}")
+        jobs.append(job)
+    return jobs
+
+
+HEADER = "mode        seed  jobs  preempt  recomputed   util  queue s  TTFT p50/p99 s  ITL p50/p99/max ms  goodput"
+
+
+def line(mode: str, seed: int, report: Report) -> str:
+    """One row below HEADER."""
+    ttft, itl = report.ttft, [1000 * value for value in report.itl]
+    return (
+        f"{mode:<10} {seed:>5} {report.jobs:>5} {report.preemptions:>8} {report.recomputed_tokens:>11} "
+        f"{report.utilisation:>6.3f} {report.contended_s:>8.1f} {ttft[0]:>7.2f} /{ttft[2]:>6.2f} "
+        f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table; 2 and one line on stderr when the trace is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m engine.sim", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...")
+    source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
+    parser.add_argument("--seeds", type=int, default=3, help="of --burst: 0, 1, ...")
+    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second in it")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of --burst: what every request asks for")
+    parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
+    parser.add_argument("--mode", choices=[*get_args(Admission), "all"], default="all")
+    parser.add_argument("--kv-blocks", type=int, default=512, help="of 16 tokens")
+    parser.add_argument("--max-seqs", type=int, default=256)
+    args = parser.parse_args(argv)
+    try:
+        runs = (
+            [(0, read_trace(args.trace))]
+            if args.trace
+            else [
+                (seed, burst(seed, peak=args.peak, max_tokens=args.max_tokens, ends_known=args.known))
+                for seed in range(args.seeds)
+            ]
+        )
+        print(HEADER)
+        for mode in get_args(Admission) if args.mode == "all" else [args.mode]:
+            for seed, jobs in runs:
+                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
+                print(line(mode, seed, report), flush=True)
+    except (TraceError, OSError, ValueError) as error:
+        print(f"engine.sim: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

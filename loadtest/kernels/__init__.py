@@ -1,0 +1,6 @@
+"""How fast the kernels are, each beside the least time its bytes or operations need on this machine.
+
+    python -m loadtest.kernels [--quick] [--only decode,prefill,layers] [--threads 2]
+
+The only part of loadtest that knows an inside of ours: engine.executor.ops (tests/test_borders.py).
+"""

@@ -1,0 +1,124 @@
+"""python -m loadtest.kernels: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.executor import ops
+from loadtest import machine
+from loadtest.kernels import cpu
+
+WIDTH = 10
+SHOWN = {  # column of a row -> heading and format
+    "us": ("us", ".1f"),
+    "warm_us": ("in L2", ".1f"),
+    "floor_us": ("floor", ".1f"),
+    "gbps": ("GB/s", ".0f"),
+    "tflops": ("TFLOP/s", ".3g"),
+    "of_ceiling": ("of ceiling", ".0%"),
+    "time_over_random": ("x random", ".2f"),
+    "cudnn_flat_us": ("cuDNN flat", ".1f"),
+    "torch_us": ("torch", ".1f"),
+    "best_paged_us": ("best paged", ".1f"),
+    "best_flat_us": ("best flat", ".1f"),
+    "time_over_best": ("ours/best", ".2f"),
+    "error": ("error", ".1e"),
+}
+
+
+def cell(value: float | str | None, form: str) -> str:
+    return value if isinstance(value, str) else "" if value is None else format(value, form)
+
+
+def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print the rows as they come; return them."""
+    print(f"\n{title}", flush=True)
+    kept: list[dict[str, Any]] = []
+    columns: list[str] = []
+    for row in rows:
+        kept.append(row)
+        if not row.keys() & SHOWN.keys() <= set(columns):
+            columns = [name for name in SHOWN if name in row or name in columns]
+            print(" ".join([" " * 44, *(SHOWN[name][0].rjust(WIDTH) for name in columns)]))
+        cells = (cell(row.get(name), SHOWN[name][1]).rjust(WIDTH) for name in columns)
+        print(" ".join([row["case"].ljust(44), *cells]), flush=True)
+    return kept
+
+
+def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
+    """Every table asked for."""
+    from loadtest.kernels import attention, layers
+    from loadtest.kernels.timing import measure_ceilings
+
+    memory = attention.Memory((9 if "decode" in only and not quick else 2) << 20)
+    top = measure_ceilings(memory.keys[: 1 << 31])
+    figures: dict[str, Any] = {"ceilings": top.as_dict()}
+    table("ceilings: GB/s, TFLOP/s", ({"case": f"{name} {value:.0f}"} for name, value in top.as_dict().items()))
+    peers = "H200" in torch.cuda.get_device_name()
+    if only & {"decode", "prefill", "variants"}:
+        figures["correctness"] = table("relative error against float64", attention.correctness(memory))
+    tables: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
+        "decode": (
+            "decode: heads, batch x context; bf16, head size 128, blocks of 16 in random order",
+            lambda: attention.decode(memory, top, quick=quick, peers=peers),
+        ),
+        "variants": ("decode, one thing changed", lambda: attention.decode_variants(memory, top)),
+        "prefill": (
+            "prefill: heads, batch x queries + tokens cached before them; causal",
+            lambda: attention.prefill(memory, top, quick=quick, peers=peers),
+        ),
+    }
+    tables |= {name: (title, lambda rows=rows: rows(top, quick=quick)) for name, (title, rows) in layers.TABLES.items()}
+    for name, (title, rows) in tables.items():
+        if name in only:
+            try:
+                figures[name] = table(title, rows())
+            except Exception as error:  # the other tables are worth having
+                traceback.print_exc()
+                figures[name] = {"failed": str(error)}
+    return figures
+
+
+TABLES = ("ceilings", "decode", "variants", "prefill", "layers", "cache", "linear", "sampling")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.kernels", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the smaller half, without cuDNN beside it")
+    parser.add_argument("--only", default=",".join(TABLES), help=f"some of {','.join(TABLES)}")
+    parser.add_argument("--name", help="of the file in loadtest/results; a full run has a name by itself")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="on a CPU")
+    parser.add_argument("--library", type=Path, help="kernels compiled ahead; without it they are compiled now")
+    args = parser.parse_args()
+    only = set(args.only.split(","))
+    if unknown := only - set(TABLES):
+        parser.error(f"--only: no table {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    if only != {"ceilings"}:
+        ops.load(library=args.library)
+    if args.device == "cpu" or not torch.cuda.is_available():
+        figures: dict[str, Any] = {"attention": table("attention", cpu.rows(args.threads))}
+        device = "cpu"
+    else:
+        with torch.inference_mode():
+            figures = measure_gpu(only, args.quick)
+        print(json.dumps(figures["ceilings"]))
+        device = machine.slug(torch.cuda.get_device_name())
+    full = only == set(TABLES) and not args.quick
+    if name := args.name or (f"kernels_{device}" if full else ""):
+        command = " ".join(["python -m loadtest.kernels", *sys.argv[1:]])
+        print(f"written to {machine.write(name, command, figures).relative_to(machine.ROOT)}")
+    if any("failed" in found for found in figures.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What stands around attention and products: each against the bytes it must move, and torch's own operators."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.executor import ops
+from loadtest.kernels.timing import Call, Ceilings, elapsed_us, graph_us, sets_for
+
+Row = dict[str, Any]
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def row(name: str, size: int, make: Callable[[], Call], torchs: Callable[[], Call] | None, top: Ceilings) -> Row:
+    """One line: `make` gives a call that moves `size` bytes through buffers of its own, `torchs` torch's like it."""
+    sets = sets_for(size, 64)
+    us = graph_us([make() for _ in range(sets)])
+    found = {"case": name, "us": us, "floor_us": top.floor_us(size), "gbps": size / us / 1e3}
+    found["of_ceiling"] = found["gbps"] / top.read_gbps
+    if torchs:
+        found["torch_us"] = graph_us([torchs() for _ in range(sets)])
+    return found
+
+
+def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """Llama 8B's sizes: hidden 4096, intermediate 14336, heads 32/8."""
+    hidden, inter = 4096, 14336
+    weight = random(hidden)
+
+    def norm(tokens: int) -> Call:
+        x = random(tokens, hidden)
+        return lambda: ops.rms_norm(x, weight, 1e-5)
+
+    def torch_norm(tokens: int) -> Call:
+        x = random(tokens, hidden)
+        return lambda: functional.rms_norm(x, (hidden,), weight, 1e-5)
+
+    def add_norm(tokens: int) -> Call:
+        x, delta = random(tokens, hidden), random(tokens, hidden)
+        delta.mul_(1e-3)  # it is added again in every replay
+        return lambda: ops.add_rms_norm(x, delta, weight, 1e-5)
+
+    def torch_add_norm(tokens: int) -> Call:
+        x, delta = random(tokens, hidden), random(tokens, hidden)
+        return lambda: functional.rms_norm(x + delta, (hidden,), weight, 1e-5)
+
+    def silu(tokens: int) -> Call:
+        x = random(tokens, 2 * inter)
+        return lambda: ops.silu_mul(x)
+
+    def torch_silu(tokens: int) -> Call:
+        x = random(tokens, 2 * inter)
+        return lambda: functional.silu(x[:, :inter]) * x[:, inter:]
+
+    def rope(tokens: int, normed: bool) -> Call:
+        qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+        cos, sin = random(tokens, HEAD_SIZE), random(tokens, HEAD_SIZE)
+        k_cache, v_cache = (random(-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(2))
+        slots = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
+        norms = {"q_norm": random(HEAD_SIZE), "k_norm": random(HEAD_SIZE), "eps": 1e-6} if normed else {}
+        return lambda: ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots, **norms)
+
+    def write(tokens: int) -> Call:
+        key, value = (random(tokens, KV_HEADS, HEAD_SIZE) for _ in range(2))
+        k_cache, v_cache = (random(-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(2))
+        slots = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
+        return lambda: ops.kv_write(key, value, k_cache, v_cache, slots)
+
+    for n in (1, 256, 8192) if quick else (1, 8, 32, 256, 1024, 8192):
+        yield row(f"rms_norm {n} x {hidden}", 4 * n * hidden, partial(norm, n), partial(torch_norm, n), top)
+        yield row(f"add_rms_norm {n} x {hidden}", 8 * n * hidden, partial(add_norm, n), partial(torch_add_norm, n), top)
+        yield row(f"silu_mul {n} x {inter}", 6 * n * inter, partial(silu, n), partial(torch_silu, n), top)
+        turned = n * HEAD_SIZE * 2 * (2 * (HEADS + 2 * KV_HEADS) + 2)
+        yield row(f"rope_kv_write {n}, {HEADS}/{KV_HEADS}", turned, partial(rope, n, False), None, top)
+        yield row(f"rope_kv_write {n}, heads normed", turned, partial(rope, n, True), None, top)
+        yield row(f"kv_write {n}, {KV_HEADS} KV heads", 8 * n * KV_HEADS * HEAD_SIZE, partial(write, n), None, top)
+
+
+def cache(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """Copy-on-write of blocks in all layers (32 layers, 8 KV heads, blocks of 16: 2 MiB a block) and swapping."""
+    caches = [random(512, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(64)]
+    block_bytes = sum(one[0].nbytes for one in caches)
+
+    def one_by_one(pairs: list[list[int]]) -> None:
+        for source, target in pairs:
+            for one in caches:
+                one[target].copy_(one[source])
+
+    for count in (1, 4, 16, 64):
+        pairs = torch.randperm(512)[: 2 * count].view(count, 2)
+        size = 2 * count * block_bytes
+        us = graph_us([partial(ops.block_copy, caches, pairs.cuda())])
+        found = {"us": us, "floor_us": top.floor_us(size), "gbps": size / us / 1e3}
+        if count <= 4:
+            found["torch_us"] = graph_us([partial(one_by_one, pairs.tolist())])
+        yield {"case": f"block_copy {count} x 64 caches"} | found
+    blocks = torch.randperm(512, device="cuda")[:64]
+    size = 64 * block_bytes
+    us = graph_us([partial(ops.block_fill, caches, blocks, 0.0)])
+    yield {"case": "block_fill 64 x 64 caches", "us": us, "floor_us": top.floor_us(size), "gbps": size / us / 1e3}
+    # Swapping, as engine/executor/swap.py does it: gathered in device memory, then over the bus in one copy.
+    shape = (64, len(caches), caches[0][0].nbytes)
+    staging = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    host = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def swap_out() -> None:
+        ops.block_gather(caches, blocks, staging)
+        host.copy_(staging, non_blocking=True)
+
+    def swap_in() -> None:
+        staging.copy_(host, non_blocking=True)
+        ops.block_scatter(staging, blocks, caches)
+
+    moves: dict[str, Call] = {
+        "bus, to the host": lambda: host.copy_(staging, non_blocking=True),
+        "bus, from the host": lambda: staging.copy_(host, non_blocking=True),
+        "swap out 64 blocks": swap_out,
+        "swap in 64 blocks": swap_in,
+    }
+    for name, call in moves.items():
+        us = min(elapsed_us([call]) for _ in range(5))
+        yield {"case": name, "us": us, "gbps": staging.nbytes / us / 1e3}
+
+
+PRODUCTS = {  # (out, in) of the weights, silu_mul
+    "8B qkv": (6144, 4096, False),
+    "8B o": (4096, 4096, False),
+    "8B gate_up": (28672, 4096, True),
+    "8B down": (4096, 14336, False),
+    "8B head": (128256, 4096, False),
+    "0.6B qkv": (4096, 1024, False),
+    "0.6B o": (1024, 2048, False),
+    "0.6B gate_up": (6144, 1024, True),
+    "0.6B down": (1024, 3072, False),
+    "0.6B head": (151936, 1024, False),
+}
+
+
+def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """The products of llama 8B and Qwen3 0.6B; the floor is the larger of reading the weights and multiplying."""
+
+    def product(tokens: int, size: tuple[int, int, bool]) -> Call:
+        (features, inner, silu), x = size, random(tokens, size[1])
+        weight = random(features, inner)
+        return lambda: ops.linear(x, weight, silu_mul=silu)
+
+    def torch_product(tokens: int, size: tuple[int, int, bool]) -> Call:
+        x, weight = random(tokens, size[1]), random(*size[:2])
+        return lambda: functional.linear(x, weight)
+
+    for name, size in PRODUCTS.items():
+        for tokens in (1, 32, 256) if quick else (1, 8, 16, 32, 64, 128, 256, 512, 1024):
+            read, flops = 2 * size[0] * size[1], 2 * size[0] * size[1] * tokens
+            sets = sets_for(read, 32)
+            us = graph_us([product(tokens, size) for _ in range(sets)])
+            floor = top.floor_us(read, flops)
+            found = {"us": us, "floor_us": floor, "gbps": read / us / 1e3, "tflops": flops / us / 1e6}
+            found |= {"of_ceiling": floor / us}
+            found["torch_us"] = graph_us([torch_product(tokens, size) for _ in range(sets)])
+            yield {"case": f"{name} {tokens} x {size[1]} -> {size[0]}"} | found
+
+
+def seats(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
+    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling.h."""
+    wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
+    scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
+    records = b"".join(
+        struct.pack(
+            "<qQQiiiiffffff",
+            *(i, 0 if marks is None else marks[i].data_ptr(), 0),
+            *(0, 64, int(wish["top_k"]), 0),
+            *(scale, wish["top_p"], wish["min_p"], wish["repetition"], wish["presence"], 0.0),
+        )
+        for i in range(count)
+    )
+    return torch.frombuffer(bytearray(records), dtype=torch.int64).view(count, 8).cuda()
+
+
+def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """A token for each row of logits in bf16; the floor is one reading of them."""
+    wishes: dict[str, dict[str, float]] = {
+        "greedy": {},
+        "temperature": {"temperature": 0.8},
+        "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+        "top_k 50, top_p, min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+        "penalties, top_p 0.9": {"temperature": 0.8, "top_p": 0.9, "repetition": 1.1, "presence": 0.5},
+    }
+
+    def sample(count: int, vocab: int, wish: dict[str, float]) -> Call:
+        logits = random(count, vocab) * 3
+        marks = None
+        if "repetition" in wish:
+            marks = torch.randint(0, 50, (count, vocab), device="cuda", dtype=torch.int32)
+            marks = marks.eq(1).int()  # one token in fifty was said before
+        table = seats(count, marks=marks, **wish)
+        who = torch.arange(count, device="cuda")
+        known = torch.full_like(who, 100)
+        tokens, finite = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.bool)
+
+        def call(marks: Tensor | None = marks) -> None:  # the table points at them
+            ops.sample(logits, who, known, table, bool(wish), tokens, finite)
+
+        return call
+
+    def draw(count: int, vocab: int) -> Call:
+        logits = random(count, vocab) * 3
+        return lambda: torch.multinomial(torch.softmax(logits.float() / 0.8, -1), 1)
+
+    for vocab in (128256,) if quick else (32000, 128256, 151936):
+        for count in (1, 32, 256) if quick else (1, 32, 256, 1024):
+            for name, wish in wishes.items():
+                size = 2 * count * vocab * (3 if "repetition" in wish else 1)
+                torchs = partial(draw, count, vocab) if name == "temperature" else None
+                yield row(f"{count} x {vocab}, {name}", size, partial(sample, count, vocab, wish), torchs, top)
+
+
+TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
+    "layers": ("between the products, against the bytes moved (torch: its own operators)", layers),
+    "cache": ("blocks of all layers (torch: one copy after another)", cache),
+    "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
+    "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
+}

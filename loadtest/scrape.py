@@ -1,0 +1,59 @@
+"""Reads a server's Prometheus page: the few gauges a load test follows, under the names each kind of server has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from loadtest.figures import Sample
+
+# what a Sample holds -> the metrics of each kind of server whose sum over all series it is
+_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "running": (("quire_engine_requests_running",), ("vllm:num_requests_running",), ("sglang:num_running_reqs",)),
+    # Quire's requests wait in Redis first, then in an engine.
+    "waiting": (
+        ("quire_engine_requests_waiting", "quire_queue_requests"),
+        ("vllm:num_requests_waiting",),
+        ("sglang:num_queue_reqs",),
+    ),
+    "preemptions": (
+        ("quire_engine_preemptions",),
+        ("vllm:num_preemptions_total",),
+        ("sglang:num_retracted_requests_total",),
+    ),
+    "recomputed": (("quire_engine_recomputed_tokens",),),
+}
+_UTILISATION = ("vllm:kv_cache_usage_perc", "sglang:token_usage")  # fractions of 1, whatever the name says
+_POOL, _FREE = "quire_engine_kv_blocks", "quire_engine_kv_blocks_free"
+_WANTED = {name for kinds in _NAMES.values() for names in kinds for name in names} | {*_UTILISATION, _POOL, _FREE}
+
+
+def values(page: str) -> dict[str, list[float]]:
+    """Of the metrics in _WANTED, each series' value.  Text format 0.0.4; a line that can't be read is left out."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _WANTED:
+            try:
+                found[name].append(float(line[len(name) :].rpartition("}")[2].split()[0]))
+            except (ValueError, IndexError):
+                continue
+    return found
+
+
+def sample(page: str, at_s: float) -> Sample:
+    """Several engines count as one: their requests together, their pools together (or the mean of their fractions)."""
+    found = values(page)
+
+    def total(kinds: tuple[tuple[str, ...], ...]) -> float | None:
+        for names in kinds:
+            if names[0] in found:
+                return sum(sum(found.get(name, ())) for name in names)
+        return None
+
+    kv = None
+    if pool := sum(found.get(_POOL, ())):
+        kv = 1 - sum(found.get(_FREE, ())) / pool
+    for name in _UTILISATION:
+        if fractions := found.get(name):
+            kv = sum(fractions) / len(fractions)
+    return Sample(at_s, kv, **{name: total(kinds) for name, kinds in _NAMES.items()})

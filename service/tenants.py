@@ -1,0 +1,95 @@
+"""Who is asking: API keys -> tenants.  The queue is fair between tenants, by weight, and prefixes are never shared
+between them.
+
+A file of tenants is TOML, one table for each; keys stand in it as SHA-256 digests, so that reading it gives none away:
+
+    [acme]
+    weight = 2.0                    # > 0: its share of a busy fleet against the others'
+    key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Iterable
+
+import msgspec
+
+from service.api import Refusal
+
+
+class TenantsError(Exception):
+    """The file of tenants cannot be used: one line naming file, tenant and what is wrong."""
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    name: str = ""  # "": whoever has no tenant of their own
+    weight: float = 1.0
+
+    def salt(self, asked: str) -> str:
+        """The prefix-cache namespace for a client's own `cache_salt`: no two tenants get the same from any two."""
+        if self.name:
+            return f"tenant {self.name} {asked}"
+        return f"salt {asked}" if asked else ""
+
+
+class Tenants:
+    """Every known key.  Without any, everybody may ask and shares one tenant."""
+
+    def __init__(self, api_keys: Iterable[str] = (), path: str = "") -> None:
+        """`api_keys` belong to the nameless tenant of weight 1; `path` is a file as above, or "".
+
+        Raises TenantsError: unreadable, a name, weight, digest or field that cannot be, a key given twice."""
+        self._of = {_digest(key): Tenant() for key in api_keys if key}
+        self._open = not self._of and not path
+        if path:
+            self._read(path)
+
+    def _read(self, path: str) -> None:
+        try:
+            with open(path, "rb") as file:
+                tables = tomllib.load(file)
+        except OSError as error:
+            raise TenantsError(f"{path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise TenantsError(f"{path}: {error}") from None
+        for name, table in tables.items():
+            where = f"{path}: tenant '{name}'"
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise TenantsError(f"{where}: a name is 1 to 64 of a-z, A-Z, 0-9, '_', '-' and '.'")
+            if not isinstance(table, dict):
+                raise TenantsError(f"{where} must be a table with weight and key_sha256")
+            if unknown := sorted(table.keys() - {"weight", "key_sha256"}):
+                raise TenantsError(f"{where}: {unknown[0]} is not a setting; there are weight and key_sha256")
+            weight, digests = table.get("weight"), table.get("key_sha256")
+            if weight is None:
+                raise TenantsError(f"{where} has no weight; it must be a number > 0")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
+            if not isinstance(digests, list) or not digests:
+                raise TenantsError(f"{where}: key_sha256 must be a list of at least one digest")
+            for digest in digests:
+                if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+                    raise TenantsError(f"{where}: key_sha256 holds {digest!r}; it must be 64 digits of 0-9a-f")
+                if digest in self._of:
+                    raise TenantsError(f"{where}: the key with digest {digest[:8]}... is given twice")
+                self._of[digest] = Tenant(name, float(weight))
+
+    def of(self, authorization: str) -> Tenant:
+        """Whose the key in an Authorization header is.  Raises Refusal(401) for none that is known.
+
+        Keys are looked up by digest, so the time taken tells nothing of where a guess went wrong."""
+        if self._open:
+            return Tenant()
+        scheme, _, key = authorization.partition(" ")
+        tenant = self._of.get(_digest(key.strip()))
+        if scheme.lower() != "bearer" or tenant is None:
+            raise Refusal(401, "invalid_api_key", "Authorization: a valid 'Bearer' key is needed")
+        return tenant
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()

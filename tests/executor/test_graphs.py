@@ -1,0 +1,37 @@
+"""Which sizes have graphs, and who takes which; capturing itself is tested on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.executor.graphs import capture_all, ladder, mixed_ladder, rung, urgent
+
+
+@pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])
+def test_every_batch_has_a_rung_not_much_larger(most: int) -> None:
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for count in range(1, most + 1):
+        size = rung(sizes, count)
+        assert size is not None
+        assert count <= size < count + 64
+        assert size - count <= max(7, count * 0.25)
+    assert rung(sizes, most + 1) is None
+    assert sorted(urgent(sizes)) == sizes
+    assert urgent(sizes)[0] == most
+
+
+def test_steps_with_slices_fit_the_buffers() -> None:
+    for shape in mixed_ladder(256, 1024):
+        assert shape.decodes + shape.slices <= 256
+        assert shape.decodes + shape.tokens <= 1024
+        assert shape.samples == shape.logits
+    assert mixed_ladder(2, 8) == []
+
+
+def test_running_out_of_time_keeps_what_was_captured() -> None:
+    done = []
+    assert capture_all([lambda i=i: done.append(i) for i in range(5)], 60) == 5  # type: ignore[misc]
+    assert capture_all([lambda i=i: done.append(i) for i in range(5)], 0) == 1  # type: ignore[misc]
+    assert done == [0, 1, 2, 3, 4, 0]

@@ -1,0 +1,167 @@
+"""Sampling on the GPU: the same tokens as the CPU's operator for the same logits, whatever they are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.plan import Sampler
+from engine.executor.sampling import SamplerBank
+from engine.wire.messages import Sampling
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = 10
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def nasty(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows of every kind that has ever been a special case, over and over."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, vocab, generator=g)
+    for i in range(rows):
+        match i % 10:
+            case 0 | 1 | 2:
+                x[i] *= 3
+            case 3:
+                x[i] *= 0.01  # nearly even
+            case 4:
+                x[i] = 1.5  # even
+            case 5:
+                x[i] = (x[i] * 2).round()  # a few values, each many times
+            case 6:
+                x[i, torch.rand(vocab, generator=g) < 0.9] = float("-inf")
+            case 7:
+                x[i, int(torch.randint(vocab, (), generator=g))] = 60.0  # one that has it all
+            case 8:
+                x[i] = x[i] * 20 - 200
+            case _:
+                x[i] = -x[i].abs() * 1e-3
+                x[i, vocab // 2 :] = -0.0
+        if i % 23 == 22:
+            x[i, int(torch.randint(vocab, (), generator=g))] = [float("nan"), float("inf"), float("-inf")][i % 3]
+        if i % 101 == 100:
+            x[i] = float("-inf")
+    return x.to(dtype)
+
+
+def wishes(rng: random.Random, vocab: int) -> Sampling:
+    return Sampling(
+        temperature=rng.choice([0, 0, 0.01, 0.7, 1.0, 1.0, 3.0]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 1e-6, 0.9999]),
+        top_k=rng.choice([0, 0, 1, 2, 50, vocab - 1, vocab, vocab + 5, 3000]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 1.0]),
+        seed=rng.randrange(2**63),
+        frequency_penalty=rng.choice([0, 0, 0, 0.5, -1.0]),
+        presence_penalty=rng.choice([0, 0, 0, 0.3]),
+        repetition_penalty=rng.choice([1, 1, 1, 1.2, 0.9]),
+        min_tokens=rng.choice([0, 0, PROMPT]),
+        logit_bias=[(rng.randrange(vocab), rng.uniform(-5, 5)) for _ in range(rng.choice([0, 0, 0, 3]))],
+        allowed_token_ids=rng.sample(range(vocab), min(vocab, 7)) if rng.random() < 0.1 else [],
+    )
+
+
+def banks(samplers: list[Sampler], vocab: int) -> tuple[SamplerBank, SamplerBank]:
+    made = tuple(SamplerBank(max_seqs=len(samplers), vocab_size=vocab, device=torch.device(d)) for d in ("cpu", "cuda"))
+    for bank in made:
+        for row, sampler in enumerate(samplers):
+            bank.seat(row, sampler)
+    return made
+
+
+def choose(bank: SamplerBank, logits: Tensor, seats: Tensor, known: Tensor) -> tuple[list[int], list[bool]]:
+    """Tokens and finite flags, into memory that held something else."""
+    device = bank._device
+    tokens = torch.full((len(seats),), -7, dtype=torch.int64, device=device)
+    finite = torch.arange(len(seats), device=device) % 2 == 0
+    bank.flush()
+    bank.run(logits.to(device), seats.to(device), known.to(device), tokens, finite, bank.general)
+    return tokens.tolist(), finite.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [
+        *((300, 7), (300, 256), (200, 1003), (600, 32_000), (61, 50_257), (40, 128_256), (64, 151_936), (1, 700_001)),
+        *((9, 1003), (9, 32_000), (3, 32_000), (16, 151_936)),  # larger clusters, some warps without a tile
+    ],
+)
+def test_tokens_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Two steps, so that counts are seen to have been taken."""
+    rng = random.Random(vocab)
+    samplers = [
+        Sampler(wishes(rng, vocab), PROMPT, [0, vocab // 3], [rng.randrange(vocab) for _ in range(PROMPT + 4)], row % 3)
+        for row in range(rows)
+    ]
+    cpu, gpu = banks(samplers, vocab)
+    order = list(range(rows))
+    for step in range(2):
+        logits = nasty(rows, vocab, dtype, step)
+        rng.shuffle(order)
+        known = torch.tensor([PROMPT + 4 + step + row % 5 for row in order])
+        seats = torch.tensor(order)
+        assert choose(gpu, logits, seats, known) == choose(cpu, logits, seats, known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5, 1003, 32_000, 151_936])
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_greedy_is_argmax(dtype: torch.dtype, vocab: int, rows: int) -> None:
+    logits = nasty(rows, vocab, dtype, 3).cuda()
+    _, bank = banks([Sampler(Sampling(temperature=0), PROMPT, [])] * rows, vocab)
+    assert not bank.general
+    seats = torch.arange(rows).cuda()
+    for general in (False, True):
+        tokens, finite = torch.full_like(seats, -7), torch.zeros_like(seats, dtype=torch.bool)
+        bank.flush()
+        bank.run(logits, seats, seats + PROMPT, tokens, finite, general)
+        peak = logits.amax(-1)
+        sound = peak.isfinite()
+        first = (logits == peak[:, None]).int().argmax(-1)  # torch's argmax need not be the first on a GPU
+        assert torch.equal(finite, sound)
+        assert torch.equal(tokens, first.masked_fill(~sound, 0))
+
+
+def test_rows_that_do_not_start_at_16_bytes_and_seats_of_nobody() -> None:
+    logits = nasty(50, 1000, torch.bfloat16, 0).cuda()[:, 3:903]
+    samplers = [Sampler(Sampling(temperature=1.0, seed=i, top_p=0.9), PROMPT, []) for i in range(50)]
+    cpu, gpu = banks(samplers, 900)
+    seats = torch.arange(50)
+    seats[::7] = -1
+    known = torch.full((50,), PROMPT)
+    tokens, finite = choose(gpu, logits, seats, known)
+    assert (tokens, finite) == choose(cpu, logits, seats, known)
+    assert all(finite[::7])
+    assert not any(tokens[::7])
+
+
+def test_a_recorded_graph_serves_whoever_is_seated_later() -> None:
+    rows, vocab = 16, 32_000
+    logits = torch.empty(rows, vocab, device="cuda", dtype=torch.bfloat16)
+    seats = torch.full((rows,), -1, device="cuda")
+    known = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    tokens, finite = torch.zeros_like(seats), torch.zeros_like(seats, dtype=torch.bool)
+    cpu, gpu = banks([Sampler(Sampling(), PROMPT, [])] * rows, vocab)
+    gpu.flush()
+    gpu.run(logits, seats, known, tokens, finite, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu.run(logits, seats, known, tokens, finite, True)
+    rng = random.Random(5)
+    for step in range(10):
+        host = nasty(rows, vocab, torch.bfloat16, step)
+        for row in rng.sample(range(rows), 5):
+            sampler = Sampler(wishes(rng, vocab), PROMPT, [3], list(range(PROMPT + 2)), step)
+            cpu.seat(row, sampler)
+            gpu.seat(row, sampler)
+        gpu.flush()
+        order = torch.randperm(rows)
+        logits.copy_(host)
+        seats.copy_(order)
+        known.fill_(PROMPT + step)
+        graph.replay()
+        assert (tokens.tolist(), finite.tolist()) == choose(cpu, host, order, known)

@@ -1,0 +1,94 @@
+"""Blocks that went to the host's memory come back byte for byte, wherever they come back to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.executor import ops
+from engine.executor.kv_cache import Caches, KVShape, allocate
+from engine.executor.swap import Swap
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def flat(caches: Caches) -> list[torch.Tensor]:
+    return [tensor for cache in caches for tensor in (cache.k, cache.v)]
+
+
+def random_caches(device: str, dtype: torch.dtype, layers: int, blocks: int, size: int = 80) -> Caches:
+    caches = allocate([KVShape(3, size)] * layers, blocks, 16, dtype, torch.device(device))
+    for tensor in flat(caches):
+        tensor.view(torch.uint8).random_()
+    return caches
+
+
+def as_bytes(caches: Caches) -> torch.Tensor:
+    """[caches, blocks, bytes]"""
+    return torch.stack([cache.view(torch.uint8).flatten(1) for cache in flat(caches)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layers", "count"), [(1, 1), (3, 5), (3, 11), (150, 4)])
+def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int) -> None:
+    """More blocks than are staged at once, more caches than one launch takes; all other blocks stay as they were."""
+    caches = random_caches(device, dtype, layers, 40, size=80 if layers < 10 else 8)
+    swap = Swap(caches, at_once=4)
+    before = as_bytes(caches)
+    blocks = torch.randperm(40)[: 2 * count].tolist()
+    away, others = blocks[:count], blocks[count:]
+    host = swap.host_buffer(count).fill_(77)
+    going = swap.out(away, host)
+    if going:
+        torch.cuda.current_stream().wait_event(going.read)
+    for cache in flat(caches):
+        cache[away] = 0  # after they were read: must not be what is seen
+    if going:
+        going.done.synchronize()
+    assert torch.equal(host, before[:, away].transpose(0, 1).cpu())
+    done = swap.back(host, others)
+    if done:
+        torch.cuda.current_stream().wait_event(done)
+    before[:, away] = 0
+    before[:, others] = host.to(device).transpose(0, 1)
+    assert torch.equal(as_bytes(caches), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_back_waits_for_who_still_reads(device: str) -> None:
+    """A block is swapped in over one that an earlier launch has yet to copy."""
+    caches = random_caches(device, torch.bfloat16, 2, 400, size=128)
+    swap = Swap(caches)
+    tensors = flat(caches)
+    host = swap.host_buffer(1).fill_(1)
+    before = as_bytes(caches)
+    pairs = torch.stack([torch.arange(200), torch.arange(200, 400)], 1).to(device)
+    for _ in range(20):
+        ops.block_copy(tensors, pairs)
+    done = swap.back(host, [199])
+    if done:
+        torch.cuda.current_stream().wait_event(done)
+    after = as_bytes(caches)
+    assert torch.equal(after[:, 399], before[:, 199])
+    assert (after[:, 199] == 1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_move(device: str) -> None:
+    caches = random_caches(device, torch.float32, 1, 4)
+    swap = Swap(caches)
+    before = as_bytes(caches)
+    swap.out([], swap.host_buffer(0))
+    swap.back(swap.host_buffer(0), [])
+    assert torch.equal(as_bytes(caches), before)
+
+
+def test_shapes_and_indices_are_checked() -> None:
+    caches = random_caches("cpu", torch.float32, 1, 4)
+    swap = Swap(caches)
+    with pytest.raises(IndexError, match=r"blocks\[1\] is 4, not in \[0, 4\)"):
+        swap.out([0, 4], swap.host_buffer(2))
+    with pytest.raises(ValueError, match="buffer: blocks is 1, blocks said 2"):
+        swap.back(swap.host_buffer(1), [0, 1])

@@ -1,0 +1,225 @@
+"""The harness against a real gateway, Redis and engine loop; only the tokens are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engine.wire.embedded import EmbeddedRedis
+from loadtest.figures import Slo, summarise
+from loadtest.replay import Options, replay
+from loadtest.trace import Job
+from loadtest.workloads import Arrival, Phase, synthetic
+from tests.system.stack import Stack
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def stack(redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]) -> Iterator[Stack]:
+    with Stack(
+        redis_server.url,
+        namespace,
+        checkpoint("llama"),
+        executor="scripted",
+        scripted_step_ms=2.0,
+        max_model_len=1000,
+        kv_blocks=400,
+        check_books=False,
+    ) as made:
+        yield made
+
+
+def options(url: str, **more: Any) -> Options:
+    return Options(url=url, model="tiny", metrics_url=f"{url}/metrics", **more)
+
+
+async def test_every_request_is_answered_with_every_token(stack: Stack) -> None:
+    """Their number, their times, and what the server said about itself meanwhile."""
+    arrivals = synthetic("sharegpt", [Phase("steady", 20.0, 2.0)], 1.0, seed=2, scale=0.2)
+    events: list[str] = []
+    records, samples = await replay(arrivals, options(stack.url), events.append)
+    assert len(records) == len(arrivals) == events.count("sent") == events.count("ended")
+    for arrival, record in zip(arrivals, records, strict=True):
+        assert (record.outcome, record.error) == ("ok", "")
+        assert record.tokens == arrival.job.output_len
+        assert [attempt.status for attempt in record.attempts] == [200]
+        assert record.times == sorted(record.times)
+        assert record.due_s == arrival.at_s <= record.times[0] <= record.times[-1] <= record.end_s
+    figures = summarise(records, samples, Slo(), {"steady": (0.0, 2.0)})
+    assert figures["goodput"]["fraction"] == 1.0
+    assert 0.002 < figures["itl_s"]["p50"] < 0.05
+    assert figures["server"]["preemptions"] == 0
+    assert 0 < figures["server"]["kv_max"] < 1
+    assert figures["server"]["running_max"] >= 1
+    assert samples[0].at_s <= 0.5
+
+
+async def test_what_the_server_refuses_outright_is_an_error_and_not_retried(stack: Stack) -> None:
+    records, _ = await replay([Arrival(0.0, "x", Job(5000, 5, 1))], options(stack.url))
+    assert records[0].outcome == "error"
+    assert records[0].error.startswith("400 context_length_exceeded: ")
+    assert len(records[0].attempts) == 1
+
+
+async def test_nobody_there_is_an_error_of_each_request() -> None:
+    records, samples = await replay([Arrival(0.0, "x", Job(5, 5, 1))] * 2, options("http://127.0.0.1:9"))
+    assert [(record.outcome, record.attempts[0].status) for record in records] == [("error", 0)] * 2
+    assert samples == []
+
+
+@pytest.mark.parametrize(("retry", "attempts"), [("obey", 2), ("ignore", 3), ("never", 1)])
+async def test_refused_clients_obey_or_don_t(aiohttp_server: Any, retry: Any, attempts: int) -> None:
+    """A server that is full for 0.9 s and says so."""
+    opened: list[float] = []
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        opened.append(time.monotonic())
+        left = 0.9 - (opened[-1] - opened[0])
+        if left > 0:
+            return web.Response(status=429, headers={"retry-after-ms": f"{left * 1000 + 50:.0f}"})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n')
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    server = await aiohttp_server(app)
+    url = str(server.make_url("")).rstrip("/")
+    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1))], options(url, retry=retry))
+    assert samples == []  # it has no metrics
+    assert len(record.attempts) == attempts
+    assert record.outcome == ("refused" if retry == "never" else "ok")
+    if retry == "obey":
+        assert record.attempts[0].announced_s == pytest.approx(0.95)
+        assert record.ttft_s is not None
+        assert record.ttft_s >= 0.95
+
+
+async def test_a_stream_that_is_cut_is_an_error(aiohttp_server: Any) -> None:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
+    [record], _ = await replay([Arrival(0.0, "x", Job(5, 1, 1))], options(url))
+    assert (record.outcome, record.error) == ("error", "the stream ended without [DONE]")
+    assert record.tokens == 1
+
+
+def run(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, **more
+    )
+
+
+def test_the_command_writes_a_result_and_the_report_takes_it(stack: Stack, tmp_path: Path) -> None:
+    out, lines = tmp_path / "r.json", tmp_path / "raw.jsonl"
+    words = ["--workload", "alpaca", "--rate", "5", "--seconds", "1", "--peak", "20", "--peak-seconds", "1", "--seed=3"]
+    done = run("loadtest", "replay", stack.url, *words, "--out", str(out), "--raw", str(lines))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["config"]["model"] == "tiny"
+    assert result["config"]["work"]["phases"] == [["base", 5.0, 1.0], ["burst", 20.0, 1.0], ["after", 5.0, 1.0]]
+    assert result["commit"]
+    assert result["figures"]["completed"] == result["figures"]["requests"] == result["config"]["work"]["requests"]
+    raw = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(raw) == result["figures"]["requests"]
+    assert sum(line["tokens"] for line in raw) == result["config"]["work"]["output_tokens"]
+    report = run("loadtest", "report", str(out), "--out", str(tmp_path / "r.html"))
+    assert report.returncode == 0, report.stderr
+    assert "<svg" in (tmp_path / "r.html").read_text()
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"prompt_len": 1, "output_len": 0}\n')
+    done = run("loadtest", "replay", "http://127.0.0.1:9", "--trace", str(trace))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "t.jsonl, line 1: output_len is 0; must be a whole number, >= 1, <= 10000000\n",
+    )
+    done = run("loadtest", "replay", "http://127.0.0.1:9", "--rate", "0")
+    assert done.returncode == 2
+    assert "argument --rate: 0 is not a number > 0" in done.stderr
+    done = run("loadtest", "replay", "http://127.0.0.1:9")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "http://127.0.0.1:9/v1/models: " in done.stderr
+
+
+def test_locust(stack: Stack, tmp_path: Path) -> None:
+    """Every kind of user for three seconds: entries of their own, and no failure."""
+    words = ["-f", "loadtest/locustfile.py", "--headless", "--host", stack.url, "--run-time", "3"]
+    small = ["--users", "10", "--spawn-rate", "10", "--scale", "0.05", "--csv", str(tmp_path / "l"), "--only-summary"]
+    done = run("locust", *words, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(",") for line in (tmp_path / "l_stats.csv").read_text().splitlines()[1:]]
+    seen = {(row[0], row[1]): (int(row[2]), int(row[3])) for row in rows}
+    for kind in ("Completion", "Chat", "Rag", "Agent", "Samples"):
+        assert seen[kind, "ttft"][0] >= 1
+        assert seen[kind, "itl"][0] >= 1
+        assert seen[kind, "e2e"][0] == seen[kind, "ttft"][0]
+    assert all(failed == 0 for _, failed in seen.values())
+
+
+def test_locust_counts_refusals(aiohttp_full: str, tmp_path: Path) -> None:
+    words = ["-f", "loadtest/locustfile.py", "Completion", "--headless", "--host", aiohttp_full, "--users", "2"]
+    done = run(
+        "locust", *words, "--run-time", "2", "--retry", "never", "--model-name", "x", "--csv", str(tmp_path / "l")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(",") for line in (tmp_path / "l_stats.csv").read_text().splitlines()[1:]]
+    seen = {(row[0], row[1]): (int(row[2]), int(row[3])) for row in rows}
+    assert seen["Completion", "refused 429"][0] == seen["Completion", "gave up"][0] >= 2
+    assert all(failed == 0 for _, failed in seen.values())
+
+
+@pytest.fixture
+def aiohttp_full() -> Iterator[str]:
+    """A server on a thread of its own that refuses everything."""
+    import threading
+
+    from tests.system.stack import free_port
+
+    port, loop, ready = free_port(), asyncio.new_event_loop(), threading.Event()
+    app = web.Application()
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "full"}}, status=429, headers={"Retry-After": "1"})
+
+    app.router.add_post("/v1/completions", refuse)
+    runner = web.AppRunner(app)
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        ready.set()
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(10)
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)

@@ -1,0 +1,85 @@
+"""Keys and tenants: whoever is known is found, whatever is wrong with the file is named."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import pytest
+
+from service.api import Refusal
+from service.tenants import Tenant, Tenants, TenantsError
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "tenants.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_keys_find_their_tenant(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        f"[acme]\nweight = 2\nkey_sha256 = ['{digest('a1')}', '{digest('a2')}']\n"
+        f"[b]\nweight = 0.5\nkey_sha256 = ['{digest('b')}']\n",
+    )
+    tenants = Tenants(["plain"], path)
+    assert [tenants.of(f"Bearer {key}") for key in ("a1", "a2", "b", "plain")] == [
+        Tenant("acme", 2.0),
+        Tenant("acme", 2.0),
+        Tenant("b", 0.5),
+        Tenant(),
+    ]
+    for wrong in ("", "Bearer", "Bearer c", "Basic a1", "a1", f"Bearer {digest('a1')}", "Bearer \udcff"):
+        with pytest.raises(Refusal) as caught:
+            tenants.of(wrong)
+        assert caught.value.status == 401
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    assert Tenants().of("") == Tenants(["", ""]).of("Bearer x") == Tenant()
+
+
+def test_no_two_tenants_share_a_salt() -> None:
+    asked = ("", "x", "b x", "tenant b x", "salt x")
+    salts = [Tenant(name).salt(salt) for name, salt in itertools.product(("", "b", "c"), asked)]
+    assert len(set(salts)) == len(salts)
+    assert Tenant().salt("") == ""
+
+
+KEY = f"key_sha256 = ['{'0' * 64}']"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"[acme]\n{KEY}", "tenant 'acme' has no weight; it must be a number > 0"),
+        (f"[acme]\nweight = 0\n{KEY}", "tenant 'acme': weight is 0; it must be a number > 0"),
+        (f"[acme]\nweight = -1.5\n{KEY}", "tenant 'acme': weight is -1.5; it must be"),
+        (f"[acme]\nweight = nan\n{KEY}", "tenant 'acme': weight is nan; it must be"),
+        (f"[acme]\nweight = inf\n{KEY}", "tenant 'acme': weight is inf; it must be"),
+        (f"[acme]\nweight = true\n{KEY}", "tenant 'acme': weight is True; it must be"),
+        (f"[acme]\nweight = 'two'\n{KEY}", "tenant 'acme': weight is 'two'; it must be"),
+        ("[acme]\nweight = 1", "tenant 'acme': key_sha256 must be a list"),
+        ("[acme]\nweight = 1\nkey_sha256 = ['secret']", "tenant 'acme': key_sha256 holds 'secret'; it must be 64"),
+        (f"[acme]\nweight = 1\nwieght = 1\n{KEY}", "tenant 'acme': wieght is not a setting"),
+        (f"[acme]\nweight = 1\n{KEY}\n[b]\nweight = 1\n{KEY}", "tenant 'b': the key with digest 00000000... is given"),
+        (f"['a b']\nweight = 1\n{KEY}", "tenant 'a b': a name is 1 to 64 of"),
+        ("acme = 1", "tenant 'acme' must be a table"),
+        ("[acme", "tenants.toml: "),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(TenantsError) as caught:
+        Tenants((), write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TenantsError, match="No such file"):
+        Tenants((), str(tmp_path / "none.toml"))
