@@ -96,6 +96,7 @@ class Engine:
         self._accepted = 0
         self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
+        self._pace = Pace()
 
     def run(self) -> None:
         """Until drained."""
@@ -120,6 +121,7 @@ class Engine:
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
                 self.core.commit(self.executor.collect())
+                self._pace.step(time.monotonic())
         except StepError as error:
             self._in_flight = 0
             self.core.fail_running(str(error))
@@ -130,6 +132,8 @@ class Engine:
             self._audited = True
         self._idle = self.core.idle
         self._audited &= self._idle
+        if self._idle:
+            self._pace.pause()
 
     def _publish(self) -> None:
         core, info, pool = self.core, self.executor.info, self.core.pool
@@ -158,6 +162,7 @@ class Engine:
             recomputed_tokens=totals.recomputed_tokens,
             draining=self.draining,
             predicted_peak_blocks=core.predicted_peak(),
+            step_s=self._pace.value,
         )
         self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
 
@@ -181,6 +186,28 @@ class Rate:
             self.value += weight * ((count - self._count) / elapsed - self.value)
             self._at, self._count = now, count
         return self.value
+
+
+class Pace:
+    """Seconds from one step to the next: the mean of the first ones, then a moving average.  Idle time is left out."""
+
+    STEPS = 32  # what happened so many steps ago weighs 1/e of what happens now
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seen = 0
+        self.value = 0.0  # 0: not known
+
+    def step(self, now: float) -> None:
+        """A step's results are in, at `now` (seconds, monotonic)."""
+        if self._last is not None:
+            self._seen = min(self._seen + 1, self.STEPS)
+            self.value += (now - self._last - self.value) / self._seen
+        self._last = now
+
+    def pause(self) -> None:
+        """What comes next does not follow the last step."""
+        self._last = None
 
 
 class BusThread:

@@ -100,7 +100,7 @@ def _starts(load: EngineLoad) -> float:
 
 def _token_s(engines: list[EngineLoad]) -> float:
     """Seconds between two output tokens of one sequence, on the fastest engine whose pace is known; else 0."""
-    return min((load.running / load.tokens_per_s for load in engines if load.tokens_per_s > 0), default=0.0)
+    return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
 
 
 def ahead(cost: Cost, fleet: Fleet) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from engine.config import EngineConfig
 from engine.core.plan import StepResult
+from engine.core.scheduler import Outputs
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
-from engine.loop import ConfigError, Rate, build_scheduler
+from engine.loop import ConfigError, Engine, LocalBox, Rate, Report, build_scheduler
 from engine.offline import LLM
-from engine.wire.messages import Sampling
+from engine.wire.messages import Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)
@@ -58,3 +61,29 @@ def test_rate_follows_a_steady_count() -> None:
     for tick in range(200):
         rate.update(tick * 5, tick * 0.1)
     assert rate.value == pytest.approx(50.0, rel=0.01)
+
+
+class Reports(LocalBox):
+    """Keeps what the engine says of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda delta: None)
+        self.said: list[Report] = []
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        self.said.append(report)
+
+
+def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
+    """Output tokens per second are an average that idleness drags down: from them the first steps would look slow."""
+    box = Reports()
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64, step_seconds=0.02), box, box)
+    for _ in range(2):  # the second time from idleness
+        box.orders.append(Generate("r", "g", [5], 8, Sampling(ignore_eos=True), 2**60))
+        while not engine.core.idle or box.orders:
+            engine.turn()
+        load = box.said[-1].load
+        assert 0.02 <= load.step_s < 0.04
+        time.sleep(0.3)
+        engine.turn()
+    assert box.said[-1].load.step_s == load.step_s

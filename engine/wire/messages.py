@@ -116,6 +116,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     recomputed_tokens: int = 0
     draining: bool = False  # takes no new work
     predicted_peak_blocks: int = 0  # most blocks that what runs now is expected to hold at once, if nothing joins
+    step_s: float = 0.0  # seconds from one step's results to the next one's, moving average over steps; 0: not known
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -99,11 +99,18 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
 
 
 def test_the_least_service_counts_against_the_deadline() -> None:
-    view = fleet(busy(tokens_per_s=40.0))  # 8 sequences: 0.2 s a token
+    view = fleet(busy(tokens_per_s=40.0, step_s=0.2))
     assert outcome(cost(100, timeout_s=5.0, least_tokens=15), view) == 160  # 3 s of it are service
     refusal = refused(cost(100, timeout_s=5.0, least_tokens=20), view)
     assert (refusal.code, refusal.given) == ("deadline_unreachable", pytest.approx(5.25, abs=0.1))
     assert refused(cost(100, timeout_s=5.0, least_tokens=100), view).code == "deadline_unreachable"
+
+
+def test_an_engine_just_out_of_idleness_is_not_taken_for_a_slow_one() -> None:
+    """Its output rate is an average that has hardly begun to rise: 4 running at 1 token a second would be 4 s each."""
+    view = fleet(busy(running=4, tokens_per_s=1.0, step_s=0.005), queued=700)
+    assert outcome(cost(100, least_tokens=200), view) == 800
+    assert refused(cost(101, least_tokens=200), view).code == "rate_limit_exceeded"
 
 
 def test_a_silent_engine_or_reading_counts_as_full() -> None:
