@@ -25,7 +25,7 @@ from engine.core.blocks import BlockPool
 from engine.core.scheduler import Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
 from engine.wire.bus import EngineSide
-from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 
@@ -57,6 +57,16 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
     )
     return Scheduler(pool, limits)
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request that an earlier engine began."""
+
+    request: Generate
+    outputs: list[list[int] | None]  # of each continuation so far; None: it is over
+
+
+Order = Generate | Resume | Abort
 
 
 class Inbox(Protocol):
@@ -109,6 +119,9 @@ class Engine:
         for order in orders:
             if isinstance(order, Generate):
                 self.core.accept(order)
+                self._accepted += 1
+            elif isinstance(order, Resume):
+                self.core.accept(order.request, order.outputs)
                 self._accepted += 1
             elif order.lost:
                 self.core.drop(order.id)
@@ -315,8 +328,11 @@ class BusThread:
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
         for request in claimed.generates:
             self._claims += 1
-            self._claimed.append((self._claims, len(request.token_ids)))
-            self._orders.put(request)
+            so_far = claimed.resumed.get(request.id, [])
+            tokens = len(request.token_ids) + sum(len(said.token_ids) for said in so_far if said.finish is None)
+            self._claimed.append((self._claims, tokens))
+            outputs = [said.token_ids if said.finish is None else None for said in so_far]
+            self._orders.put(Resume(request, outputs) if so_far else request)
         for order in claimed.aborts:
             self._orders.put(order)
         for request_id in claimed.lost:
