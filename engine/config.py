@@ -112,6 +112,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that what runs may go on after SIGTERM while no other engine can take it over; then "
+            "it waits in the queue for one that starts.",
+        ),
+    ] = 30.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

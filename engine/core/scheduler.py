@@ -116,8 +116,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
-    def accept(self, request: Generate) -> None:
-        """Queue a request.  One that can never run is finished with an error naming limit and value."""
+    def accept(self, request: Generate, outputs: list[list[int] | None] | None = None) -> None:
+        """Queue a request.  One that can never run is finished with an error naming limit and value.
+
+        `outputs`: what an earlier engine has said of it, one entry for each continuation.  They stand here as if they
+        had been preempted: what they know is computed again, and what they say next follows it.  None: that one is
+        over."""
         if request.id in self._requests:  # delivered twice: it is running already
             return
         limits, prompt = self.limits, request.token_ids
@@ -127,23 +131,42 @@ class Scheduler:
             stops |= limits.eos_ids
         limit = min(len(prompt) + request.max_new_tokens, room)
         order = self._arrivals = self._arrivals + 1
-        group = [Sequence(request, i, (order, i), stops, limit, list(prompt)) for i in range(request.n)]
+        group = [
+            Sequence(request, i, (order, i), stops, limit, prompt + output, seated_before=bool(output))
+            for i, output in enumerate(outputs or [[]] * request.n)
+            if output is not None
+        ]
+        if not group:
+            self._finished.append(request.id)
+            return
         self._requests[request.id] = list(group)
+        tokens = [prompt, *(output for output in outputs or () if output)]
         if len(prompt) >= room:
             refusal = f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
-        elif not prompt or max(prompt) >= limits.vocab_size or min(prompt) < 0:
+        elif not prompt or max(map(max, tokens)) >= limits.vocab_size or min(map(min, tokens)) < 0:
             refusal = f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
         elif request.n > limits.max_seqs:
             refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
         else:
-            if limits.allocation == "paged":
-                leader, *leader.siblings = group
-                group = [leader]
-            for seq in group:  # each that leads computes the prompt for itself
-                self._enqueue(seq)
             heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+            self._enqueue_group(group)
             return
         self._end_request(request.id, "error", refusal)
+
+    def _enqueue_group(self, group: list[Sequence]) -> None:
+        """Those that have said nothing share one prefill, led by the first; the others have forked already.
+
+        Static runs share nothing: each computes the prompt for itself."""
+        fresh = [seq for seq in group if seq.known == seq.prompt_len and self.limits.allocation == "paged"]
+        if fresh:
+            leader, *leader.siblings = fresh
+            self._enqueue(leader)
+        for seq in group:
+            if seq.known >= seq.limit:  # it comes from an engine that could hold more
+                self._say(seq, Finish("length"))
+                self._end(seq)
+            elif seq not in fresh:
+                self._enqueue(seq)
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """End one continuation of a request now, or every one (-1); unknown and finished ones are ignored."""

@@ -35,6 +35,7 @@ from engine.wire.scripts import (
     EXCHANGE,
     FLEET,
     OPEN,
+    OTHERS,
     QUARANTINED,
     SUBMIT,
     TWIN,
@@ -577,6 +578,11 @@ class EngineSide:
         return (
             [(gateway, msgspec.structs.replace(some, deltas=said)) for gateway, said in deltas.items()] if some else []
         )
+
+    async def others(self) -> list[EngineLoad]:
+        """The other engines with a live lease.  Raises BusDown after PATIENCE_S."""
+        loads = await self._link.script(OTHERS, self._engine)
+        return [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
 
     async def bell(self) -> None:
         """Return when there may be something to claim or an abort to take; spurious returns are fine.

@@ -39,7 +39,7 @@ class Rig:
         admission: Admission = "threshold",
         allocation: Allocation = "paged",
     ) -> None:
-        self.pool = BlockPool(blocks, size, caching=caching and allocation == "paged", note_discarded=True)
+        self._caching, self._shape = caching and allocation == "paged", (blocks, size, max_seqs, depth)
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -52,8 +52,7 @@ class Rig:
             admission=admission,
             allocation=allocation,
         )
-        self.core = Scheduler(self.pool, self.limits)
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+        self.start()
         self.requests: dict[str, Generate] = {}
         self.answers: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
@@ -61,6 +60,22 @@ class Rig:
         self.over: set[str] = set()
         self.plans: list[StepPlan] = []
         self.now = 0
+
+    def start(self) -> None:
+        blocks, size, max_seqs, depth = self._shape
+        self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
+        self.core = Scheduler(self.pool, self.limits)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+
+    def crash(self) -> None:
+        """The engine dies with all it knew; a new one gets what was said."""
+        self.start()
+        for request in self.requests.values():
+            keys = [(request.id, index) for index in range(request.n)]
+            if request.id not in self.over:
+                said = [None if key in self.finishes else list(self.answers[key]) for key in keys]
+                self.core.accept(request, said if any(one != [] for one in said) else None)
+        self.collect_outputs()
 
     def add(
         self, prompt: list[int], new: int, *, n: int = 1, salt: str = "", deadline: int = FAR, **sampling: Any
@@ -197,6 +212,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             submitted = self.rig.submit() if len(self.rig.executor.plans) < 2 else True
             if self.rig.executor.plans and (not submitted or len(self.rig.executor.plans) == 2):
                 self.rig.commit()
+
+    @rule()
+    def crash(self) -> None:
+        self.rig.crash()
 
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
@@ -569,6 +588,62 @@ def test_a_request_that_went_to_another_engine_is_dropped_without_a_word() -> No
     assert len(rig.deltas) == said
     rig.run()
     assert rig.over == {kept}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 9, 14])
+def test_who_was_begun_elsewhere_goes_on_from_its_last_token(steps: int, caching: bool) -> None:
+    rig = Rig(size=4, caching=caching)
+    three = rig.add(list(range(1, 9)), 20, n=3, seed=1, ignore_eos=True)
+    rig.add([5] * 3, 30, seed=2)
+    rig.add([5] * 3, 30, seed=3, ignore_eos=True)
+    rig.core.abort(three, 1)
+    for _ in range(3):
+        for _ in range(steps):
+            if rig.submit():
+                rig.commit()
+        rig.crash()
+    rig.run()
+    assert rig.finishes[three, 1] == Finish("cancelled")
+
+
+@pytest.mark.parametrize(("caching", "computed"), [(True, 12 + 4), (False, 12 + 12)])
+def test_recompute_is_one_prefill_and_shared_blocks_are_found(caching: bool, computed: int) -> None:
+    rig = Rig(size=4, caching=caching)
+    rig.add(list(range(1, 9)), 20, n=2, seed=1, ignore_eos=True)
+    for _ in range(4):
+        rig.submit()
+        rig.commit()
+    rig.crash()
+    rig.submit()
+    rig.commit()
+    assert rig.executor.forward_tokens == computed
+    assert {len(tokens) for tokens in rig.answers.values()} == {5}
+    totals = rig.core.totals
+    assert (totals.prompt_tokens, totals.generated_tokens) == (0, 2)  # its prompt was counted where it began
+    rig.run()
+
+
+def test_what_another_engine_said_is_taken_as_it_is() -> None:
+    rig = Rig(blocks=8, size=4, max_model_len=16)
+    request = Generate("r", "gw", [1, 2, 3], 50, Sampling(), FAR, n=3)
+    rig.requests["r"] = request
+    rig.core.accept(request, [None, None, None])
+    rig.collect_outputs()
+    assert rig.over == {"r"}  # it had ended, and nobody knew
+    assert rig.core.idle
+
+    long = [1 + i % (VOCAB - 1) for i in range(13)]
+    rig.over, rig.requests = set(), {}
+    rig.core.accept(request, [long, None, None])  # it comes from an engine that could hold more
+    out = rig.core.outputs()
+    assert out.deltas["gw"] == [Delta("r", 13, [], Finish("length"), 0)]
+    assert out.finished == ["r"]
+    rig.core.accept(request, [[VOCAB], None, None])
+    [delta] = rig.core.outputs().deltas["gw"]
+    assert delta.finish is not None
+    assert delta.finish.reason == "error"
+    assert rig.core.idle
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:
