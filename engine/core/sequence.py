@@ -4,8 +4,7 @@
     KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
 
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
-prefilling, 1 while decoding, and after a preemption everything not found in the prefix cache; or 1 again, where the host's
-memory kept what was computed.
+prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
 
     waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |                               | |                                              ^

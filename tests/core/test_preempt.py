@@ -13,7 +13,6 @@ from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, State
 from tests.core.test_scheduler import Rig
 
-
 SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}
 
 
