@@ -114,8 +114,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             ge=0,
-            description="Prompts beside sequences that decode may make a step so many times as long as it would be "
-            "without them, by the times measured so far; 0: step_tokens alone bounds it, for throughput.",
+            description="A prompt beside sequences that decode may make a step so many times as long as it would be "
+            "without, by the times measured so far, and more where many wait; 0: step_tokens alone bounds it.",
         ),
     ] = 2.0
     graph_seconds: Annotated[

@@ -16,7 +16,8 @@ FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens or more, and of a
 ROUND = 64
 OUTLIER = 3.0  # a reading counts as at most so many times the average: other work on the machine delays steps, too
 AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
-LEAST = 32  # prompt tokens a step may always have, or a prompt would never end
+LEAST = 8  # prompt tokens a step may always have, or a prompt would never end
+CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
 PROBE = 64  # after so many steps with prompts in a row one goes without, to see what steps take by themselves
 
 
@@ -58,14 +59,18 @@ class Costs:
         size = rows.bit_length()
         return self._decode_s[max((s for s in self._decode_s if s <= size), default=min(self._decode_s))]
 
-    def prompt_tokens(self, rows: int, stretch: float) -> int | None:
+    def prompt_tokens(self, rows: int, pending: int, stretch: float) -> int | None:
         """Most prompt tokens beside `rows` that decode, so that their step takes up to `stretch` times as long as it
-        would without.  0: this step had better be measured without any.  None: nothing says how many."""
+        would without; longer in proportion when `pending` sequences with a prompt are a crowd beside them, or a bound
+        meant for one long prompt would halve what a flood of short ones can get through.
+
+        0: this step had better be measured without any.  None: nothing says how many."""
         if not self.token_s:
             return None
         if not (alone := self.decode_s(rows)) or self._mixed >= PROBE:
             return 0
-        return max(LEAST, int(AIM * (stretch - 1) * alone / self.token_s))
+        time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / rows)
+        return max(LEAST, int(time / self.token_s))
 
     def swap_pays(self, swap_bytes: int, recompute_tokens: int) -> bool:
         """Whether moving so many bytes, there and back, takes less than computing so many tokens again.  False while

@@ -390,11 +390,12 @@ class Scheduler:
         return False
 
     def _prompt_budget(self) -> int:
-        """Prompt tokens that the step may have beside the rows that decode."""
+        """Prompt tokens that the step may have beside the rows that decode (A29)."""
         budget = self.limits.step_tokens - self._decoding
         if not self._decoding or not self.limits.itl_stretch:
             return budget
-        fair = self.costs.prompt_tokens(self._decoding, self.limits.itl_stretch)
+        pending = len(self._prefilling) + len(self.waiting)
+        fair = self.costs.prompt_tokens(self._decoding, pending, self.limits.itl_stretch)
         return budget if fair is None else min(budget, fair)
 
     def _measure(self, result: StepResult) -> None:

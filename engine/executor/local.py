@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
+def device_kind(config: EngineConfig) -> str:
+    """ "cpu" or "cuda"."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return auto if config.device == "auto" else config.device
+
+
 class LocalExecutor:
     """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
@@ -44,8 +50,7 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         """Load the model, take the KV memory, start.  Raises ModelLoadError."""
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        kind = auto if config.device == "auto" else config.device
+        kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = load_model(
