@@ -26,7 +26,8 @@ from typing import Protocol
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.scheduler import Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
 from engine.wire.bus import BusDown, EngineSide
@@ -60,6 +61,9 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         fingerprint=info.fingerprint,
         admission=config.admission,
         allocation=config.allocation,
+        preempt=config.preempt,
+        block_bytes=info.kv_bytes_per_token * config.block_size,
+        itl_stretch=config.itl_stretch,
     )
     pool = BlockPool(
         executor.blocks,
@@ -67,7 +71,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         caching=config.prefix_cache and config.allocation == "paged",
         note_discarded=config.poison_free_blocks,
     )
-    return Scheduler(pool, limits)
+    return Scheduler(pool, limits, HostPool(executor.host_blocks), Costs(executor.swap_bytes_per_s))
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -200,6 +204,10 @@ class Engine:
             draining=self.draining,
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
+            swapped=core.swapped,
+            swap_preemptions=totals.swap_preemptions,
+            swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
+            swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
         self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 VOCAB = 16_000
 
 
-def make_llama_42m(directory: Path) -> None:
+def make_llama_42m(directory: Path, context: int = 4096) -> None:
     """Hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536; byte-level BPE over the standard library."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
@@ -25,7 +25,7 @@ def make_llama_42m(directory: Path) -> None:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=0,

@@ -11,9 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Admission, Allocation, Limits, Scheduler
+from engine.core.scheduler import Admission, Allocation, Limits, Preempt, Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -38,8 +39,10 @@ class Rig:
         max_model_len: int = 10_000,
         admission: Admission = "threshold",
         allocation: Allocation = "paged",
+        preempt: Preempt = "recompute",
+        host_blocks: int = 0,
     ) -> None:
-        self._caching, self._shape = caching and allocation == "paged", (blocks, size, max_seqs, depth)
+        self._caching, self._shape = caching and allocation == "paged", (blocks, size, max_seqs, depth, host_blocks)
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -51,6 +54,8 @@ class Rig:
             fingerprint="oracle",
             admission=admission,
             allocation=allocation,
+            preempt=preempt,
+            block_bytes=64,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -62,10 +67,12 @@ class Rig:
         self.now = 0
 
     def start(self) -> None:
-        blocks, size, max_seqs, depth = self._shape
+        blocks, size, max_seqs, depth, host_blocks = self._shape
         self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
-        self.core = Scheduler(self.pool, self.limits)
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+        self.host = HostPool(host_blocks)
+        self.costs = Costs(swap_bytes_per_s=64e3)
+        self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
 
     def crash(self) -> None:
         """The engine dies with all it knew; a new one gets what was said."""
@@ -78,7 +85,15 @@ class Rig:
         self.collect_outputs()
 
     def add(
-        self, prompt: list[int], new: int, *, n: int = 1, salt: str = "", deadline: int = FAR, **sampling: Any
+        self,
+        prompt: list[int],
+        new: int,
+        *,
+        n: int = 1,
+        salt: str = "",
+        deadline: int = FAR,
+        priority: int = 0,
+        **sampling: Any,
     ) -> str:
         request = Generate(
             id=f"r{len(self.requests)}",
@@ -89,6 +104,7 @@ class Rig:
             deadline_ms=deadline,
             cache_salt=salt,
             n=n,
+            priority=priority,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -140,6 +156,7 @@ class Rig:
                 break
         assert self.core.idle
         assert self.pool.available == self.pool.total
+        assert self.host.available == self.host.total
         self.verify()
 
     def verify(self) -> None:
@@ -164,18 +181,34 @@ PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes, siblings, salts and stops come and go on a pool too small for them."""
+    """Requests with shared prefixes, siblings, salts and stops come and go on a pool too small for them, with room on
+    the host for all, some or none of what preempted ones have computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
 
     @initialize(
-        admission=st.sampled_from(get_args(Admission)), allocation=st.sampled_from(["paged", "paged", "static"])
+        admission=st.sampled_from(get_args(Admission)),
+        allocation=st.sampled_from(["paged", "paged", "static"]),
+        preempt=st.sampled_from(get_args(Preempt)),
+        host_blocks=st.sampled_from([0, 6, 40]),
+        caching=st.booleans(),
     )
-    def choose(self, admission: Admission, allocation: Allocation) -> None:
+    def choose(
+        self, admission: Admission, allocation: Allocation, preempt: Preempt, host_blocks: int, caching: bool
+    ) -> None:
         self.rig = Rig(
-            blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission, allocation=allocation
+            blocks=18,
+            size=4,
+            max_seqs=5,
+            step_tokens=16,
+            chunk_tokens=7,
+            admission=admission,
+            allocation=allocation,
+            preempt=preempt,
+            host_blocks=host_blocks,
+            caching=caching,
         )
 
     @rule(
@@ -187,12 +220,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         life=st.sampled_from([FAR, FAR, 40]),
+        priority=st.sampled_from([0, 0, 5]),
     )
     def add(
-        self, prefix: list[int], tail: list[int], new: int, n: int, seed: int, salt: str, ignore_eos: bool, life: int
+        self,
+        prefix: list[int],
+        tail: list[int],
+        new: int,
+        n: int,
+        seed: int,
+        salt: str,
+        ignore_eos: bool,
+        life: int,
+        priority: int,
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
-        self.rig.add(prefix + tail, new, n=n, salt=salt, deadline=deadline, seed=seed, ignore_eos=ignore_eos)
+        who = {"salt": salt, "deadline": deadline, "priority": priority}
+        self.rig.add(prefix + tail, new, n=n, seed=seed, ignore_eos=ignore_eos, **who)
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
     @rule()
@@ -217,6 +261,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         self.rig.crash()
 
+    @rule(bytes_per_s=st.sampled_from([1.0, 64e3, 64e6]), prompt_tokens=st.integers(0, 16))
+    def measured(self, bytes_per_s: float, prompt_tokens: int) -> None:
+        """In mode "auto" sometimes the one is cheaper, sometimes the other."""
+        self.rig.costs.swapped(int(bytes_per_s), 1.0)
+        self.rig.costs.step(0.01, 3, prompt_tokens)
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
     def abort(self, data: st.DataObject, index: int) -> None:
@@ -227,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def executor_fails(self) -> None:
         old = self.rig.executor
-        self.rig.executor = OracleExecutor(18, 4, old.max_seqs)
+        self.rig.executor = OracleExecutor(18, 4, old.max_seqs, host_blocks=len(old.host))
         self.rig.core.fail_running("the device fell off the bus")
         self.rig.collect_outputs()
 
@@ -248,6 +298,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
             assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
             assert core.totals.preemptions == core.totals.cached_prompt_tokens == 0
+
+    @invariant()
+    def nothing_new_starts_while_somebody_waits_to_go_on(self) -> None:
+        """A26."""
+        core = self.rig.core
+        if core.swapped:
+            assert core.room() == (0, 0)
+        fresh = [not seq.seated_before for seq in core.waiting]
+        assert fresh == sorted(fresh)
 
     @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
