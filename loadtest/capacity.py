@@ -1,6 +1,6 @@
 """How many people at once: the same memory and the same promise, with one more idea each time.
 
-    python -m loadtest capacity DIR [--kv-blocks 768] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
+    python -m loadtest capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
 
     static             every sequence takes, from its start, one contiguous run for prompt and max_tokens
     paged              blocks as it grows; a sequence starts as soon as its prompt fits
@@ -182,12 +182,12 @@ def _figures(records: list[Record], samples: list[Sample], users: int, sla: Sla)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="DIR")
     parser.add_argument("--systems", default=";".join(SYSTEMS), help="semicolons between them")
-    parser.add_argument("--kv-blocks", type=int, default=768, help="of 16 tokens: the memory that all of them get")
-    parser.add_argument("--server", default="--max-seqs 256 --max-model-len 1536", help="further options of all")
+    parser.add_argument("--kv-blocks", type=int, default=512, help="of 16 tokens: the memory that all of them get")
+    parser.add_argument("--server", default="--max-seqs 256 --max-model-len 2048", help="further options of all")
     parser.add_argument("--system-tokens", type=int, default=256, help="the prompt that all users share")
     parser.add_argument("--question-tokens", type=int, default=40, help="mean")
     parser.add_argument("--answer-tokens", type=int, default=120, help="mean")
-    parser.add_argument("--ask-tokens", type=int, default=704, help="max_tokens: what a client asks for to be safe")
+    parser.add_argument("--ask-tokens", type=int, default=384, help="max_tokens: what a client asks for to be safe")
     parser.add_argument("--sla-ttft", type=float, default=1.0, help="seconds")
     parser.add_argument("--sla-itl", type=float, default=0.05, help="seconds a token, mean of a request")
     parser.add_argument("--sla-stall", type=float, default=1.0, help="seconds, longest gap of a request")

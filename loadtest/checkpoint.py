@@ -12,7 +12,7 @@ SOURCES = 200  # files to learn words from: enough for so many tokens
 def make_llama_42m(directory: Path) -> None:
     """Hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536; byte-level BPE over the standard library.
 
-    A greedy model of random weights runs in circles, and a client measures when text comes: so every token it may choose
+    A greedy model of random weights runs in circles, and clients measure when text comes: so every token it may choose
     has text of its own.  The others (single bytes of longer characters, the end of sequence) have a row of zeros in the
     last layer, and among 16,000 logits the largest is never 0.  They can still be forced with `logit_bias`."""
     import torch
