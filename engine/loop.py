@@ -204,7 +204,7 @@ class Engine:
             draining=self.draining,
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
-            swapped=core.swapped,
+            swapped=core.swapping.sequences,
             swap_preemptions=totals.swap_preemptions,
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,

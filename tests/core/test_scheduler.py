@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Admission, Allocation, Limits, Preempt, Scheduler
+from engine.core.scheduler import Admission, Allocation, Limits, Scheduler
+from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -297,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nothing_new_starts_while_somebody_waits_to_go_on(self) -> None:
         """A26."""
         core = self.rig.core
-        if core.swapped:
+        if core.swapping.sequences:
             assert core.room() == (0, 0)
         fresh = [not seq.seated_before for seq in core.waiting]
         assert fresh == sorted(fresh)
