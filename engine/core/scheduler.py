@@ -57,12 +57,12 @@ class Limits(msgspec.Struct, frozen=True):
     # watermark: WATERMARK of the pool stays free
     # reserve: all that run, and it, fit at their greatest length
     # none: what it knows fits
-    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
-    block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
-    itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
     allocation: Allocation = "paged"  # how a sequence comes by its blocks:
     # paged: as it grows
     # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
+    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
+    block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
+    itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
 
 class Outputs(msgspec.Struct):
