@@ -187,11 +187,14 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
     normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
     executor = local.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
     figures: dict[str, float] = {}
+    llm = LLM.over(config, executor)
+    core = llm.engine.core
     ways = {"bounded": (config.itl_stretch, normal), "budget": (0.0, normal), "unchunked": (0.0, executor.step_tokens)}
     for turn in range(2):  # the first is to warm up
         for name, (stretch, step_tokens) in ways.items():
-            chosen = msgspec.structs.replace(config, itl_stretch=stretch, step_tokens=step_tokens)
-            llm = LLM.over(chosen, executor)
+            core.limits = msgspec.structs.replace(
+                core.limits, itl_stretch=stretch, step_tokens=step_tokens, chunk_tokens=step_tokens
+            )
             alone, beside = beside_a_prompt(llm, length, rows, steps, seed=turn)
             figures |= {
                 f"{name}_alone_p50_ms": alone[len(alone) // 2] * 1e3,
@@ -200,7 +203,7 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
                 f"{name}_beside_p99_ms": beside[len(beside) * 99 // 100] * 1e3,
                 f"{name}_prompt_s": sum(beside),
             }
-    executor.close()
+    llm.close()
     return figures
 
 
@@ -224,6 +227,8 @@ def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> 
     beside = []
     while not joined.outputs[0].token_ids:
         beside.append(timed())
+        if joined.outputs[0].message:
+            raise ConfigError(joined.outputs[0].message)
     llm.cancel()
     return alone, sorted(beside)
 

@@ -60,10 +60,10 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
-        allocation=config.allocation,
         preempt=config.preempt,
         block_bytes=info.kv_bytes_per_token * config.block_size,
         itl_stretch=config.itl_stretch,
+        allocation=config.allocation,
     )
     pool = BlockPool(
         executor.blocks,
@@ -204,7 +204,7 @@ class Engine:
             draining=self.draining,
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
-            swapped=core.swapped,
+            swapped=core.swapping.sequences,
             swap_preemptions=totals.swap_preemptions,
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,

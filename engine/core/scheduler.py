@@ -26,11 +26,11 @@ from engine.core.costs import Costs
 from engine.core.forecast import Demand, Held, LengthModel
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
 from engine.core.sequence import Sequence, State
+from engine.core.swapping import Preempt, Swapping
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
 Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
 Allocation = Literal["paged", "static"]
-Preempt = Literal["recompute", "swap", "auto"]
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 # How sure the forecast is: standard deviations of a normal with the same quantile.  With a pool of 512 blocks, the
 # burst of engine/sim.py and lengths unknown, 2.5 (2, 1.5) means 9 (25, 65) preemptions among 755 requests and a
@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
     allocation: Allocation = "paged"  # how a sequence comes by its blocks:
     # paged: as it grows
     # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
-    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see Scheduler._preempt
+    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
     block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
     itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
@@ -100,14 +100,13 @@ class Scheduler:
             raise ValueError("static allocation needs a pool without a prefix cache")
         self.pool = pool
         self.limits = limits
-        self.host = host or HostPool()
         self.costs = costs or Costs()
+        self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
         self.totals = Totals()
-        self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
-        self.swapped = 0  # sequences in `waiting` with a table of host blocks
         self.waiting: deque[Sequence] = deque()  # preempted ones before all that never ran, then by rank
+        self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by rank
         self._decoding = 0  # rows that compute one token each step without being named
@@ -122,8 +121,6 @@ class Scheduler:
         self._growth: list[tuple[Sequence, int, int]] = []  # this plan's edits: (sequence, table index, block)
         self._copies: list[tuple[Sequence, int, int]] = []  # this plan's copies: (sequence, from, to)
         self._sources: Counter[int] = Counter()  # references that this plan's copies hold on their sources
-        self._swap_out: list[tuple[int, int]] = []  # this plan's, (block, host block)
-        self._swap_in: list[tuple[int, int]] = []  # this plan's, (host block, block)
         self._issued: deque[tuple[int, int, bool]] = deque()  # plans without a result: rows, prompt tokens, with swaps
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
@@ -158,7 +155,7 @@ class Scheduler:
                 limit,
                 prompt + output,
                 seated_before=bool(output),
-                lost=len(prompt) + len(output) - 1 if output else 0,
+                lost=len(prompt + output) - 1 if output else 0,
             )
             for i, output in enumerate(outputs or [[]] * request.n)
             if output is not None
@@ -268,15 +265,15 @@ class Scheduler:
         poison, self.pool.discarded = self.pool.discarded, []  # not the sources: they are read by this plan
         self.pool.release(list(self._sources.elements()))
         self._growth, self._copies, self._sources = [], [], Counter()
-        if not slices and not self._decoding and not self._swap_out:
+        if not slices and not self._decoding and not self.swapping.planned:
             self.pool.discarded += poison
             return None
         self.step = step
-        swaps = self._swap_out, self._swap_in
-        plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison, *swaps)
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        self._issued.append((decoding, prompt_tokens, bool(self._swap_out or self._swap_in)))
-        self._freed_rows, self._swap_out, self._swap_in = [], [], []
+        self._issued.append((decoding, prompt_tokens, self.swapping.planned))
+        swaps = self.swapping.take()
+        plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison, *swaps)
+        self._freed_rows = []
         return plan
 
     def commit(self, result: StepResult) -> None:
@@ -345,7 +342,7 @@ class Scheduler:
         rows = len(self._free_rows) - len(self.waiting)
         if not self._requests:
             return self.pool.total * self.pool.block_size, rows
-        if self.swapped:  # until they are back nothing new starts
+        if self.swapping.sequences:  # until they are back nothing new starts
             return 0, 0
         if self.limits.allocation == "static":
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
@@ -395,9 +392,7 @@ class Scheduler:
             want = -(-seq.computed // self.pool.block_size) if seq.state is State.WAITING else 0
             if len(seq.host) != want:
                 raise BooksError(f"{seq.request.id}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
-        self.host.check([seq.host for seq in live])
-        if self.swapped != sum(bool(seq.host) for seq in live):
-            raise BooksError(f"{self.swapped} sequences are counted as swapped")
+        self.swapping.check(live)
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
         reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0)
@@ -541,7 +536,9 @@ class Scheduler:
             seq.table = list(hits)
         seq.state = State.PREFILLING
         if seq.host:
-            self._swap_back(seq)
+            self.totals.swapped_in_blocks += self.swapping.back(seq)
+            for full in range(len(hits) + 1, seq.computed // self.pool.block_size + 1):
+                self._seal(seq, full * self.pool.block_size)
         else:
             seq.computed = len(hits) * self.pool.block_size
             seq.prompt_logprobs = []
@@ -677,58 +674,15 @@ class Scheduler:
         host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
         self._unseat(seq)
-        if self._swap_pays(seq):
-            self._swap_away(seq)
+        if self.swapping.pays(seq):
+            # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
+            planned = {target: source for owner, source, target in self._copies if owner is seq}
+            self.totals.swap_preemptions += 1
+            self.totals.swapped_out_blocks += self.swapping.away(seq, planned)
         else:
             seq.lost = seq.computed
             self._release(seq)
         self._enqueue(seq)
-
-    def _swap_pays(self, seq: Sequence) -> bool:
-        blocks = -(-seq.computed // self.pool.block_size)
-        if self.limits.preempt == "recompute" or not 0 < blocks <= self.host.available:
-            return False
-        if self.limits.preempt == "swap":
-            return True
-        # What others hold as well will be found again, and neither be brought back nor computed again.
-        shared = min(blocks, self.pool.shared_prefix(seq.table)) if self.pool.caching else 0
-        again = max(0, seq.computed - shared * self.pool.block_size)
-        return self.costs.swap_pays((2 * blocks - shared) * self.limits.block_bytes, again)
-
-    def _swap_away(self, seq: Sequence) -> None:
-        """Copy what it has computed to the host, shared blocks included, and release its table.
-
-        Shared blocks could be left out: while anybody holds them, or the prefix cache does, they are found again.  But
-        then a return could need what was evicted meanwhile, and a reference kept on them would let those who wait hold
-        memory that those who run are waiting for.  A copy of its own makes the return certain; that it need not be
-        read back where the prefix cache still has the block is seen on return."""
-        planned = {target: source for owner, source, target in self._copies if owner is seq}  # will not be carried out
-        blocks = [planned.get(block, block) for block in seq.table[: -(-seq.computed // self.pool.block_size)]]
-        seq.host = self.host.allocate(len(blocks))
-        self._swap_out += zip(blocks, seq.host, strict=True)
-        self.pool.release(seq.table)
-        seq.table = []
-        self.swapped += 1
-        self.totals.swap_preemptions += 1
-        self.totals.swapped_out_blocks += len(blocks)
-
-    def _swap_back(self, seq: Sequence) -> None:
-        """Behind the cached blocks that start its table, bring back everything else it had computed."""
-        size, hits = self.pool.block_size, len(seq.table)
-        rest = seq.host[hits:]
-        seq.table += (blocks := self.pool.allocate(len(rest)))
-        self._swap_in += zip(rest, blocks, strict=True)
-        self.totals.swapped_in_blocks += len(rest)
-        self._forget_host(seq)
-        seq.computed = max(seq.computed, hits * size)
-        for full in range(hits + 1, seq.computed // size + 1):
-            self._seal(seq, full * size)
-
-    def _forget_host(self, seq: Sequence) -> None:
-        if seq.host:
-            self.host.release(seq.host)
-            seq.host = []
-            self.swapped -= 1
 
     def _sampler(self, seq: Sequence) -> Sampler:
         sampling = seq.request.sampling
@@ -845,7 +799,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.table)
-        self._forget_host(seq)
+        self.swapping.forget(seq)
         seq.table, seq.computed = [], 0
 
     def _live(self) -> Iterator[Sequence]:

@@ -112,7 +112,7 @@ class ScriptedExecutor:
             rows.append(row)
             tokens.append(self.token(sampler, position))
             self._decoding[row] = sampler, position + 1
-        return StepResult(plan.step, rows, tokens, step_s=self.step_seconds)
+        return StepResult(plan.step, rows, tokens)
 
     def token(self, sampler: Sampler, position: int) -> int:
         """What a row says at an output position."""

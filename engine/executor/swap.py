@@ -5,7 +5,7 @@
 
 Everything runs on a stream of its own.  Why the detour through `staging`, in device memory: a kernel that reads or
 writes the host's memory itself is as fast, but takes room and bandwidth on the chip for as long as the bus is busy, and
-one copy for each block and layer reaches a fifth of the bus (csrc/README.md has the table).
+one copy for each block and layer reaches a fifth of the bus (csrc/notes/layers.md has the table).
 
 Nobody decides here what to swap: `engine/core/scheduler.py` does, and `engine/core/costs.py` says when it pays
 (PagedAttention, SOSP 2023, section 4.5).
@@ -29,7 +29,8 @@ class Swap:
     """Moves blocks for one stream of computation: the one that is current when `out` and `back` are called.
 
     For that stream both happen where they are called: what was launched before sees nothing of them, what is launched
-    afterwards sees them done."""
+    afterwards sees them done.  It waits until blocks on their way out have been read (with more of them than are staged
+    at once, for all turns but the last) and until those on their way back are there."""
 
     def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
         """Takes the host's memory, pinned for a GPU.  `at_once`: blocks that the staging buffer holds; more are moved

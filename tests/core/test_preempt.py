@@ -26,7 +26,7 @@ def crowded(**options: Any) -> Rig:
 
 def until_swapped(rig: Rig) -> Sequence:
     """Step until somebody's blocks are on the host, with the copy carried out."""
-    while not rig.core.swapped:
+    while not rig.core.swapping.sequences:
         rig.submit()
         if len(rig.executor.plans) == rig.executor.depth:
             rig.commit()
@@ -52,9 +52,9 @@ def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
 def test_a_token_on_its_way_while_its_sequence_is_swapped_is_kept() -> None:
     """Step N samples it, plan N+1 preempts: its KV is not computed yet, everything before is on the host."""
     rig = crowded()
-    while not rig.core.swapped:
+    while not rig.core.swapping.sequences:
         rig.submit()
-        if not rig.core.swapped and len(rig.executor.plans) == 2:
+        if not rig.core.swapping.sequences and len(rig.executor.plans) == 2:
             rig.commit()
     (seq,) = (seq for seq in rig.core.waiting if seq.host)
     assert len(rig.executor.plans) == 2  # step N and plan N+1
@@ -136,7 +136,7 @@ def test_who_leaves_while_swapped_leaves_nothing_behind(end: str) -> None:
         rig.core._deadlines.sort()
         rig.core._expire(0)
     assert seq.state is State.FINISHED
-    assert rig.core.swapped == 0
+    assert rig.core.swapping.sequences == 0
     assert rig.host.available == 40
     rig.collect_outputs()
     rig.run()
@@ -170,14 +170,14 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
         rng = random.Random(seed)
         sizes = {"blocks": rng.randrange(12, 22), "chunk_tokens": rng.choice([3, 4, 6])}
         rig = Rig(size=4, step_tokens=40, **sizes, **SWAP, admission="none", caching=rng.random() < 0.5)  # type: ignore[arg-type]
-        original = rig.core._swap_away
+        original = rig.core.swapping.away
 
-        def spy(seq: Sequence, rig: Rig = rig, original: Callable[[Sequence], None] = original) -> None:
+        def spy(seq: Sequence, planned: Any, original: Callable[[Sequence, Any], int] = original) -> int:
             nonlocal seen
-            seen += any(owner is seq for owner, _, _ in rig.core._copies)
-            original(seq)
+            seen += bool(planned)
+            return original(seq, planned)
 
-        rig.core._swap_away = spy  # type: ignore[method-assign]
+        rig.core.swapping.away = spy  # type: ignore[method-assign]
         for i, (shortest, longest) in enumerate([(3, 6), (20, 40), (3, 12), (3, 12)]):
             n = rng.choice([1, 3]) if i > 1 else 1
             prompt = [2 + i] * rng.randrange(shortest, longest)
@@ -210,9 +210,9 @@ def test_the_least_urgent_yields_though_others_came_later() -> None:
 def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
     """The copy may have been in the step that never ran."""
     rig = crowded()
-    while not rig.core.swapped:
+    while not rig.core.swapping.sequences:
         rig.submit()
-        if len(rig.executor.plans) == 2 and not rig.core.swapped:
+        if len(rig.executor.plans) == 2 and not rig.core.swapping.sequences:
             rig.commit()
     seq = next(seq for seq in rig.core.waiting if seq.host)
     computed = seq.computed
@@ -220,7 +220,7 @@ def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
     rig.core.fail_running("gone")
     rig.collect_outputs()
     assert rig.host.available == 40
-    assert rig.core.swapped == 0
+    assert rig.core.swapping.sequences == 0
     rig.run()
     assert rig.core.totals.recomputed_tokens == computed
     assert len(rig.answers[seq.request.id, 0]) == 24

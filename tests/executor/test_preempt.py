@@ -85,7 +85,7 @@ def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str,
     assert witness.returned == totals.swapped_in_blocks > 0
     assert totals.recomputed_tokens == 0
     assert crowded.engine.core.costs.swap_bytes_per_s > 0
-    assert crowded.engine.core.host.available == crowded.executor.host_blocks == 72
+    assert crowded.engine.core.swapping.host.available == crowded.executor.host_blocks == 72
 
 
 def test_no_memory_set_aside_means_recompute(checkpoint: Callable[[str], Path]) -> None:
