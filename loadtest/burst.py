@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine, replay
-from loadtest.checkpoint import VOCAB, make_llama_42m
+from loadtest.checkpoint import prepare
 from loadtest.report import look_up, show
 from loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
 
 MODES = ("forecast", "threshold", "watermark", "reserve", "none")
 BLOCK, SEQS = 16, 256
 # For the estimate alone: what a run takes beside its arrivals.
-START_S, VLLM_START_S, DRAIN_S, STOP_S = 8, 60, 15, 3
+START_S, VLLM_START_S, DRAIN_S, STOP_S = 6, 60, 20, 2
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peak", type=float, default=15.0, help="in it")
     parser.add_argument("--seconds", type=float, default=8.0, help="before the burst")
     parser.add_argument("--peak-seconds", type=float, default=30.0)
-    parser.add_argument("--after-seconds", type=float, default=30.0)
+    parser.add_argument("--after-seconds", type=float, default=25.0)
     parser.add_argument("--scale", type=float, default=0.48, help="of ShareGPT-like lengths: 77 tokens in, 162 out")
     parser.add_argument("--retry", default="obey", help="as in replay")
     parser.add_argument("--ask-tokens", type=int, default=0, help="as in replay: servers don't know lengths")
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--into", type=Path, default=machine.RESULTS / "burst", help="directory of the results")
 
 
-def runs_of(args: argparse.Namespace) -> list[Run]:
+def runs_of(args: argparse.Namespace, vocab: int, eos: int) -> list[Run]:
     """In the order they are measured: every mode of a seed before the next seed, so that a machine that gets slower
     does so for all; vLLM, which starts slowly, last.  Raises SystemExit for a mode or a seed that cannot be."""
     modes, seeds = args.modes.split(","), args.seeds.split(",")
@@ -127,7 +127,8 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         given = {
             "scale": args.scale, "rate": args.rate, "seconds": args.seconds, "peak": args.peak,
             "peak-seconds": args.peak_seconds, "after-seconds": args.after_seconds, "context": args.context,
-            "vocab-size": VOCAB, "retry": args.retry, "ask-tokens": args.ask_tokens, "drain": args.drain, "seed": seed,
+            "vocab-size": vocab, "eos-id": eos, "retry": args.retry, "ask-tokens": args.ask_tokens,
+            "drain": args.drain, "seed": seed,
         }  # fmt: skip
         return tuple(word for name, value in given.items() for word in (f"--{name}", str(value)))
 
@@ -214,11 +215,8 @@ def table(summary: dict[str, dict[str, float | None]], seeds: dict[str, int]) ->
 
 
 def main(args: argparse.Namespace, command: str) -> int:
-    runs = runs_of(args)
+    runs = runs_of(args, *prepare(args.model))
     args.into.mkdir(parents=True, exist_ok=True)
-    if not (args.model / "config.json").exists():
-        print(f"making the 42M model in {args.model}", flush=True)
-        make_llama_42m(args.model)
     found = {run: known(run, args.into / run.file) for run in runs}
     todo = [run for run in runs if found[run] is None]
     minutes = sum(estimate_s(run, args) for run in todo) / 60

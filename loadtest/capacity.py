@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine
-from loadtest.checkpoint import VOCAB, make_llama_42m
+from loadtest.checkpoint import prepare
 from loadtest.figures import Record, Sample, prefix_hits
 from loadtest.replay import Client, Options, body, record_of
 from loadtest.server import MODEL_NAME, ServerError, serve
@@ -57,6 +57,7 @@ class Work:
     answer: int
     ask: int  # max_tokens
     vocab: int
+    eos: int
     seed: int
 
     def asked(self, user: int) -> Iterator[SharedJob]:
@@ -213,6 +214,7 @@ def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: in
             metrics_url=f"{server.url}/metrics",
             vocab_size=work.vocab,
             ask_tokens=work.ask,
+            eos_id=work.eos,
             seed=work.seed,
         )
 
@@ -276,16 +278,13 @@ def main(args: argparse.Namespace, command: str) -> int:
     names = args.systems.split(";")
     if unknown := set(names) - SYSTEMS.keys():
         raise SystemExit(f"--systems: {min(unknown)!r} is none; there are {'; '.join(SYSTEMS)}")
-    vocab = 400 if args.quick else VOCAB
-    work = Work(args.system_tokens, args.question_tokens, args.answer_tokens, args.ask_tokens, vocab, args.seed)
+    vocab, eos = prepare(args.model)
+    work = Work(args.system_tokens, args.question_tokens, args.answer_tokens, args.ask_tokens, vocab, eos, args.seed)
     sla = Sla(args.sla_ttft, args.sla_itl, args.sla_stall, args.percent)
     config = {
         "kv_blocks": args.kv_blocks, "server": args.server, "work": asdict(work), "sla": asdict(sla),
         "warm_s": args.warm, "seconds": args.seconds, "most": args.most,
     }  # fmt: skip
-    if not (args.model / "config.json").exists():
-        print(f"making the 42M model in {args.model}", flush=True)
-        make_llama_42m(args.model)
     figures = known(args.out, config)
     first, status, began = FIRST, 0, time.monotonic()
     for name in names:

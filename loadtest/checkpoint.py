@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def make_llama_42m(directory: Path, context: int = 4096) -> None:
     with torch.no_grad():
         model.lm_head.weight[mute] = 0
     model.save_pretrained(directory)
+
+
+def prepare(directory: Path) -> tuple[int, int]:
+    """What a client must know of the model there: vocabulary size and end of sequence.  Makes the 42M model where there
+    is none."""
+    if not (directory / "config.json").exists():
+        print(f"making the 42M model in {directory}", flush=True)
+        make_llama_42m(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    end = config.get("eos_token_id") or 0
+    return int(config["vocab_size"]), int(end[0] if isinstance(end, list) else end)
 
 
 def has_text(decoded: str) -> bool:

@@ -23,7 +23,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_runs_take_turns_and_vllm_comes_last() -> None:
-    runs = burst.runs_of(parsed("--modes", "forecast,none", "--seeds", "4,2", "--vllm-python", "python"))
+    runs = burst.runs_of(parsed("--modes", "forecast,none", "--seeds", "4,2", "--vllm-python", "python"), 16_000, 0)
     assert [(run.system, run.seed) for run in runs] == [
         ("forecast", 4),
         ("none", 4),
@@ -37,8 +37,8 @@ def test_runs_take_turns_and_vllm_comes_last() -> None:
     )
     work = {run.words for run in runs if run.seed == 4}
     assert len(work) == 1  # every system gets the same
-    estimate = sum(burst.estimate_s(run, parsed()) for run in burst.runs_of(parsed("--vllm-python", "p")))
-    assert estimate <= 25 * 60
+    estimate = sum(burst.estimate_s(run, parsed()) for run in burst.runs_of(parsed("--vllm-python", "p"), 16_000, 0))
+    assert estimate <= 26 * 60
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_runs_take_turns_and_vllm_comes_last() -> None:
 )
 def test_bad_input_is_one_line(words: list[str], says: str) -> None:
     with pytest.raises(SystemExit, match=says):
-        burst.runs_of(parsed(*words))
+        burst.runs_of(parsed(*words), 16_000, 0)
 
 
 def test_what_never_came_is_later_than_everything() -> None:
