@@ -72,7 +72,10 @@ class LocalExecutor:
         alone = config.deterministic and not fused.is_fused(model.module)
         ops.set_threads(threads if alone else 0)
         torch.set_num_threads(1 if alone else threads)
-        log.info("a request's tokens depend on its batch: %s", model.batch_dependence or "no, whatever else is running")
+        dependence = model.batch_dependence
+        if not (dependence or alone or fused.is_fused(model.module) or threads == 1):
+            dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
+        log.info("a request's tokens depend on its batch: %s", dependence or "no")
         loaded = time.monotonic()
         self.info = ModelInfo(
             name=config.served_name or config.model or builtin.NAME,

@@ -567,7 +567,7 @@ def _ordered_is_fast(dtype: torch.dtype) -> bool:
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:
-        tiles = torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+        tiles = torch.cpu._is_amx_tile_supported()
         return not _onednn_bfloat16() or (together == 2 and not tiles)
     return columns == 32 or "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
