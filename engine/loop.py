@@ -59,9 +59,13 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
+        allocation=config.allocation,
     )
     pool = BlockPool(
-        executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
+        executor.blocks,
+        config.block_size,
+        caching=config.prefix_cache and config.allocation == "paged",
+        note_discarded=config.poison_free_blocks,
     )
     return Scheduler(pool, limits)
 
