@@ -13,18 +13,18 @@ from engine.executor.base import ScriptedExecutor
 
 
 class Deadly(ScriptedExecutor):
-    """Says the script until it meets `token`."""
+    """Says the script until it meets the token `deadly`."""
 
-    token = 0
+    deadly = 0
 
     def submit(self, plan: StepPlan) -> None:
-        if any(self.token in piece.token_ids for piece in plan.slices):
+        if any(self.deadly in piece.token_ids for piece in plan.slices):
             os.kill(os.getpid(), signal.SIGKILL)
         super().submit(plan)
 
 
 if __name__ == "__main__":
     _, token, *words = sys.argv
-    Deadly.token = int(token)
+    Deadly.deadly = int(token)
     program.ScriptedExecutor = Deadly  # type: ignore[misc]
     sys.exit(program.main(words))
