@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -33,8 +34,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: str, *flags: str) -> Iterator[Server]:
-    """Start, wait for /ready, and drain in the end.  The model goes by the name "bench"."""
+def serve(model: str, *flags: str, checkout: Path | None = None) -> Iterator[Server]:
+    """Start, wait for /ready, and drain in the end.  The model goes by the name "bench".
+    `checkout`: where the code is, if not here."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [
@@ -49,7 +51,7 @@ def serve(model: str, *flags: str) -> Iterator[Server]:
         str(port),
         *flags,
     ]
-    with subprocess.Popen(command, stdout=sys.stderr) as process:
+    with subprocess.Popen(command, stdout=sys.stderr, cwd=checkout) as process:
         server = Server(port, psutil.Process(process.pid))
         try:
             _wait_ready(server.url)
