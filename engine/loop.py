@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 import msgspec
@@ -111,6 +111,7 @@ class Report(msgspec.Struct, frozen=True):
     room_tokens: int  # prompt tokens it could start
     room_requests: int
     accepted: int  # requests taken from the inbox since start
+    dropped: int = 0  # requests dropped since start because they are somebody else's now
 
 
 class Engine:
@@ -125,7 +126,7 @@ class Engine:
         self._inbox = inbox
         self._outbox = outbox
         self._in_flight = 0
-        self._accepted = 0
+        self._accepted = self._dropped = 0
         self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
@@ -152,6 +153,7 @@ class Engine:
                 self._accepted += 1
             elif order.lost:
                 self.core.drop(order.id)
+                self._dropped += 1
             else:
                 self.core.abort(order.id, order.index)
         try:
@@ -209,7 +211,7 @@ class Engine:
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
-        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
+        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted, self._dropped))
 
 
 class Rate:
@@ -265,7 +267,11 @@ class BusThread:
         self.relieved = False
         self._config = config
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._outputs: deque[Outputs] = deque()
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
+        # Lost requests whose tokens may still come, because the loop has not heard of it: id -> the running number of
+        # the loss.  They must not be sent, for this engine holds its lease again, and may even have the request again.
+        self._lost: dict[str, int] = {}
+        self._losses = 0
         self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
@@ -308,7 +314,7 @@ class BusThread:
     def put(self, outputs: Outputs, report: Report) -> None:
         if outputs.deltas or outputs.finished:
             self._put += sum(map(len, outputs.deltas.values()))
-            self._outputs.append(outputs)
+            self._outputs.append((outputs, report.dropped))
         self._report = report
         self._ring()
 
@@ -365,10 +371,13 @@ class BusThread:
         finished: list[str] = []
         steps, count = len(self._outputs), 0
         for _ in range(steps):
-            outputs = self._outputs.popleft()
+            outputs, dropped = self._outputs.popleft()
+            count += sum(map(len, outputs.deltas.values()))
+            if self._lost:
+                self._lost = {name: number for name, number in self._lost.items() if number > dropped}
+                outputs = without(outputs, self._lost)
             finished += outputs.finished
             for gateway, said in outputs.deltas.items():
-                count += len(said)
                 deltas.setdefault(gateway, []).extend(said)
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
@@ -380,6 +389,10 @@ class BusThread:
         ]
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
         self._sent += count
+        for request_id in claimed.lost:  # before what is claimed: it may be the same request
+            self._losses += 1
+            self._lost[request_id] = self._losses
+            self._orders.put(Abort(request_id, lost=True))
         for request in claimed.generates:
             self._claims += 1
             so_far = claimed.resumed.get(request.id, [])
@@ -389,8 +402,13 @@ class BusThread:
             self._orders.put(Resume(request, known) if known else request)
         for order in claimed.aborts:
             self._orders.put(order)
-        for request_id in claimed.lost:
-            self._orders.put(Abort(request_id, lost=True))
+
+
+def without(outputs: Outputs, ids: Container[str]) -> Outputs:
+    return Outputs(
+        {gateway: [delta for delta in said if delta.id not in ids] for gateway, said in outputs.deltas.items()},
+        [request_id for request_id in outputs.finished if request_id not in ids],
+    )
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

@@ -178,9 +178,8 @@ class Scheduler:
         self._end_request(request.id, "error", refusal)
 
     def _enqueue_group(self, group: list[Sequence]) -> None:
-        """Those that have said nothing share one prefill, led by the first; the others have forked already.
-
-        Static runs share nothing: each computes the prompt for itself."""
+        """Those that have said nothing share one prefill, led by the first (with static allocation each has its own);
+        the others have forked already."""
         fresh = [seq for seq in group if seq.known == seq.prompt_len and self.limits.allocation == "paged"]
         if fresh:
             leader, *leader.siblings = fresh

@@ -152,6 +152,20 @@ async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus
         assert list(client.scan_iter(f"{{{namespace}}}:once:*")) == []
 
 
+async def test_a_token_costs_redis_a_few_bytes(redis_server: EmbeddedRedis, bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a"))
+    await take(engine)
+    for at in range(500):
+        await say(engine, Delta("a", at, [100_000 + at]))
+    with redis.Redis.from_url(redis_server.url) as client:
+        tokens = client.memory_usage(f"{{{bus.namespace}}}:log:a:0")
+        rest = client.memory_usage(f"{{{bus.namespace}}}:log:a")
+    print(f"{tokens} bytes for 500 tokens, and {rest} for the rest of the log")
+    assert tokens <= 500 * 2 * tokenlog.TOKEN_BYTES + 200  # strings that grow have room to grow
+    assert rest <= 300
+
+
 async def test_a_zombie_cannot_write(bus: Bus) -> None:
     """Its lease lapsed while it stood still, and another engine has gone on: all it says of that is dropped."""
     gateway, zombie, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
