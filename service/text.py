@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.wire.messages import Finish
-from service.api import Piece, Prompt, Prompted, Refusal, ValidRequest
+from service.api import Prompt, Refusal, ValidRequest
+from service.format import Piece, Prompted
 from service.streams import Mailbox, OpenRequest
 
 # Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
 from service import api
-from service.api import EngineLimits, Format, Piece, Prompted, Refusal, ValidRequest
+from service.api import EngineLimits, Refusal, ValidRequest
+from service.format import Format, Piece, Prompted
 from service.config import GatewayConfig
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)

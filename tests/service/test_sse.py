@@ -9,7 +9,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from service import api, sse
-from service.api import Format, Piece, Prompted, Refusal
+from service.api import Refusal
+from service.format import Format, Piece, Prompted
 from service.config import GatewayConfig
 from service.telemetry import Meter, Telemetry
 
@@ -71,8 +72,8 @@ def data(body: str) -> list[Any]:
 async def test_frames_ids_comments_and_the_end(stream: Callable[[Turns], Awaitable[tuple[int, str]]]) -> None:
     status, body = await stream([[], [piece("a")], [], [piece("b"), piece("c", "length")]])
     assert status == 200
-    assert body.startswith(": keep-alive\n\nid: r:1\ndata: {")
-    assert body.count(": keep-alive\n\n") == 2
+    assert body.startswith(": keep-alive\nid: r:1\ndata: {")
+    assert body.count(": keep-alive\n") == 2
     assert body.endswith("data: [DONE]\n\n")
     assert [event["choices"][0]["text"] for event in data(body)[:-1]] == ["a", "b", "c"]
     assert [line for line in body.splitlines() if line.startswith("id: ")] == ["id: r:1", "id: r:2", "id: r:3"]
