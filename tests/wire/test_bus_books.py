@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.wire.bus import OUTPUT_COST, EngineSide, GatewaySide
+from engine.wire.bus import EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from engine.wire.scripts import OUTPUT_COST
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
