@@ -14,6 +14,7 @@ import msgspec
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
 
+
 class Position(msgspec.Struct, frozen=True):
     """How much of an answer a client has had: what an event id says, written `ID:TOKENS[:ENDED]`.
 
@@ -138,8 +139,12 @@ class Format:
             self._no_usage,
         )
 
-    def skip(self, had: Position) -> None:
-        """Go on after what a client has had.  `had` has as many choices as this answer."""
+    def skip(self, had: Position, cached: list[int]) -> None:
+        """Go on after what a client has had.  `had` has as many choices as this answer, and so has `cached`: prompt
+        tokens found in the prefix cache."""
+        for choice, tokens in enumerate(cached):
+            prompt = choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], tokens)
         self._tokens = [count or 0 for count in had.tokens]
         self._started = [count is not None for count in had.tokens]
         for choice in sorted(had.ended):
@@ -190,7 +195,9 @@ class Format:
         """The event or events this piece makes; empty when it holds nothing a client can see yet."""
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
-        role = self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
+        role = (
+            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
+        )
         self._note(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
         if not begins and plain and not valid.continuous_usage:

@@ -14,12 +14,13 @@ handler waits for its own socket only; meanwhile tokens merge in the request's m
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
 from service.api import Refusal
 from service.format import Format, Piece
+from service.streams import HandedOver
 from service.telemetry import Meter
 
 log = logging.getLogger("quire.gateway")
@@ -34,14 +35,16 @@ HEADERS = {
 }
 
 
-class HandedOver(ConnectionError):
-    """This gateway must go, and another one will answer on: the reader knows how to come back."""
-
-
 async def write(
-    request: web.Request, pieces: AsyncIterator[list[Piece]], form: Format, meter: Meter
+    request: web.Request,
+    pieces: AsyncIterator[list[Piece]],
+    form: Format,
+    meter: Meter,
+    sent: Callable[[list[int]], None],
 ) -> web.StreamResponse:
-    """Stream an answer to its end.  Raises Refusal while nothing has been sent, afterwards sends it as an event.
+    """Stream an answer to its end, telling `sent` how many tokens of each choice have gone out so far.
+
+    Raises Refusal while nothing has been sent, afterwards sends it as an event.
     Raises ConnectionError when the client has gone, and HandedOver, from `pieces`, when it shall come back: the stream
     then just breaks off, so that no reader takes it for complete."""
     response: web.StreamResponse | None = None
@@ -54,13 +57,14 @@ async def write(
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
                 await response.write(data)
-                meter.sent(form.tokens)
+                sent(form.tokens)
         if response is None:  # resumed after the last choice had ended
             response = await _begin(request)
         last = form.usage_chunk() + form.done()
     except HandedOver:
-        if response is not None:
-            await response.write(RETRY)
+        if response is None:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0) from None
+        await response.write(RETRY)
         raise
     except ConnectionError:
         raise

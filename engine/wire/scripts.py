@@ -77,8 +77,8 @@ epoch moves on, and an exchange of an earlier epoch is refused as a whole, with 
 zombie can't write, whenever it wakes.
 
 The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in the exchange that brings the tokens, so it
-is what the engines produced, whoever dies; `delivered` when a gateway, a client having left or been served, says how far
-it got.  Of each output position only the first delivery counts, wherever a client goes on reading.
+is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
+left.  Of each output position only the first delivery counts, wherever a client goes on reading.
 
 Poison.  A lapse, or a start under the name of an engine that had not closed, counts an attempt for each request held;
 one that has said more since its last attempt begins again at 1.  A request whose attempts reach MAX_ATTEMPTS has killed
@@ -529,7 +529,7 @@ local key = log .. ':' .. index
 if tonumber(index) >= continuations(id) then return false end
 local finish, head = unpack(call('HMGET', log, 'finish:' .. index, 'head:' .. index))
 if call('STRLEN', key) > 4 * (first + count) then finish = false end
--- Frames of logprobs are as large as their Deltas were: skip those before `first`, take those that begin before the end.
+-- Frames of logprobs are as large as their Deltas were: skip those before `first`, take those that begin in time.
 local probs, at, position, frames, skipped = key .. ':probs', 0, 0, {}, 0
 while count > 0 do
   local top = call('GETRANGE', probs, at, at + 8)

@@ -10,8 +10,8 @@ from aiohttp import ClientSession, web
 
 from service import api, sse
 from service.api import Refusal
-from service.format import Format, Piece, Prompted
 from service.config import GatewayConfig
+from service.format import Format, Piece, Prompted
 from service.telemetry import Meter, Telemetry
 
 Turns = list[list[Piece] | Exception]
@@ -44,7 +44,7 @@ async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]
             vocabulary=[],
         )
         try:
-            return await sse.write(request, pieces(), form, Meter(Telemetry("g"), 0.0))
+            return await sse.write(request, pieces(), form, Meter(Telemetry("g"), 0.0), lambda tokens: None)
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=refusal.body())
 
@@ -76,7 +76,12 @@ async def test_frames_ids_comments_and_the_end(stream: Callable[[Turns], Awaitab
     assert body.count(": keep-alive\n") == 2
     assert body.endswith("data: [DONE]\n\n")
     assert [event["choices"][0]["text"] for event in data(body)[:-1]] == ["a", "b", "c"]
-    assert [line for line in body.splitlines() if line.startswith("id: ")] == ["id: r:1", "id: r:2", "id: r:3"]
+    assert [line for line in body.splitlines() if line.startswith("id: ")] == [
+        "id: r:1",
+        "id: r:2",
+        "id: r:3:0",
+        "id: r:3:done",
+    ]
     assert all(frame.startswith((":", "id: ", "data: ")) for frame in body.split("\n\n")[:-1])
 
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
+from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Twin, Usage
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
+from engine.wire.tokenlog import Said
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.streams import Mailbox, Streams
+from service.streams import Backlog, Mailbox, Streams
 from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 
@@ -28,7 +29,7 @@ def drain(mailbox: Mailbox) -> tuple[list[int], Finish | None]:
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6), st.booleans()), max_size=20))
 def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, bool]]) -> None:
     """(how far back, how many tokens, taken at once): a dead engine is replaced by one that starts further back."""
-    mailbox, got, at = Mailbox(0), list[int](), 0
+    mailbox, got, at = Mailbox(0, Backlog(2**20)), list[int](), 0
 
     def take() -> Finish | None:
         tokens, found, finish = mailbox.take()
@@ -52,18 +53,29 @@ def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, 
     assert not put(0, at + 1, Finish("stop"))
 
 
-def test_a_gap_ends_in_an_error() -> None:
-    mailbox = Mailbox(0)
+def test_a_gap_is_filled_from_the_log() -> None:
+    mailbox = Mailbox(0, Backlog(2**20))
     mailbox.put(Delta("r", 0, [1]))
-    assert mailbox.put(Delta("r", 2, [3]))
-    tokens, finish = drain(mailbox)
-    assert tokens == [1]
-    assert finish is not None
-    assert finish.reason == "error"
+    assert mailbox.put(Delta("r", 2, [3], Finish("length")))
+    assert drain(mailbox) == ([1], None)
+    assert mailbox.behind
+    mailbox.refill(Said([2, 3], Finish("length")))
+    assert drain(mailbox) == ([2, 3], Finish("length"))
+
+
+def test_a_gap_that_the_log_cannot_fill_ends_in_an_error() -> None:
+    for said in (None, Said([])):
+        mailbox = Mailbox(0, Backlog(2**20))
+        assert mailbox.put(Delta("r", 2, [], None))
+        mailbox.refill(said)
+        tokens, finish = drain(mailbox)
+        assert tokens == []
+        assert finish is not None
+        assert finish.reason == "error"
 
 
 def test_the_first_delta_brings_what_the_prompt_brought() -> None:
-    mailbox = Mailbox(0)
+    mailbox = Mailbox(0, Backlog(2**20))
     mailbox.put(Delta("r", 0, [1], cached_tokens=48, prompt_logprobs=[TokenLogprob(-1.0)]))
     mailbox.put(Delta("r", 1, [2]))
     assert mailbox.cached_tokens == 48
@@ -79,13 +91,23 @@ class Wire:
         self.cancelled: list[str] = []
         self.asked: list[int] = []
         self.down = False
+        self.twin: Twin | None = None
+        self.logs: dict[str, list[Said]] = {}
+        self.reads: list[tuple[str, int, int, int]] = []
+        self.attached: list[str] = []
+        self.settled: list[tuple[str, str, list[int]]] = []
+        self.kept: list[str] = []
         self.refusals = 0
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
-    async def submit(self, *requests: Generate, excess_tokens: int) -> Queue:
+    async def submit(
+        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: Once | None = None
+    ) -> Queue:
         if self.down:
             raise BusDown("gone")
+        if self.twin is not None:
+            return Queue(False, 1, 3, 0, {}, self.twin)
         self.asked.append(excess_tokens)
         accepted = len(self.asked) > self.refusals
         if accepted:
@@ -96,7 +118,30 @@ class Wire:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
 
     async def fleet(self) -> Fleet:
+        if self.down:
+            raise BusDown("gone")
         return self.fleets[0]
+
+    async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
+        self.attached += [request_id] if listen else []
+        found = self.logs.get(request_id)
+        return Attached(b"record", found) if found is not None else None
+
+    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+        self.reads.append((request_id, index, first, count))
+        if request_id not in self.logs:
+            return None
+        said = self.logs[request_id][index]
+        end = first + count
+        finish = said.finish if end >= len(said.token_ids) else None
+        return Said(said.token_ids[first:end], finish, said.logprobs[first:end] if said.logprobs else None)
+
+    async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
+        self.settled += delivered
+        return [Usage(order_id, tenant, 0, sum(counts), 0) for order_id, tenant, counts in delivered]
+
+    async def keep(self, request_ids: list[str]) -> None:
+        self.kept += request_ids
 
     async def batches(self) -> AsyncIterator[TokenBatch]:
         while True:
@@ -115,6 +160,7 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     yield made
     await made.stop()
     assert len(made) == 0
+    assert made.backlog.held == 0
 
 
 def anyway(fleet: Fleet) -> int:
@@ -169,10 +215,13 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
     assert wire.cancelled == ["r.1 1", "r.1", "r.0"]
 
 
-async def test_a_gap_stops_the_engine(streams: Streams, wire: Wire) -> None:
+async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire) -> None:
     async with streams.open(orders(), 60, anyway) as opened:
         await put(wire, Delta("r.0", 3, [1]))
-        await anext(opened)
+        [mailbox] = await anext(opened)
+        finish = drain(mailbox)[1]
+        assert finish is not None
+        assert finish.reason == "error"
     await asyncio.sleep(0)
     assert wire.cancelled == ["r.0"]
 

@@ -224,7 +224,10 @@ async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus)
     await first.submit(generate("a", n=2, tenant="t"), generate("b", tenant="t"))
     await take(engine)
     await say(engine, Delta("a", 0, [1, 2, 3]), Delta("a", 0, [4, 5, 6], index=1), Delta("b", 0, [7]))
-    assert await first.settle([("a", "t", [2, 0]), ("b", "t", [1])]) == [Usage("a", "t", 6, 2, 2), Usage("b", "t", 1, 1, 1)]
+    assert await first.settle([("a", "t", [2, 0]), ("b", "t", [1])]) == [
+        Usage("a", "t", 6, 2, 2),
+        Usage("b", "t", 1, 1, 1),
+    ]
     assert await second.settle([("a", "t", [1, 3])]) == [Usage("a", "t", 6, 5, 3)]  # a client that went on elsewhere
     assert await second.settle([("a", "t", [1, 3])]) == [Usage("a", "t", 6, 5, 0)]  # a repeated one
     with redis.Redis.from_url(bus.url, decode_responses=True) as client:
