@@ -116,6 +116,7 @@ class Format:
         self._started = [False] * choices
         self._ended: list[int] = []  # choices, in the order they ended
         self._stage = b""  # what an event id says of the ends: see Position
+        self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
@@ -149,6 +150,7 @@ class Format:
         self._started = [count is not None for count in had.tokens]
         for choice in sorted(had.ended):
             self._end(choice)
+        self._wants_usage = self._wants_usage and not had.usage
 
     # -- numbers
 
@@ -245,7 +247,7 @@ class Format:
 
     def usage_chunk(self) -> bytes:
         """The last chunk before [DONE], where the client asked for usage; else empty."""
-        if not self._valid.include_usage:
+        if not self._wants_usage:
             return b""
         self._stage = b":usage"
         usage = msgspec.json.encode(self.usage())

@@ -335,6 +335,8 @@ class OpenRequest:
             return
         mailbox.closed = True
         mailbox.take()
+        if mailbox in self._changed:
+            self._changed.remove(mailbox)
         self._unfinished -= 1
         prompt, index = divmod(choice, self._n)
         self._streams.stop_one(self.orders[prompt], index)

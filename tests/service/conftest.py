@@ -50,7 +50,9 @@ async def serve(
             model=str(byte_level_dir), redis_url=redis_server.url, namespace=namespace, port=0, **settings
         )
         gateway_id = f"g{len(closers)}"
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=namespace)
+        bus = GatewaySide(
+            config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
+        )
         await bus.open()
         telemetry = Telemetry(gateway_id)
         streams = Streams(bus, config, telemetry)
