@@ -81,6 +81,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int, Meta(ge=0, description="Most prompt tokens of one sequence in a step; 0: bounded by step_tokens alone.")
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse KV blocks of equal prefixes.")] = True
+    allocation: Annotated[
+        Literal["paged", "static"],
+        Meta(
+            description="paged: a sequence takes KV blocks as it grows. static: it takes, from its start, one "
+            "contiguous run for prompt and max_tokens, shares nothing and is never preempted; admission and "
+            "prefix_cache then have no say. The baseline that paging is measured against."
+        ),
+    ] = "paged"
     admission: Annotated[
         Literal["forecast", "threshold", "watermark", "reserve", "none"],
         Meta(
@@ -104,6 +112,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that what runs may go on after SIGTERM while no other engine can take it over; then "
+            "it waits in the queue for one that starts.",
+        ),
+    ] = 30.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

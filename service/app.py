@@ -33,7 +33,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import settings
+from engine.wire import ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
 from service import admission, api, resume, sse, text
@@ -527,6 +527,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
             reason = error.strerror or str(error)
             raise StartError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
+        ready.tell()
         await stopping.wait()
         gateway.refuse_new()
         await site.stop()

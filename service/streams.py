@@ -549,7 +549,7 @@ class Streams:
         while settled := self._settled[:SETTLE_COUNT]:
             for usage in await self._bus.settle([(order.id, order.tenant, order.delivered) for order in settled]):
                 self._telemetry.record_usage(usage)
-            del self._settled[:SETTLE_COUNT]
+            del self._settled[: len(settled)]
 
     async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, once: Once | None) -> None:
         """Queue one client's requests, all or none, if `admit` lets them.  Raises Refusal: its own, or 503; Before."""

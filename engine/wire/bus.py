@@ -37,6 +37,7 @@ from engine.wire.scripts import (
     KEEP,
     LOG,
     OPEN,
+    OTHERS,
     QUARANTINED,
     RELEASE,
     SETTLE,
@@ -612,6 +613,11 @@ class EngineSide:
         return (
             [(gateway, msgspec.structs.replace(some, deltas=said)) for gateway, said in deltas.items()] if some else []
         )
+
+    async def others(self) -> list[EngineLoad]:
+        """The other engines with a live lease.  Raises BusDown after PATIENCE_S."""
+        loads = await self._link.script(OTHERS, self._engine)
+        return [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
 
     async def bell(self) -> None:
         """Return when there may be something to claim or an abort to take; spurious returns are fine.

@@ -212,9 +212,9 @@ local function route(id, names)  -- from now on these gateways listen
   if engine then order(engine, id .. ' >' .. names) end
 end
 
--- Tell everyone who listens how far the log has come: an empty Delta at the log's end for each continuation, with its
+-- Tell these gateways how far the log has come: an empty Delta at the log's end for each continuation, with its
 -- Finish if there is one.  Whoever has less reads the log.
-local function tell(id)
+local function tell(id, names)
   local log, n = P .. 'log:' .. id, continuations(id)
   local deltas = {{}}
   for i = 0, n - 1 do
@@ -223,7 +223,7 @@ local function tell(id)
   end
   local batch = string.char(0x82) .. cmsgpack.pack('engine', '', 'deltas')
                 .. string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
-  for name in each_of(listeners(id)) do
+  for name in each_of(names) do
     local out = P .. 'out:' .. name
     call('XADD', out, '*', 'b', batch)
     call('PEXPIRE', out, {STREAM_MS})
@@ -282,7 +282,7 @@ end
 
 local function end_with(id, finish)  -- what an engine would say, where no engine has it
   finish_open(id, cmsgpack.pack(finish))
-  tell(id)
+  tell(id, listeners(id))
   bury(id)
 end
 
@@ -719,11 +719,11 @@ else
   orders = call('LRANGE', P .. 'orders:' .. me, 0, -1)
   call('DEL', P .. 'orders:' .. me)
   local told = {{}}
-  for _, what in ipairs(orders) do  -- this exchange's tokens went to those who listened before
-    local id = string.match(what, '^(.*) >')
-    if id and not told[id] then tell(id) end
-    if id then told[id] = true end
+  for _, what in ipairs(orders) do  -- this exchange's tokens, perhaps the last, went to those who listened before
+    local id, names = string.match(what, '^(.*) >(.*)$')
+    if id then told[id] = names end
   end
+  for id, names in pairs(told) do tell(id, names) end
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, orders}}),
        'room', room, 'heard', now_ms())
 end

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.blocks import BlockPool
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Admission, Limits, Scheduler
+from engine.core.scheduler import Admission, Allocation, Limits, Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -37,8 +37,9 @@ class Rig:
         caching: bool = True,
         max_model_len: int = 10_000,
         admission: Admission = "threshold",
+        allocation: Allocation = "paged",
     ) -> None:
-        self.pool = BlockPool(blocks, size, caching=caching, note_discarded=True)
+        self._caching, self._shape = caching and allocation == "paged", (blocks, size, max_seqs, depth)
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -49,9 +50,9 @@ class Rig:
             eos_ids=frozenset([EOS]),
             fingerprint="oracle",
             admission=admission,
+            allocation=allocation,
         )
-        self.core = Scheduler(self.pool, self.limits)
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+        self.start()
         self.requests: dict[str, Generate] = {}
         self.answers: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
@@ -59,6 +60,22 @@ class Rig:
         self.over: set[str] = set()
         self.plans: list[StepPlan] = []
         self.now = 0
+
+    def start(self) -> None:
+        blocks, size, max_seqs, depth = self._shape
+        self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
+        self.core = Scheduler(self.pool, self.limits)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+
+    def crash(self) -> None:
+        """The engine dies with all it knew; a new one gets what was said."""
+        self.start()
+        for request in self.requests.values():
+            keys = [(request.id, index) for index in range(request.n)]
+            if request.id not in self.over:
+                said = [None if key in self.finishes else list(self.answers[key]) for key in keys]
+                self.core.accept(request, said if any(one != [] for one in said) else None)
+        self.collect_outputs()
 
     def add(
         self, prompt: list[int], new: int, *, n: int = 1, salt: str = "", deadline: int = FAR, **sampling: Any
@@ -153,9 +170,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
 
-    @initialize(admission=st.sampled_from(get_args(Admission)))
-    def choose(self, admission: Admission) -> None:
-        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission)
+    @initialize(
+        admission=st.sampled_from(get_args(Admission)), allocation=st.sampled_from(["paged", "paged", "static"])
+    )
+    def choose(self, admission: Admission, allocation: Allocation) -> None:
+        self.rig = Rig(
+            blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission, allocation=allocation
+        )
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -192,6 +213,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.rig.executor.plans and (not submitted or len(self.rig.executor.plans) == 2):
                 self.rig.commit()
 
+    @rule()
+    def crash(self) -> None:
+        self.rig.crash()
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
     def abort(self, data: st.DataObject, index: int) -> None:
@@ -217,7 +242,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens <= core.pool.available * core.pool.block_size
 
     @invariant()
+    def static_tables_are_runs_nobody_shares(self) -> None:
+        if self.rig.limits.allocation == "static":
+            core, tables = self.rig.core, [seq.table for seq in self.rig.core._live() if seq.table]
+            assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
+            assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
+            assert core.totals.preemptions == core.totals.cached_prompt_tokens == 0
+
+    @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
+        if self.rig.limits.allocation == "static":
+            return
         filled, allocated = self.rig.core.used_slots()
         assert 0 <= allocated - filled <= 3 * max(1, self.rig.core.running + self.rig.limits.max_seqs)
 
@@ -231,6 +266,35 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None:
+    """Two of four fit at once, though each says 3 tokens of the 24 it may: what paging is there to end."""
+    rig = Rig(blocks=16, size=4, allocation="static")
+    stop = reference([5] * 8, 0, 0, 11, frozenset())[2]
+    ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
+    rig.submit()
+    assert [seq.table for seq in rig.core._live()] == [list(range(8)), list(range(8, 16)), [], []]
+    assert rig.core.used_slots() == (16, 64)
+    assert rig.core.room() == (0, 4)
+    assert rig.core.reserved_blocks == 16
+    rig.run()
+    assert all(len(rig.answers[request, 0]) == 3 for request in ids)
+    assert rig.core.reserved_blocks == 0
+
+
+def test_static_continuations_share_nothing() -> None:
+    rig = Rig(blocks=16, size=4, allocation="static")
+    rig.add([5] * 8, 8, n=3, ignore_eos=True)
+    rig.submit()
+    assert [len(seq.table) for seq in rig.core._live()] == [4, 4, 4]
+    rig.run()
+    assert rig.core.totals.prompt_tokens == 24
+
+
+def test_static_allocation_refuses_a_pool_that_caches() -> None:
+    with pytest.raises(ValueError, match="static allocation needs a pool without a prefix cache"):
+        Scheduler(BlockPool(8, 4), Limits(8, 64, 64, 100, 50, 0.9, frozenset(), "x", allocation="static"))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -524,6 +588,62 @@ def test_a_request_that_went_to_another_engine_is_dropped_without_a_word() -> No
     assert len(rig.deltas) == said
     rig.run()
     assert rig.over == {kept}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 9, 14])
+def test_who_was_begun_elsewhere_goes_on_from_its_last_token(steps: int, caching: bool) -> None:
+    rig = Rig(size=4, caching=caching)
+    three = rig.add(list(range(1, 9)), 20, n=3, seed=1, ignore_eos=True)
+    rig.add([5] * 3, 30, seed=2)
+    rig.add([5] * 3, 30, seed=3, ignore_eos=True)
+    rig.core.abort(three, 1)
+    for _ in range(3):
+        for _ in range(steps):
+            if rig.submit():
+                rig.commit()
+        rig.crash()
+    rig.run()
+    assert rig.finishes[three, 1] == Finish("cancelled")
+
+
+@pytest.mark.parametrize(("caching", "computed"), [(True, 12 + 4), (False, 12 + 12)])
+def test_recompute_is_one_prefill_and_shared_blocks_are_found(caching: bool, computed: int) -> None:
+    rig = Rig(size=4, caching=caching)
+    rig.add(list(range(1, 9)), 20, n=2, seed=1, ignore_eos=True)
+    for _ in range(4):
+        rig.submit()
+        rig.commit()
+    rig.crash()
+    rig.submit()
+    rig.commit()
+    assert rig.executor.forward_tokens == computed
+    assert {len(tokens) for tokens in rig.answers.values()} == {5}
+    totals = rig.core.totals
+    assert (totals.prompt_tokens, totals.generated_tokens) == (0, 2)  # its prompt was counted where it began
+    rig.run()
+
+
+def test_what_another_engine_said_is_taken_as_it_is() -> None:
+    rig = Rig(blocks=8, size=4, max_model_len=16)
+    request = Generate("r", "gw", [1, 2, 3], 50, Sampling(), FAR, n=3)
+    rig.requests["r"] = request
+    rig.core.accept(request, [None, None, None])
+    rig.collect_outputs()
+    assert rig.over == {"r"}  # it had ended, and nobody knew
+    assert rig.core.idle
+
+    long = [1 + i % (VOCAB - 1) for i in range(13)]
+    rig.over, rig.requests = set(), {}
+    rig.core.accept(request, [long, None, None])  # it comes from an engine that could hold more
+    out = rig.core.outputs()
+    assert out.deltas["gw"] == [Delta("r", 13, [], Finish("length"), 0)]
+    assert out.finished == ["r"]
+    rig.core.accept(request, [[VOCAB], None, None])
+    [delta] = rig.core.outputs().deltas["gw"]
+    assert delta.finish is not None
+    assert delta.finish.reason == "error"
+    assert rig.core.idle
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:

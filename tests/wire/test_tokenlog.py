@@ -264,3 +264,15 @@ async def test_a_log_that_is_still_read_is_kept(bus: Bus) -> None:
         client.pexpire(key, 5_000)
         await gateway.keep(["a", "unknown"])
         assert client.pttl(key) > 25_000
+
+
+async def test_who_attaches_while_the_last_tokens_are_under_way_hears_the_end(bus: Bus) -> None:
+    """The engine has not heard of the new listener when it sends them, and forgets the request with them."""
+    first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await first.submit(generate("a"))
+    await take(engine)
+    assert await second.attach("a") == Attached(b"", [Said([])])
+    await say(engine, Delta("a", 0, [1, 2], Finish("length")), finished=("a",))
+    [batch] = await read(second, 1)
+    assert batch.deltas == [Delta("a", 2, [], Finish("length"))]
+    assert await second.log("a", 0, 0, 9) == Said([1, 2], Finish("length"))
