@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Twin, Usage
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
+from service import streams as module
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.streams import Backlog, Mailbox, Streams
+from service.streams import Backlog, Before, Mailbox, Streams
 from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 
@@ -298,3 +301,126 @@ async def test_a_reader_that_breaks_ends_every_request(wire: Wire) -> None:
         assert finish.reason == "error"
     assert streams.trouble is not None
     await streams.stop()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
+    deltas: list[tuple[int, int, str]], limit: int, logprobs: bool
+) -> None:
+    """(tokens lost on the way, how many come, whether the reader comes for them): never more than `limit` bytes wait
+    beside one delta or one part of the log, and in the end each token was taken once."""
+    backlog = Backlog(limit)
+    mailbox, said, got = Mailbox(0, backlog), list[int](), list[int]()
+
+    def probs(tokens: list[int]) -> list[TokenLogprob] | None:
+        return [TokenLogprob(float(token)) for token in tokens] if logprobs else None
+
+    def take() -> Finish | None:
+        if mailbox.behind:
+            part = said[mailbox.at : mailbox.at + 7]
+            over = ended if mailbox.at + len(part) == len(said) else None
+            mailbox.refill(Said(part, over, probs(part)))
+        tokens, found, finish = mailbox.take()
+        assert found == probs(tokens) or not tokens
+        got.extend(tokens)
+        return finish
+
+    ended: Finish | None = None
+    for lost, count, then in deltas:
+        said += range(len(said), len(said) + lost)
+        first = len(said)
+        new = list(range(first, first + count))
+        said += new
+        mailbox.put(Delta("r", first, new, None, logprobs=probs(new)))
+        assert backlog.held <= max(limit, 136 * max(count, 7, *(c for _, c, _ in deltas)))
+        if then == "take":
+            assert take() is None
+    ended = Finish("length")
+    mailbox.put(Delta("r", len(said), [], ended))
+    for _ in range(len(said) + 1):
+        if take() is not None:
+            break
+    assert got == said
+    assert backlog.held == 0
+
+
+async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) -> None:
+    """Fifty readers fall behind by 20,000 tokens each; their engine ends, and what waits here stays within bounds."""
+    made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, backlog_mib=1), Telemetry("g"))
+    await made.start()
+    tokens = list(range(20_000))
+    deadline_ms = int(time.time() * 1000) + 60_000
+    requests = [Generate(f"r{at}.0", "g", [1], 20_000, Sampling(), deadline_ms) for at in range(50)]
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(made.open([request], 60, anyway)) for request in requests]
+        for first in range(0, 20_000, 100):
+            finish = Finish("length") if first == 19_900 else None
+            deltas = [Delta(request.id, first, tokens[first : first + 100], finish) for request in requests]
+            made.deliver(TokenBatch("e0", deltas))
+            assert made.backlog.held <= 2**20
+        assert made.backlog.held > 2**19
+        wire.logs = {request.id: [Said(tokens, Finish("length"))] for request in requests}
+        for one in opened:
+            got: list[int] = []
+            async for changed in one:
+                for mailbox in changed:
+                    taken, _, end = mailbox.take()
+                    got += taken
+                    if end is not None:
+                        one.end(mailbox.choice)
+            assert got == tokens
+        assert made.backlog.held == 0
+        assert max(count for *_, count in wire.reads) <= module.MAILBOX_BYTES // 4
+    assert wire.cancelled == []
+    await made.stop()
+    assert sorted(wire.settled) == sorted((request.id, "", [0]) for request in requests)
+
+
+async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_missed(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(), 60, anyway) as opened:
+        await put(wire, Delta("r.0", 0, [1]))
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([1], None)
+        wire.logs["r.0"] = [Said([1, 2, 3], Finish("length"))]
+        wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([2, 3], Finish("length"))
+    assert wire.attached[0] == "r.0"
+
+
+async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:
+    made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, retain_s=15.0), Telemetry("g"))
+    await made.start()
+    async with made.open(orders(), 60, anyway):
+        await put(wire, Delta("r.0", 0, [1], Finish("length")))
+        made._kept -= 10.0  # a while ago
+        await settled(lambda: wire.kept == ["r.0"])
+    await made.stop()
+
+
+async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams, wire: Wire) -> None:
+    wire.down = True
+    await settled(lambda: streams.trouble is not None)
+    wire.asked.clear()
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, anyway):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
+    assert wire.asked == []  # nobody waits to hear what is known
+    wire.down = False
+    await settled(lambda: streams.trouble is None)
+    async with streams.open(orders(), 60, anyway):
+        assert wire.asked == [7]
+
+
+async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
+    wire.twin = Twin("q.0", True)
+    with pytest.raises(Before) as caught:
+        async with streams.open(orders(), 60, anyway, once=Once("k", "b")):
+            pytest.fail("must not open")
+    assert caught.value.twin.request_id == "q.0"
+    assert wire.cancelled == []
