@@ -6,11 +6,14 @@ run backwards.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engine.wire.bus import Fleet
+from engine.wire.bus import Fleet, Usage
+
+log = logging.getLogger("quire.usage")
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -58,6 +61,11 @@ class Telemetry:
         self._refusals = counter("quire_refusals", "Requests refused or failed, by error code.", "code")
         self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens accepted.").labels(gateway)
         self.output_tokens = counter("quire_output_tokens", "Output tokens sent to clients.").labels(gateway)
+        self._delivered_tokens = counter(
+            "quire_delivered_tokens", "Output tokens sent to clients, each position once however often it was resumed."
+        ).labels(gateway)
+        self.resumes = counter("quire_resumes", "Answers that a client came back to.").labels(gateway)
+        self._backlog = gauge("quire_backlog_bytes", "Tokens that wait here for slow readers.").labels(gateway)
         self.open_requests = gauge("quire_open_requests", "Prompts being answered or queued.").labels(gateway)
         self.time_to_first_token = histogram(
             "quire_time_to_first_token_seconds", "From a request's arrival to its first token here.", _TTFT
@@ -76,6 +84,21 @@ class Telemetry:
 
     def record_refusal(self, code: str) -> None:
         self._refusals.labels(self._gateway, code).inc()
+
+    def record_usage(self, usage: Usage) -> None:
+        """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
+        the last line of the log counts."""
+        self._delivered_tokens.inc(usage.new)
+        log.info(
+            "usage of %s: tenant '%s', %d tokens generated, %d delivered",
+            usage.request_id,
+            usage.tenant,
+            usage.generated,
+            usage.delivered,
+        )
+
+    def record_backlog(self, held: int) -> None:
+        self._backlog.set(held)
 
     def record_fleet(self, fleet: Fleet) -> None:
         """Take over the engines' own numbers, and drop the series of engines that are gone."""

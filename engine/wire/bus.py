@@ -34,9 +34,13 @@ from engine.wire.scripts import (
     CLOSE,
     EXCHANGE,
     FLEET,
+    KEEP,
+    LOG,
     OPEN,
     OTHERS,
     QUARANTINED,
+    RELEASE,
+    SETTLE,
     SUBMIT,
     TWIN,
     Script,
@@ -68,6 +72,7 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
+    forgotten: bool = False  # the reader had not been heard of for long: what it listened to may go elsewhere
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -101,6 +106,16 @@ class Twin(msgspec.Struct, frozen=True):
 
     request_id: str  # of the first of its prompts
     same_body: bool
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What one request (a client's has one for each prompt) has cost and brought, all continuations together."""
+
+    request_id: str
+    tenant: str
+    generated: int  # output tokens engines produced for it, as far as its log is kept
+    delivered: int  # of them, those that went out to a client
+    new: int  # of those, the ones nobody had counted before
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -315,32 +330,49 @@ class GatewaySide:
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
         return _read_twin(await self._link.script(TWIN, once.key), once)
 
-    async def attach(self, request_id: str) -> Attached | None:
+    async def release(self, once: Once, request_id: str) -> None:
+        """`request_id` is not to be the first under this key any longer: its answer is not to be had.  Raises BusDown
+        after PATIENCE_S."""
+        await self._link.script(RELEASE, once.key, request_id)
+
+    async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
         """Listen to a request of whatever gateway, from now on, and read all it has said; None: its log is not kept, or
         never was.
 
         Every Delta that is not in the reply comes through batches(), with two exceptions to be ready for: some may come
         a second time (see `first`), and after the attachment some are missing.  Then an empty Delta follows whose
         `first` lies beyond what is known: read the rest with log().  A request that is over is read all the same: it
-        has a Finish for each continuation.  Raises BusDown after PATIENCE_S."""
-        return await self._attach(request_id, self._gateway)
-
-    async def log(self, request_id: str, index: int, first: int) -> Said | None:
-        """What one continuation has said from output position `first` on; None as for attach().  The finish comes with
-        its last token.  Raises BusDown after PATIENCE_S."""
-        found = await self._attach(request_id, "")
-        if found is None or not 0 <= index < len(found.continuations):
-            return None
-        said = found.continuations[index]
-        logprobs = said.logprobs[first:] if said.logprobs is not None else None
-        return msgspec.structs.replace(said, token_ids=said.token_ids[first:], logprobs=logprobs)
-
-    async def _attach(self, request_id: str, listener: str) -> Attached | None:
-        reply = await self._link.script(ATTACH, request_id, listener)
+        has a Finish for each continuation.  Without `listen` it is only read.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
             return None
         record, found = reply
         return Attached(record, [tokenlog.read(*one) for one in found])
+
+    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+        """At most `count` tokens of what one continuation has said from output position `first` on; None as for
+        attach().  The finish comes with its last token.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.script(LOG, request_id, index, first, count)
+        if reply is None:
+            return None
+        *found, skipped = reply
+        said = tokenlog.read(*found)
+        if said.logprobs is None:
+            return said
+        return msgspec.structs.replace(said, logprobs=said.logprobs[skipped : skipped + len(said.token_ids)])
+
+    async def keep(self, request_ids: list[str]) -> None:
+        """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
+        await self._link.script(KEEP, *request_ids)
+
+    async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
+        """Enter in the ledger how many output tokens of each continuation went out to a client: (request id, tenant,
+        counts).  Counts never fall, and settling the same twice counts it once.  Raises BusDown after PATIENCE_S."""
+        words: list[bytes | str | int] = []
+        for request_id, tenant, counts in delivered:
+            words += (request_id, tenant, len(counts), *counts)
+        found = await self._link.script(SETTLE, *words)
+        return [Usage(one[0], one[1], *figures) for one, figures in zip(delivered, found, strict=True)]
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         """This gateway listens no more.  If nobody else does the request is withdrawn: an unclaimed one leaves the
@@ -396,7 +428,9 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
-        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET, self._gateway, self._grace_ms)
+        loads, time_ms, queued, room_tokens, turns, known = await self._link.script(
+            FLEET, self._gateway, self._grace_ms
+        )
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -405,6 +439,7 @@ class GatewaySide:
             time_ms,
             room_tokens,
             tenants,
+            not known,
         )
 
 
