@@ -20,14 +20,17 @@ import msgspec
 
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
+from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
 
-ATTEMPTS = 4  # to decide and queue before others did; each works on the reading that the one before brought
-Admit = Callable[[Fleet], int]  # a reading -> the excess for GatewaySide.submit; raises Refusal
+ATTEMPTS = 5  # to decide and queue before others did; each works on the reading that the one before brought
+# A reading, and whether the client was told to come now -> the excess for GatewaySide.submit; raises Refusal, or
+# Overloaded: then a promise of when to return is made on its terms.
+Admit = Callable[[Fleet, bool], int]
 
 
 class Mailbox:
@@ -264,19 +267,33 @@ class Streams:
 
     async def submit(self, orders: list[Generate], admit: Admit) -> None:
         """Queue one client's orders, all or none, if `admit` lets them.  Raises Refusal: its own, or 503."""
-        for _ in range(ATTEMPTS):
-            excess_tokens = admit(self.fleet)
-            try:
+        returning = False
+        try:
+            for _ in range(ATTEMPTS):
+                try:
+                    excess_tokens = admit(self.fleet, returning)
+                except Overloaded as refusal:
+                    if not await self._told_to_come_now(orders, refusal) or returning:
+                        raise
+                    returning = True
+                    continue
                 queue = await self._bus.submit(*orders, excess_tokens=excess_tokens)
-            except BusDown as error:
-                self.trouble = str(error)
-                raise Refusal(
-                    503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0
-                ) from None
-            self._note_queue(queue)
-            if queue.accepted:
-                return
+                self._note_queue(queue)
+                if queue.accepted:
+                    return
+        except BusDown as error:
+            self.trouble = str(error)
+            raise Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0) from None
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
+
+    async def _told_to_come_now(self, orders: list[Generate], refusal: Overloaded) -> bool:
+        """If these were not, the refusal says from here on when they may come.  Raises BusDown."""
+        if refusal.terms is None:
+            return False
+        pause_ms = await self._bus.promise(*orders, terms=refusal.terms)
+        if pause_ms:
+            refusal.retry_after_s = pause_ms / 1000
+        return pause_ms == 0
 
     def forget(self, orders: list[Generate]) -> None:
         for order in orders:

@@ -9,8 +9,12 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
     turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
-    weights          hash     tenant -> weight                               submit            never
+    weights          hash     tenant -> weight                               submit, promise   never
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
+    promises         zset     name of a refused request -> unix ms at which  promise           when kept, or
+                              it was told to return                                            PROMISE after that
+    promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
+                              promised takes up what is promised at all
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
                               tenant, deadline (unix ms), engine (who                          after its deadline
                               claimed it), dropped (indices of the
@@ -42,6 +46,11 @@ Reservations.  What is queued is what is booked: an engine's exchange says how m
 it, and submit queues only while all that is queued stays within all that room plus the excess its caller allows.  Both
 happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
 and end with its requests.
+
+Promises.  Who is refused is told when to return, and the fleet remembers, whichever gateway is asked next.  A refused
+request goes by what it asks, so a client need not carry anything; who returns too early hears the same time again.
+Promises are handed out one behind the other, at a share of the pace at which engines start prompts: the rest is for
+those who come for the first time.  The later a promise, the larger the share, so that a long crowd still gets a time.
 
 All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
 reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange
@@ -87,6 +96,8 @@ READ_COUNT = 256  # most stream entries in one read
 EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
 TOMBSTONE_MS = 10_000  # longer than any retry of a submit
 STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
+PROMISE_MS = 5_000  # who returns later than this after the time it was told counts as new
+PUNCTUAL_MS = 50  # so much too early is in time
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
 PLACES = 2**40  # arrivals before a priority class would run into the next; times 2**13 classes a double is exact
@@ -125,6 +136,15 @@ class Queue(msgspec.Struct, frozen=True):
     queued_tokens: int
     room_tokens: int
     tenants: dict[str, Turn]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """On which a refused request is told when to return."""
+
+    pace: float  # prompt tokens that the engines start per second, > 0
+    least_ms: int  # it can't be sooner
+    most_ms: int  # nothing is promised later
+    shares: tuple[float, float]  # of the pace, for those who return: where nothing else is promised, and at most_ms
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -308,6 +328,38 @@ end
 return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns()}}
 """
 
+# name, tenant, weight, prompt tokens, then Terms: pace, least ms, most ms, first share, last share
+_PROMISE = f"""
+local name, tenant = ARGV[1], ARGV[2]
+local weight, tokens, pace, least, most, first, last = unpack(ARGV, 3)
+local now = now_ms()
+call('ZREMRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})
+local due = call('ZSCORE', P .. 'promises', name)
+if due then
+  if due - now > {PUNCTUAL_MS} then return due - now end
+  call('ZREM', P .. 'promises', name)
+  return 0
+end
+local start, others = now + least, 0
+local promised = call('HGETALL', P .. 'promised')
+for i = 1, #promised, 2 do
+  local till = tonumber(promised[i + 1])
+  if promised[i] == tenant then start = math.max(start, till)
+  elseif till > now then others = others + (call('HGET', P .. 'weights', promised[i]) or 1)
+  else call('HDEL', P .. 'promised', promised[i]) end
+end
+if start - now > most + 0 then return -1 end
+local share = (first + (last - first) * (start - now) / most) * weight / (weight + others)
+local pause = math.ceil((start - now) / 1000) * 1000  -- Retry-After knows whole seconds
+call('HSET', P .. 'weights', tenant, weight)
+call('ZADD', P .. 'promises', now + pause, name)
+local till = math.min(start + 1000 * tokens / (pace * share), now + 2 * most)
+call('HSET', P .. 'promised', tenant, string.format('%.0f', till))
+call('PEXPIRE', P .. 'promises', 2 * most + {PROMISE_MS})
+call('PEXPIRE', P .. 'promised', 2 * most + {PROMISE_MS})
+return pause
+"""
+
 # (id, index) ...; index -1: every continuation
 _CANCEL = """
 for i = 1, #ARGV, 2 do
@@ -430,7 +482,9 @@ class _Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
-SUBMIT, CANCEL, FLEET, OPEN, CLOSE, EXCHANGE = map(_Script, (_SUBMIT, _CANCEL, _FLEET, _OPEN, _CLOSE, _EXCHANGE))
+SUBMIT, PROMISE, CANCEL, FLEET, OPEN, CLOSE, EXCHANGE = map(
+    _Script, (_SUBMIT, _PROMISE, _CANCEL, _FLEET, _OPEN, _CLOSE, _EXCHANGE)
+)
 
 
 # --------------------------------------------------------------------------------------------------------- both ends
@@ -583,6 +637,22 @@ class GatewaySide:
             raise
         tenants = _read_turns(*turns)
         return Queue(bool(accepted), queued, sum(turn.queued_tokens for turn in tenants.values()), room_tokens, tenants)
+
+    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+        """When the prompts of one client's request, just refused, may come again: ms from now, whole seconds of them
+        for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, which
+        ends the promise: let it in.  None: so much is promised that its time would be past `terms.most_ms`.
+
+        Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) for nobody.
+        """
+        first = requests[0]
+        asked = (first.tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
+        name = hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
+        tokens = sum(len(request.token_ids) for request in requests)
+        shares = map(repr, terms.shares)
+        words = (repr(first.weight), tokens, repr(terms.pace), terms.least_ms, terms.most_ms, *shares)
+        pause = int(await self._link.script(PROMISE, name, first.tenant, *words))
+        return None if pause < 0 else pause
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent.
