@@ -46,15 +46,20 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         max_seqs=max_seqs,
         step_tokens=step_tokens,
         chunk_tokens=config.chunk_tokens or step_tokens,
+        mixed_tokens=config.mixed_tokens or executor.mixed_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         admit_threshold=config.admit_threshold,
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
+        allocation=config.allocation,
     )
     pool = BlockPool(
-        executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
+        executor.blocks,
+        config.block_size,
+        caching=config.prefix_cache and config.allocation == "paged",
+        note_discarded=config.poison_free_blocks,
     )
     return Scheduler(pool, limits)
 

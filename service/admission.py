@@ -17,8 +17,9 @@ import math
 
 import msgspec
 
-from engine.wire.bus import STALE_MS, Fleet, Terms
+from engine.wire.bus import Fleet, Terms
 from engine.wire.messages import EngineLoad
+from engine.wire.scripts import STALE_MS
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 

@@ -37,7 +37,8 @@ class Executor(Protocol):
 
     info: ModelInfo
     max_seqs: int  # rows and
-    step_tokens: int  # tokens that a step may have, where the configuration leaves it open
+    step_tokens: int  # tokens that a step may have, and
+    mixed_tokens: int  # prompt tokens of one that also decodes, where the configuration leaves it open
     blocks: int  # KV blocks in the pool, fixed at start
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
@@ -62,7 +63,7 @@ class ScriptedExecutor:
     """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else."""
 
     depth = 2
-    max_seqs, step_tokens = 256, 1024
+    max_seqs, step_tokens, mixed_tokens = 256, 1024, 1024
 
     def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0) -> None:
         self.info = info

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from engine.wire.bus import PROMISE_MS, PUNCTUAL_MS, Terms
+from engine.wire.bus import Terms
+from engine.wire.scripts import PROMISE_MS, PUNCTUAL_MS
 
 
 class Book:
