@@ -26,7 +26,6 @@ import socket
 import sys
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
@@ -83,7 +82,6 @@ class Gateway:
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._tenants, self._gateway = tenants, gateway
         self._model = config.served_name or text.served_name(config.model)
-        self._promises: defaultdict[str, admission.Promises] = defaultdict(admission.Promises)  # by tenant
         self._created = int(time.time())
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
@@ -313,10 +311,10 @@ class Gateway:
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
         return await self.go_on(request, request_id, had)
 
-    def _admit(self, cost: admission.Cost, fleet: Fleet) -> int:
-        """admission.decide with this process's clock, dice and memory."""
-        promises = self._promises[cost.tenant]
-        return admission.decide(cost, fleet, int(time.time() * 1000), self._config, random.random(), promises)
+    def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
+        """admission.decide with this process's clock and dice."""
+        now_ms = int(time.time() * 1000)
+        return admission.decide(cost, fleet, now_ms, self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""

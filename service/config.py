@@ -54,8 +54,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 30.0
     fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
     queue_wait_s: Annotated[
-        float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
-    ] = 20.0
+        float,
+        Meta(
+            ge=0,
+            description="Longest estimated wait in the queue, seconds; beyond it the answer is 429 and a time to come "
+            "again. A quarter of the time to the first token that is good enough: waits differ from their estimate.",
+        ),
+    ] = 0.5
     resume_s: Annotated[
         float,
         Meta(

@@ -28,6 +28,7 @@ import msgspec
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Queue, Twin
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
+from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.telemetry import Telemetry
@@ -35,8 +36,10 @@ from service.telemetry import Telemetry
 log = logging.getLogger("quire.gateway")
 T = TypeVar("T")
 
-ATTEMPTS = 4  # to decide and queue before others did; each works on the reading that the one before brought
-Admit = Callable[[Fleet], int]  # a reading -> the excess for GatewaySide.submit; raises Refusal
+ATTEMPTS = 5  # to decide and queue before others did; each works on the reading that the one before brought
+# A reading, and whether the client was told to come now -> the excess for GatewaySide.submit; raises Refusal, or
+# Overloaded: then a promise of when to return is made on its terms.
+Admit = Callable[[Fleet, bool], int]
 
 MAILBOX_BYTES = 64 * 1024  # of what waits for a slow reader of one choice, beside a first delta however large
 TOKEN_BYTES = 4
@@ -553,10 +556,17 @@ class Streams:
 
     async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, once: Once | None) -> None:
         """Queue one client's requests, all or none, if `admit` lets them.  Raises Refusal: its own, or 503; Before."""
+        returning = False
         for _ in range(ATTEMPTS):
             if self.trouble is not None:  # known: nobody is kept waiting to hear it
                 raise unavailable()
-            excess_tokens = admit(self.fleet)
+            try:
+                excess_tokens = admit(self.fleet, returning)
+            except Overloaded as refusal:
+                if not await self._told_to_come_now(requests, refusal) or returning:
+                    raise
+                returning = True
+                continue
             queue = await self._ask(self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=once))
             self._note_queue(queue)
             if queue.twin is not None:
@@ -564,6 +574,15 @@ class Streams:
             if queue.accepted:
                 return
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
+
+    async def _told_to_come_now(self, requests: list[Generate], refusal: Overloaded) -> bool:
+        """If these were not, the refusal says from here on when they may come.  Raises Refusal(503)."""
+        if refusal.terms is None:
+            return False
+        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms))
+        if pause_ms:
+            refusal.retry_after_s = pause_ms / 1000
+        return pause_ms == 0
 
     async def _ask(self, reply: Awaitable[T]) -> T:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import random
@@ -38,6 +39,7 @@ from engine.wire.scripts import (
     LOG,
     OPEN,
     OTHERS,
+    PROMISE,
     QUARANTINED,
     RELEASE,
     SETTLE,
@@ -133,6 +135,15 @@ class Quarantined(msgspec.Struct, frozen=True):
     said: int  # its tokens in the log by then, all continuations together
     engine: str  # the last of them
     time_ms: int  # unix time of the verdict
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """On which a refused request is told when to return."""
+
+    pace: float  # prompt tokens that the engines start per second, > 0
+    least_ms: int  # it can't be sooner
+    most_ms: int  # nothing is promised later
+    shares: tuple[float, float]  # of the pace, for those who return: where nothing else is promised, and at most_ms
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -323,6 +334,22 @@ class GatewaySide:
             tenants,
             _read_twin(twin, once),
         )
+
+    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+        """When the prompts of one client's request, just refused, may come again: ms from now, whole seconds of them
+        for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, which
+        ends the promise: let it in.  None: so much is promised that its time would be past `terms.most_ms`.
+
+        Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) for nobody.
+        """
+        first = requests[0]
+        asked = (first.tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
+        name = hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
+        tokens = sum(len(request.token_ids) for request in requests)
+        first_share, last_share = map(repr, terms.shares)
+        words = (tokens, repr(terms.pace), terms.least_ms, terms.most_ms, first_share, last_share)
+        pause = int(await self._link.script(PROMISE, name, first.tenant, repr(first.weight), *words))
+        return None if pause < 0 else pause
 
     async def twin(self, once: Once) -> Twin | None:
         """The request that came first under this key, as submit() would find it; None: it would be the first.

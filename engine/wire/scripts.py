@@ -9,8 +9,12 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
     turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
-    weights          hash     tenant -> weight                               submit            never
+    weights          hash     tenant -> weight                               submit, promise   never
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
+    promises         zset     name of a refused request -> unix ms at which  promise           when kept, or
+                              it was told to return                                            PROMISE after that
+    promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
+                              promised takes up what is promised at all
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
                               tenant, deadline (unix ms), engine (who                          after its deadline
                               claimed it), listeners (gateways, one a
@@ -70,6 +74,11 @@ it, and submit queues only while all that is queued stays within all that room p
 happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
 and end with its requests.
 
+Promises.  Who is refused is told when to return, and the fleet remembers, whichever gateway is asked next.  A refused
+request goes by what it asks, so a client need not carry anything; who returns too early hears the same time again.
+Promises are handed out one behind the other, at a share of the pace at which engines start prompts: the rest is for
+those who come for the first time.  The later a promise, the larger the share, so that a long crowd still gets a time.
+
 The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
 one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
 request goes on from there.  It follows that only one engine may write to a log.  When its lease lapses an engine's
@@ -99,6 +108,8 @@ import hashlib
 EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
 TOMBSTONE_MS = 10_000  # longer than any retry of a submit
 STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
+PROMISE_MS = 5_000  # who returns later than this after the time it was told counts as new
+PUNCTUAL_MS = 50  # so much too early is in time
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
@@ -439,6 +450,38 @@ end
 return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns(), twin}}
 """
 
+# name, tenant, weight, prompt tokens, then Terms: pace, least ms, most ms, first share, last share
+_PROMISE = f"""
+local name, tenant = ARGV[1], ARGV[2]
+local weight, tokens, pace, least, most, first, last = unpack(ARGV, 3)
+local now = now_ms()
+call('ZREMRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})
+local due = call('ZSCORE', P .. 'promises', name)
+if due then
+  if due - now > {PUNCTUAL_MS} then return due - now end
+  call('ZREM', P .. 'promises', name)
+  return 0
+end
+local start, others = now + least, 0
+local promised = call('HGETALL', P .. 'promised')
+for i = 1, #promised, 2 do
+  local till = tonumber(promised[i + 1])
+  if promised[i] == tenant then start = math.max(start, till)
+  elseif till > now then others = others + (call('HGET', P .. 'weights', promised[i]) or 1)
+  else call('HDEL', P .. 'promised', promised[i]) end
+end
+if start - now > most + 0 then return -1 end
+local share = (first + (last - first) * (start - now) / most) * weight / (weight + others)
+local pause = math.ceil((start - now) / 1000) * 1000  -- Retry-After knows whole seconds
+call('HSET', P .. 'weights', tenant, weight)
+call('ZADD', P .. 'promises', now + pause, name)
+local till = math.min(start + 1000 * tokens / (pace * share), now + 2 * most)
+call('HSET', P .. 'promised', tenant, string.format('%.0f', till))
+call('PEXPIRE', P .. 'promises', 2 * most + {PROMISE_MS})
+call('PEXPIRE', P .. 'promised', 2 * most + {PROMISE_MS})
+return pause
+"""
+
 # gateway, then (id, index) ...; index -1: every continuation
 _CANCEL = """
 local gateway = ARGV[1]
@@ -752,7 +795,7 @@ class Script:
 
 
 # A gateway's and then an engine's.
-SUBMIT, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE, QUARANTINED = map(
-    Script, (_SUBMIT, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE, _QUARANTINED)
+SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE, QUARANTINED = map(
+    Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE, _QUARANTINED)
 )
 OPEN, CLOSE, OTHERS, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _EXCHANGE))

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Twin, Usage
+from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
 from service import streams as module
+from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.streams import Backlog, Before, Mailbox, Streams
@@ -101,6 +102,7 @@ class Wire:
         self.settled: list[tuple[str, str, list[int]]] = []
         self.kept: list[str] = []
         self.refusals = 0
+        self.promises: list[int | None] = []  # what `promise` answers
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
@@ -116,6 +118,11 @@ class Wire:
         if accepted:
             self.submitted += [request.id for request in requests]
         return Queue(accepted, 1, 3, 0, {})
+
+    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+        if self.down:
+            raise BusDown("gone")
+        return self.promises.pop(0)
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
@@ -166,8 +173,14 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     assert made.backlog.held == 0
 
 
-def anyway(fleet: Fleet) -> int:
+def anyway(fleet: Fleet, returning: bool) -> int:
     return 7
+
+
+def overloaded() -> Overloaded:
+    refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
+    refusal.terms = Terms(100.0, 1000, 60_000, (0.5, 0.5))
+    return refusal
 
 
 def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
@@ -249,7 +262,7 @@ async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None
 async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire) -> None:
     seen: list[int] = []
 
-    def admit(fleet: Fleet) -> int:
+    def admit(fleet: Fleet, returning: bool) -> int:
         seen.append(fleet.queued_tokens)
         return 10 * len(seen)
 
@@ -262,6 +275,51 @@ async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire
             pytest.fail("must not open")
     assert caught.value.status == 429
     assert len(streams) == 0
+
+
+@pytest.mark.parametrize(("promise", "told_s"), [(7000, 7.0), (250, 0.25), (None, 50.0)])
+async def test_a_refusal_says_what_was_promised(
+    streams: Streams, wire: Wire, promise: int | None, told_s: float
+) -> None:
+    def admit(fleet: Fleet, returning: bool) -> int:
+        assert not returning
+        raise overloaded()
+
+    wire.promises = [promise]
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert caught.value.retry_after_s == told_s
+    assert (wire.promises, wire.submitted) == ([], [])
+
+
+async def test_who_was_told_to_come_now_is_decided_on_as_such(streams: Streams, wire: Wire) -> None:
+    room = True
+
+    def admit(fleet: Fleet, returning: bool) -> int:
+        if returning and room:
+            return 70
+        raise overloaded()
+
+    wire.promises = [0]
+    async with streams.open(orders(), 60, admit):
+        assert (wire.asked, wire.submitted) == ([70], ["r.0"])
+    room, wire.promises = False, [0, 3000]  # there is no room for it, though it was promised: it is told anew
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert (caught.value.retry_after_s, wire.promises) == (3.0, [])
+
+
+async def test_a_promise_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
+    def admit(fleet: Fleet, returning: bool) -> int:
+        raise overloaded()
+
+    wire.down = True
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.code) == (503, "queue_unavailable")
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
