@@ -37,9 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
     another engine took this one's name, or the GPU failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    config = settings.load(
-        EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
-    )
+    words = sys.argv[1:] if argv is None else argv
+    config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 

@@ -392,7 +392,7 @@ def main(argv: Sequence[str]) -> None:
     """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
     cannot start."""
     prog = "quire gateway"
-    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
+    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

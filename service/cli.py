@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from engine.config import EngineConfig
 from engine.wire import settings
 from engine.wire.bus import BusDown, GatewaySide
 from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
@@ -46,7 +47,7 @@ POLL_S = 0.2
 Children = list["Child"]
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `quire serve` itself needs to know; the rest is passed on."""
 
     gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
@@ -66,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
+    if (command == "serve" or command in PROCESSES) and (
+        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig))
+    ):
+        settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
     if command == "serve":
         return serve(rest)
     if command in PROCESSES:
@@ -78,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
 
-    What neither it nor a gateway knows is the engine's, who refuses what it does not know either.  So that a value
-    is never taken for the model, MODEL must be the first word.
+    What neither it nor a gateway knows is the engine's, who refuses what it does not know either; a file is for all.
+    So that a value is never taken for the model, MODEL must be the first word.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -97,6 +102,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
                 targets = [target, engine] if name in BOTH else [target]
             elif name.removeprefix("no_") in cls.__struct_fields__:
                 targets = [target]
+        if flag == "--config":
+            length, targets = 1 if given else 2, [own, gateway, engine]
         for target in targets:
             target += words[:length]
         del words[:length]
@@ -108,11 +115,15 @@ def serve(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
-        print("Every other option goes to the engine: see quire engine --help")
+        print(f"of the engine:\n{settings.describe(EngineConfig)}")
         return 0
     own_words, gateway_words, engine_words = split(argv)
-    own = settings.load(ServeConfig, own_words, os.environ, prog=prog)
-    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog)
+    own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
+    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
+    engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    for name in sorted(BOTH):
+        if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
+            settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
     embedded: EmbeddedRedis | None = None
     try:
         port = free_port(gateway.host, gateway.port)
