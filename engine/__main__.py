@@ -28,8 +28,12 @@ def load(config: EngineConfig) -> Executor:
     """Raises ModelLoadError."""
     if config.executor == "scripted":
         return ScriptedExecutor.load(config)
-    from engine.executor import local  # torch, seconds to import: only for a configuration found good
-
+    try:
+        from engine.executor import local  # torch, seconds to import: only for a configuration found good
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "ninja"):
+            raise
+        raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
     return local.load(config)
 
 
