@@ -57,10 +57,10 @@ INTRO = """# Every option
 
 Written by `python .ci/options.py` from the config structs; CI refuses a page that is not current.
 
-One precedence everywhere: a flag beats the environment beats the file of `--config` beats the default. An option `max_seqs`
-is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS=64` and the key `max_seqs = 64` of the file. A bool is `--x` or
-`--no-x`; a list is comma-separated, in the file a list. What is unknown or out of its limits refuses to start, with one
-line that names it; so does a variable `QUIRE_...` that is no option of any program.
+One precedence everywhere: a flag beats the environment beats the file of `--config` beats the default. An option
+`max_seqs` is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS=64` and the key `max_seqs = 64` of the file. A bool
+is `--x` or `--no-x`; a list is comma-separated, in the file a list. What is unknown or out of its limits refuses to
+start, with one line that names it; so does a variable `QUIRE_...` that is no option of any program.
 
 The file is TOML. Keys before the first table are for every program that reads it, so each must know them; what is for
 one program stands in its table:

@@ -1,4 +1,4 @@
-"""What is installed: the wheel, the steps of the images in a clean prefix, and what the Dockerfile takes for granted."""
+"""What is installed: the wheel, the images' steps in a clean prefix, and what the Dockerfile takes for granted."""
 
 from __future__ import annotations
 
