@@ -122,9 +122,7 @@ class Telemetry(Collector):
         if idle:
             self._last_result = 0.0
 
-    def publish(
-        self, load: EngineLoad, totals: Totals, outputs: Outputs, now: float, waste: Callable[[], int]
-    ) -> None:
+    def publish(self, load: EngineLoad, totals: Totals, outputs: Outputs, now: float, waste: Callable[[], int]) -> None:
         """What the core said in this turn.  `waste` counts the wasted slots; it is not asked every time."""
         self._load, self._totals = load, totals
         if now - self._wasted_at >= WASTE_S:
@@ -232,7 +230,9 @@ class Telemetry(Collector):
             load.predicted_peak_blocks,
         )
         yield gauge("quire_kv_wasted_slots", "Token slots in used blocks that hold no token.", self._wasted)
-        yield counter("quire_kv_blocks_released", "KV blocks given back by sequences that ended.", totals.released_blocks)
+        yield counter(
+            "quire_kv_blocks_released", "KV blocks given back by sequences that ended.", totals.released_blocks
+        )
         yield counter("quire_kv_blocks_copied", "KV blocks copied on write, for forks.", totals.copied_blocks)
         # sequences
         yield gauges(
@@ -242,7 +242,9 @@ class Telemetry(Collector):
             {"running": load.running, "waiting": load.waiting},
         )
         yield gauge("quire_waiting_tokens", "Tokens the waiting sequences must compute.", load.waiting_tokens)
-        yield gauge("quire_waiting_oldest_seconds", "Since the longest waiting request here was queued.", self._oldest())
+        yield gauge(
+            "quire_waiting_oldest_seconds", "Since the longest waiting request here was queued.", self._oldest()
+        )
         yield gauge("quire_draining", "1 while this engine takes no new work.", load.draining)
         yield counter("quire_requests_claimed", "Requests taken from the shared queue.", self._accepted)
         yield counters("quire_sequences_ended", "Sequences that ended, by reason.", "reason", dict(self._finished))
@@ -269,7 +271,9 @@ class Telemetry(Collector):
             dict(zip(PHASES, self._phases, strict=True)),
         )
         yield counter("quire_device_seconds", "Time in which the device ran kernels of steps.", self._device_s)
-        yield counter("quire_step_failures", "Steps the executor lost, with every sequence in them.", self._step_failures)
+        yield counter(
+            "quire_step_failures", "Steps the executor lost, with every sequence in them.", self._step_failures
+        )
         # requests
         yield tally("quire_queue_seconds", "From a request's queueing to its start in the batch.", self._queue_s)
         yield tally("quire_prefill_seconds", "From a request's start to its first token.", self._prefill_s)
@@ -343,16 +347,24 @@ def _series(kind: type[GaugeMetricFamily], name: str, text: str, labels: dict[st
     return _family(kind(name, text, labels=list(labels)), {tuple(labels.values()): 1.0})
 
 
+class PageError(Exception):
+    """The metrics cannot be served; one line."""
+
+
 class Page:
     """The engine's own small HTTP port, on threads of its own: `/metrics`, and `/health` for probes.
 
     The port opens when the model is loaded, so a probe that finds it closed knows that the engine is starting."""
 
     def __init__(self, telemetry: Telemetry, host: str, port: int) -> None:
-        """Raises OSError when the port is taken."""
+        """Raises PageError when the port is taken."""
         self._server: WSGIServer
         self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, host, telemetry.registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, telemetry.registry)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PageError(f"cannot serve metrics on {host}:{port}: {reason}; see --metrics-port") from None
         metrics = self._server.get_app()
 
         def answer(environ: dict[str, str], start: Callable[..., object]) -> Iterable[bytes]:

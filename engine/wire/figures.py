@@ -53,6 +53,11 @@ class Tally:
         self._counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def merge(self, other: Tally) -> None:
+        """Take over the observations of one with the same bounds."""
+        self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+        self.sum += other.sum
+
     @property
     def count(self) -> int:
         return sum(self._counts)
@@ -68,7 +73,11 @@ class Tally:
 
 
 def histogram(
-    name: str, text: str, labels: Sequence[str], tallies: Iterable[tuple[Sequence[str], Tally]], bounds: Sequence[float] = ()
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    tallies: Iterable[tuple[Sequence[str], Tally]],
+    bounds: Sequence[float] = (),
 ) -> Metric:
     """One family of a page: each (label values, tally) is a series of buckets."""
     family = HistogramMetricFamily(name, text, labels=labels)
