@@ -223,6 +223,7 @@ class Telemetry(Collector):
             {"used": used, "cached": load.cached_blocks, "free": load.free_blocks - load.cached_blocks},
         )
         yield gauge("quire_kv_pool_blocks", "KV blocks in the pool.", load.total_blocks)
+        yield gauge("quire_kv_block_tokens", "Tokens in a KV block.", load.block_size)
         yield gauge("quire_kv_utilization", "Used KV blocks as a fraction of the pool.", used / load.total_blocks)
         yield gauge(
             "quire_kv_predicted_peak_blocks",
