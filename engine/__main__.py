@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
+from engine.telemetry import Page, PageError, Telemetry
 from engine.wire import settings
 from engine.wire.bus import BusDown
 
@@ -47,12 +48,16 @@ def main(argv: list[str] | None = None) -> int:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
     sys.setswitchinterval(SWITCH_S)
-    bus = BusThread(config)
+    telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics)
+    bus = BusThread(config, telemetry)
+    page: Page | None = None
     try:
         executor = load(config)
-        engine = Engine(config, executor, bus, bus)
+        engine = Engine(config, executor, bus, bus, telemetry)
+        if config.metrics_port:
+            page = Page(telemetry, config.metrics_host, config.metrics_port)
         bus.start()
-    except (ModelLoadError, ConfigError, BusDown) as error:
+    except (ModelLoadError, ConfigError, BusDown, PageError) as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
 
@@ -77,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         bus.stop()
         executor.close()
+        if page is not None:
+            page.close()
     return 0
 
 

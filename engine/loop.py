@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.core.blocks import BlockPool
 from engine.core.scheduler import Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
+from engine.telemetry import Telemetry
 from engine.wire.bus import EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
 
@@ -85,10 +86,28 @@ class Report(msgspec.Struct, frozen=True):
 class Engine:
     """Turns orders into tokens, one step at a time."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        """`telemetry`: None for figures that nobody asks for."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
+        self.telemetry = telemetry or Telemetry(config.engine_id)
+        info = executor.info
+        self.telemetry.serving(
+            info.name,
+            fingerprint=info.fingerprint[:16],
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            block_size=str(config.block_size),
+            max_model_len=str(info.max_model_len),
+        )
         self.draining = False  # set from outside: finish what is here, claim nothing more
         self._inbox = inbox
         self._outbox = outbox
@@ -106,26 +125,42 @@ class Engine:
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
         orders = self._inbox.drain(wait_s)
+        clock, telemetry = time.monotonic, self.telemetry
+        marks = [clock()]
         for order in orders:
             if isinstance(order, Generate):
+                telemetry.accept(order, marks[0], unix_ms())
                 self.core.accept(order)
                 self._accepted += 1
             elif order.lost:
                 self.core.drop(order.id)
             else:
                 self.core.abort(order.id, order.index)
+        marks.append(clock())
+        result = None
         try:
-            if plan := self.core.plan(unix_ms()):
+            plan = self.core.plan(unix_ms())
+            marks.append(clock())
+            if plan is not None:
+                telemetry.planned(plan, self.core.running)
                 self.executor.submit(plan)
                 self._in_flight += 1
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                self.core.commit(self.executor.collect())
-                self._pace.step(time.monotonic())
+                result = self.executor.collect()
         except StepError as error:
             self._in_flight = 0
             self.core.fail_running(str(error))
+            telemetry.failed()
+        marks.append(clock())
+        if result is not None:
+            self.core.commit(result)
+            self._pace.step(marks[-1])
+            telemetry.collected(result, marks[-1])
+        marks.append(clock())
         self._publish()
+        marks.append(clock())
+        telemetry.turn(marks, self.core.idle)
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
             self.core.check()
@@ -164,7 +199,9 @@ class Engine:
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
         )
-        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
+        outputs = core.outputs()
+        self.telemetry.publish(load, totals, outputs, now, core.wasted_slots)
+        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))
 
 
 class Rate:
@@ -216,8 +253,10 @@ class BusThread:
     Each time the loop has published, or the bell rings, or a third of the lease has passed, one exchange sends what
     has gathered and brings what there is room for."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
+        """`telemetry`: None for figures that nobody asks for."""
         self._config = config
+        self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._outputs: deque[Outputs] = deque()
         self._report: Report | None = None
@@ -312,7 +351,9 @@ class BusThread:
         room_tokens = max(0, report.room_tokens - sum(tokens for _, tokens in self._claimed))
         room_requests = max(0, report.room_requests - len(self._claimed))
         batches = [(gateway, TokenBatch(self._config.engine_id, said, report.load)) for gateway, said in deltas.items()]
+        began = time.monotonic()
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share)
         for request in claimed.generates:
             self._claims += 1
             self._claimed.append((self._claims, len(request.token_ids)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import random
@@ -29,7 +28,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import settings
+from engine.wire import figures, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide
 from engine.wire.messages import Finish
 from service import admission, api, sse, text
@@ -46,6 +45,7 @@ Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
 
 STARTED = web.RequestKey("started", float)
 REQUEST_ID = web.RequestKey("request_id", str)
+METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
@@ -97,6 +97,12 @@ class Gateway:
         )
         return app
 
+    def page(self) -> web.Application:
+        """What `metrics_port` serves: this process's own figures, whoever else listens on the main port."""
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self.metrics), web.get("/health", self.health)])
+        return app
+
     # -- the walk of a request
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -138,6 +144,7 @@ class Gateway:
             trace,
             tenant.name,
             tenant.weight,
+            now_ms,
         )
         form = api.Format(
             valid,
@@ -148,7 +155,8 @@ class Gateway:
             prompts=self._tokenizer.prompted(valid, encoded),
             vocabulary=self._tokenizer.table,
         )
-        meter = Meter(self._telemetry, request[STARTED])
+        meter = request[METER]
+        meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms))
         self._answering += 1
         self._quiet.clear()
         try:
@@ -157,13 +165,13 @@ class Gateway:
                 streams.open(orders, valid.timeout_s, partial(self._admit, cost)) as opened,
                 contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces,
             ):
-                self._telemetry.prompt_tokens.inc(prompt_tokens)
+                meter.admit()
                 if valid.stream:
                     return await sse.write(request, pieces, form, meter)
                 answered = []
                 async for changed in pieces:
                     for piece in changed:
-                        meter.note(len(piece.token_ids))
+                        meter.note(piece)
                     answered += changed
                 return web.Response(body=form.whole(answered), content_type="application/json")
         except TimeoutError:  # the answer is long over, but its client does not read it
@@ -172,7 +180,6 @@ class Gateway:
             self._answering -= 1
             if not self._answering:
                 self._quiet.set()
-            meter.close()
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> int:
         """admission.decide with this process's clock, dice and memory."""
@@ -259,7 +266,7 @@ class Gateway:
         return web.Response(text="pong")
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": _version()})
+        return _json({"version": figures.build()["version"]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -277,6 +284,7 @@ class Gateway:
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "other"
+        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = 499  # the client left; nginx's number for it
         response: web.StreamResponse
         try:
@@ -284,11 +292,11 @@ class Gateway:
             response = await handler(request)
             status = response.status
         except Refusal as refusal:
-            status, response = refusal.status, self._refuse(refusal)
+            status, response = refusal.status, self._refuse(refusal, meter)
         except web.HTTPException as error:
             status = error.status
             response = self._refuse(
-                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}")
+                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}"), meter
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
@@ -298,15 +306,16 @@ class Gateway:
             response = web.Response(status=status)
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
-            status, response = 500, self._refuse(Refusal(500, "internal_error", "the gateway failed on this request"))
+            refusal = Refusal(500, "internal_error", "the gateway failed on this request")
+            status, response = refusal.status, self._refuse(refusal, meter)
         finally:
-            self._telemetry.record_request(endpoint, status)
+            meter.close(endpoint, status)
         if self._draining or status == 413:
             response.force_close()
         return response
 
-    def _refuse(self, refusal: Refusal) -> web.Response:
-        self._telemetry.record_refusal(refusal.code)
+    def _refuse(self, refusal: Refusal, meter: Meter) -> web.Response:
+        meter.fail(refusal)
         return web.Response(
             body=refusal.body(), status=refusal.status, headers=refusal.headers(), content_type="application/json"
         )
@@ -337,13 +346,6 @@ class Gateway:
                 await asyncio.wait_for(self._quiet.wait(), 2.0)
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("quire")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "0+checkout"
-
-
 class StartError(Exception):
     """The gateway cannot start; one line an operator can act on."""
 
@@ -361,7 +363,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
-    telemetry = Telemetry(gateway_id)
+    telemetry = Telemetry(
+        gateway_id, model=config.served_name or text.served_name(config.model), vllm=config.vllm_metrics
+    )
     streams = Streams(bus, config, telemetry)
     await streams.start()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
@@ -369,14 +373,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     runner = web.AppRunner(
         gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=2.0
     )
+    page = web.AppRunner(gateway.page(), access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_port=True)
-        try:
-            await site.start()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
+        if config.metrics_port:
+            await page.setup()
+            await _listen(page, config.host, config.metrics_port, "--metrics-port")
+        site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
         await stopping.wait()
         gateway.refuse_new()
@@ -384,8 +387,20 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await gateway.drain()
     finally:
         await runner.cleanup()
+        await page.cleanup()
         await streams.stop()
         await bus.close()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
+    """`shared`: other processes may listen there, too.  Raises StartError."""
+    site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shared)
+    try:
+        await site.start()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(f"cannot listen on {host}:{port}: {reason}; see {flag}") from None
+    return site
 
 
 def main(argv: Sequence[str]) -> None:

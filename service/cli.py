@@ -36,7 +36,7 @@ Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
-BOTH = {"model", "served_name", "namespace"}
+BOTH = {"model", "served_name", "namespace", "vllm_metrics"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
 FAILURES = 5  # starts in a row that may fail
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart
@@ -97,11 +97,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = flag.removeprefix("--").replace("-", "_")
         length, targets = 1, [engine]
         for cls, target in ((GatewayConfig, gateway), (ServeConfig, own)):
-            if name in cls.__struct_fields__:
+            fields = cls.__struct_fields__
+            if name in fields:
                 length = 1 if given or settings.is_bool(cls, name) else 2
-                targets = [target, engine] if name in BOTH else [target]
-            elif name.removeprefix("no_") in cls.__struct_fields__:
-                targets = [target]
+            setting = name if name in fields else name.removeprefix("no_")
+            if setting in fields:
+                targets = [target, engine] if setting in BOTH else [target]
         if flag == "--config":
             length, targets = 1 if given else 2, [own, gateway, engine]
         for target in targets:
@@ -138,12 +139,19 @@ def serve(argv: Sequence[str]) -> int:
         name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
-        engine = Child("engine", ["-m", "engine", "--engine-id", name, *engine_words, *shared], ENGINE_STOP_S)
+        # One page for each process, on ports of their own: the engine's first, then the gateways'.
+        pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
+        engine = Child(
+            "engine",
+            ["-m", "engine", "--engine-id", name, *engine_words, *shared, f"--metrics-port={pages[0]}"],
+            ENGINE_STOP_S,
+        )
         ident = gateway.gateway_id or name
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"],
+                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"]
+                + [f"--metrics-port={pages[1 + i]}"],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)

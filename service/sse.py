@@ -43,7 +43,7 @@ async def write(
                 response = web.StreamResponse(headers=HEADERS)
                 await response.prepare(request)
             for piece in changed:
-                meter.note(len(piece.token_ids))
+                meter.note(piece)
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
                 await response.write(data)
@@ -57,7 +57,7 @@ async def write(
         if not isinstance(error, Refusal):
             log.exception("a stream failed")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
-        meter.fail(error.code)
+        meter.fail(error)
         last = b"data: %s\n\n" % error.body()
     await response.write(last + DONE)
     await response.write_eof()

@@ -41,14 +41,17 @@ class Mailbox:
         "choice",
         "closed",
         "ended",
+        "lost",
         "next",
         "prompt_logprobs",
+        "repeated",
         "running",
     )
 
     def __init__(self, choice: int) -> None:
         self.choice = choice
         self.next = 0  # output position expected next
+        self.lost = self.repeated = 0  # tokens that never came, and that came twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.ended = False  # the engine (or this gateway, for it) said Finish: no more tokens will come
@@ -66,12 +69,14 @@ class Mailbox:
             return False
         seen = self.next - delta.first
         if seen < 0:
+            self.lost -= seen
             self.fail(Finish("error", message="tokens were lost on the way from the engine"))
             return True
         tokens, logprobs = delta.token_ids, delta.logprobs
         if seen:  # replayed after a crash or a reconnect
             tokens = tokens[seen:]
             logprobs = logprobs[seen:] if logprobs is not None else None
+            self.repeated += len(delta.token_ids) - len(tokens)
         if not tokens and delta.finish is None:
             return False
         self.next += len(tokens)
@@ -142,6 +147,7 @@ class OpenRequest:
 
     def _leave(self) -> None:
         self._streams.forget(self._orders)
+        self._streams.record(self.mailboxes)
         for prompt, order in enumerate(self._orders):
             if any(mailbox.running for mailbox in self._mailboxes_of(prompt)):
                 self._streams.withdraw(order.id)
@@ -223,6 +229,7 @@ class Streams:
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._oldest_ms = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
         self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
 
@@ -266,6 +273,7 @@ class Streams:
         """Queue one client's orders, all or none, if `admit` lets them.  Raises Refusal: its own, or 503."""
         for _ in range(ATTEMPTS):
             excess_tokens = admit(self.fleet)
+            began = time.monotonic()
             try:
                 queue = await self._bus.submit(*orders, excess_tokens=excess_tokens)
             except BusDown as error:
@@ -273,6 +281,7 @@ class Streams:
                 raise Refusal(
                     503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0
                 ) from None
+            self._telemetry.record_redis("submit", time.monotonic() - began)
             self._note_queue(queue)
             if queue.accepted:
                 return
@@ -282,6 +291,10 @@ class Streams:
         for order in orders:
             self._open.pop(order.id, None)
         self._telemetry.open_requests.set(len(self._open))
+
+    def record(self, mailboxes: list[Mailbox]) -> None:
+        """They get nothing more."""
+        self._telemetry.record_stream(sum(m.lost for m in mailboxes), sum(m.repeated for m in mailboxes))
 
     def withdraw(self, order_id: str, index: int = -1) -> None:
         """Stop an order, or one of its continuations.  Never waits: the caller may be cancelled."""
@@ -321,11 +334,13 @@ class Streams:
         self._queue, self._read_ms = queue, int(time.time() * 1000)
 
     async def _refresh(self) -> None:
+        began = time.monotonic()
         try:
             fleet = await self._bus.fleet()
         except BusDown as error:
             self.trouble = str(error)
             return
+        self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
             self._note(load)
         alive = {load.engine for load in fleet.engines}
@@ -333,6 +348,7 @@ class Streams:
             del self._loads[engine]
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
+        self._oldest_ms = fleet.oldest_ms
         self._telemetry.record_fleet(self.fleet)
 
     async def _watch(self) -> None:
@@ -344,7 +360,15 @@ class Streams:
     def fleet(self) -> Fleet:
         """The engines with a live lease, `time_ms` on this process's clock, and the queue."""
         loads, queue = [load for _, load in self._loads.values()], self._queue
-        return Fleet(loads, queue.queued, queue.queued_tokens, self._read_ms, queue.room_tokens, queue.tenants)
+        return Fleet(
+            loads,
+            queue.queued,
+            queue.queued_tokens,
+            self._read_ms,
+            queue.room_tokens,
+            queue.tenants,
+            self._oldest_ms,
+        )
 
     @property
     def fingerprint(self) -> str | None:

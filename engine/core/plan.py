@@ -78,3 +78,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[int, TokenLogprob] = {}  # by row, where asked for
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by row, for this step's targets
     failed: dict[int, str] = {}  # by row: the sample is not usable (say, NaN logits) and the request must end
+    device_s: float = 0.0  # seconds from the device's first work for this step to its last; 0: not measured

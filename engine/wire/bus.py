@@ -6,13 +6,15 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     arrivals         string   number of the last request queued              submit            never
     queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
     waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
+    ages             zset     waiting id -> unix ms of its submit            as queue:TENANT   with its members
     queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
     turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
     weights          hash     tenant -> weight                               submit            never
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
-                              tenant, deadline (unix ms), engine (who                          after its deadline
+                              since (unix ms of its submit),                                   after its deadline
+                              tenant, deadline (unix ms), engine (who
                               claimed it), dropped (indices of the
                               continuations nobody wants any more)           cancel
                      hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
@@ -107,6 +109,7 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
+    oldest_ms: int = 0  # since the oldest in the queue was first queued
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -151,8 +154,14 @@ local function charge(tenant, tokens)  -- negative: a refund
   call('ZADD', P .. 'turns', 'XX', counter, tenant)
 end
 
+local function now_ms()
+  local now = call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
 local function enqueue(id)
-  local tokens, place, tenant = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant'))
+  local tokens, place, tenant, since = unpack(
+    call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant', 'since'))
   if not call('ZSCORE', P .. 'turns', tenant) then
     local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
     local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
@@ -164,6 +173,7 @@ local function enqueue(id)
     call('ZADD', P .. 'turns', counter, tenant)
   end
   call('ZADD', P .. 'queue:' .. tenant, place, id)
+  call('ZADD', P .. 'ages', since or now_ms(), id)
   call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
   call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
 end
@@ -174,6 +184,7 @@ local function dequeue(id)  -- says whether it was waiting
   local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
   call('ZREM', P .. 'queue:' .. tenant, id)
   call('HDEL', P .. 'waiting', id)
+  call('ZREM', P .. 'ages', id)
   if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
     call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
   else
@@ -193,11 +204,6 @@ local function bury(id)
   call('DEL', key)
   call('HSET', key, 'gone', 1)
   call('PEXPIRE', key, {TOMBSTONE_MS})
-end
-
-local function now_ms()
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
 local function tell_expired(id, payload)  -- what an engine would say to its gateway: TokenBatch, Delta, Finish
@@ -297,7 +303,7 @@ if not accepted then
       local id, payload, size = unpack(ARGV, i, i + 2)
       local key = P .. 'req:' .. id
       call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
-           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'))
+           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'), 'since', now_ms())
       call('PEXPIREAT', key, deadline + {EXPIRY_MS})
       call('HSET', P .. 'weights', tenant, weight)
       enqueue(id)
@@ -338,7 +344,8 @@ local loads = {{}}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
 end
-return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns()}}
+local oldest = call('ZRANGE', P .. 'ages', 0, 0, 'WITHSCORES')[2]
+return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns(), oldest and now_ms() - oldest or 0}}
 """
 
 # engine, session: a new process under this name; what an earlier one held, it does not have any more
@@ -418,7 +425,7 @@ local payloads = {{}}
 for _, id in ipairs(claimed) do  -- one withdrawn since the lost reply has none, and an abort on its way
   payloads[#payloads + 1] = call('HGET', P .. 'req:' .. id, 'payload') or nil
 end
-return {{payloads, aborts, lost}}
+return {{payloads, aborts, lost, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')}}
 """
 
 
@@ -627,7 +634,7 @@ class GatewaySide:
         Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine.
         """
         await self._withdraw()
-        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET)
+        loads, time_ms, queued, room_tokens, turns, oldest_ms = await self._link.script(FLEET)
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -636,6 +643,7 @@ class GatewaySide:
             time_ms,
             room_tokens,
             tenants,
+            oldest_ms,
         )
 
 
@@ -660,6 +668,7 @@ class EngineSide:
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
         self._registered = False
+        self.queue_share = 0.0  # requests nobody had claimed after the last exchange, over the engines that could
         self._tenants: dict[str, str] = {}  # claimed id -> who pays for its tokens
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
@@ -712,7 +721,7 @@ class EngineSide:
         for request_id in finished:
             self._tenants.pop(request_id, None)
         try:
-            payloads, aborts, lost = await self._link.script(
+            payloads, aborts, lost, queued, engines = await self._link.script(
                 EXCHANGE,
                 self._engine,
                 self._session,
@@ -737,6 +746,7 @@ class EngineSide:
             [_read_abort(order) for order in aborts],
             [request_id.decode() for request_id in lost],
         )
+        self.queue_share = queued / max(1, engines)
         self._tenants.update((request.id, request.tenant) for request in claimed.generates)
         for request_id in claimed.lost:
             self._tenants.pop(request_id, None)

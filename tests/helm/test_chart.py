@@ -14,9 +14,9 @@ import yaml
 
 from engine.config import EngineConfig
 from engine.wire import settings
-from tests.helm.chart import CHART, VALUES, config, config_text, notes, only, pods, rendered, values
 from service.cli import PROCESSES
 from service.config import GatewayConfig
+from tests.helm.chart import CHART, VALUES, config, config_text, notes, only, pods, rendered, values
 
 ROOT = CHART.parent
 PROGRAMS = {"gateway": GatewayConfig, "engine": EngineConfig}
