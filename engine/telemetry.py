@@ -1,8 +1,8 @@
 """The engine's metrics: one table, `Telemetry.collect`.  Nothing else in `engine` names a metric; labels come from
 closed sets.
 
-The core returns numbers (`EngineLoad`, `Totals`, `Event`), the loop says when; here they become figures.  What the loop
-calls costs additions, at most one of each a step; everything else happens when somebody scrapes, on the scraper's thread.
+The core returns numbers (`EngineLoad`, `Totals`, `Event`), the loop says when; here they become figures.  What the
+loop calls costs additions, a few a step; all else happens when somebody scrapes, on the scraper's thread.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="Half a block for each sequence is what paging costs; below 4 % from about 190 tokens a sequence on.",
+                text="Half a block for each sequence is what paging costs: 4 % at 190 tokens a sequence.",
             ),
             Panel(
                 "Blocks given back and copied",

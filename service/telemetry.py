@@ -1,7 +1,7 @@
 """The gateway's metrics: one table.  Nothing else in `service` names a metric; labels come from closed sets.
 
-Gateways that share a port answer a scrape in turn, so every series carries a `gateway` label, and each of them serves its
-page on a port of its own as well (`--metrics-port`): that is the one to scrape.
+Gateways that share a port answer a scrape in turn, so every series carries a `gateway` label, and each of them
+serves its page on a port of its own as well (`--metrics-port`): that is the one to scrape.
 
 A `Meter` clocks one request and is the one place that knows all of it: its figures, its line in the log.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -157,7 +156,7 @@ class Telemetry(Collector):
             yield from self._as_vllm()
 
     def _as_vllm(self) -> Iterator[Metric]:
-        """Names, labels and buckets of vLLM's own page, for what a gateway measures; the engines' pages have the rest."""
+        """Names, labels and buckets of vLLM's own page, for what a gateway measures; engines' pages have the rest."""
         labels, values = ("model_name", "engine"), (self._model, self._gateway)
 
         def tally(name: str, text: str, figure: Tally, bounds: tuple[float, ...] = ()) -> Metric:
