@@ -12,9 +12,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -366,9 +367,9 @@ class Page:
         except OSError as error:
             reason = error.strerror or str(error)
             raise PageError(f"cannot serve metrics on {host}:{port}: {reason}; see --metrics-port") from None
-        metrics = self._server.get_app()
+        metrics = make_wsgi_app(telemetry.registry)
 
-        def answer(environ: dict[str, str], start: Callable[..., object]) -> Iterable[bytes]:
+        def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
             if path == "/metrics":
                 return metrics(environ, start)

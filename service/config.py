@@ -23,8 +23,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ge=0,
             le=65535,
             description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
-            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: the engine "
-            "first, then each gateway.",
+            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
+            "the engine first, then each gateway.",
         ),
     ] = 0
     vllm_metrics: Annotated[
