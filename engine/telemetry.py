@@ -77,6 +77,7 @@ class Telemetry(Collector):
         self._output = Tally(figures.TOKENS)
         self._exchange_s = Tally(figures.ROUND_TRIP_S)
         self._queue_share = 0.0
+        self._resumes = 0
         self.registry = CollectorRegistry()  # its one collector is this
         self.registry.register(self)
 
@@ -164,9 +165,11 @@ class Telemetry(Collector):
 
     # -- what the bus thread says
 
-    def exchanged(self, seconds: float, queue_share: float) -> None:
-        """One exchange with Redis; requests that wait there, over the engines that share them."""
+    def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
+        """One exchange with Redis; requests that wait there, over the engines that share them, and how many of those it
+        brought go on from an earlier engine's tokens."""
         self._exchange_s.add(seconds)
+        self._resumes += resumed
         self._queue_share = queue_share
 
     # -- the page
@@ -249,6 +252,7 @@ class Telemetry(Collector):
         )
         yield gauge("quire_draining", "1 while this engine takes no new work.", load.draining)
         yield counter("quire_requests_claimed", "Requests taken from the shared queue.", self._accepted)
+        yield counter("quire_resumes", "Requests that went on from an earlier engine's tokens.", self._resumes)
         yield counters("quire_sequences_ended", "Sequences that ended, by reason.", "reason", dict(self._finished))
         # tokens
         yield counter("quire_prefix_query_tokens", "Prompt tokens of started requests.", totals.prompt_tokens)

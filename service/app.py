@@ -359,7 +359,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
+        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s)
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None

@@ -103,6 +103,9 @@ class Telemetry(Collector):
             "quire_queue_oldest_seconds", "How long the oldest request in the shared queue has waited."
         ).labels(gateway)
         self._room = gauge("quire_queue_room_tokens", "Prompt tokens the engines would claim at once.").labels(gateway)
+        self._quarantined = gauge(
+            "quire_quarantined_requests", "Requests set aside because they killed their engines."
+        ).labels(gateway)
         self._alive = gauge("quire_engines", "Engines with a lease.").labels(gateway)
         self._leases_lost = counter("quire_engine_leases_lost", "Engines that went without draining.").labels(gateway)
         self._info = gauge(
@@ -241,6 +244,7 @@ class Telemetry(Collector):
         self._queued_tokens.set(fleet.queued_tokens)
         self._oldest.set(fleet.oldest_ms / 1000)
         self._room.set(fleet.room_tokens)
+        self._quarantined.set(fleet.quarantined)
         self._alive.set(len(fleet.engines))
         now_ms = time.time() * 1000
         seen = {load.engine: load for load in fleet.engines}
