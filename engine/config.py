@@ -81,6 +81,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int, Meta(ge=0, description="Most prompt tokens of one sequence in a step; 0: bounded by step_tokens alone.")
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse KV blocks of equal prefixes.")] = True
+    allocation: Annotated[
+        Literal["paged", "static"],
+        Meta(
+            description="paged: a sequence takes KV blocks as it grows. static: it takes, from its start, one "
+            "contiguous run for prompt and max_tokens, shares nothing and is never preempted; admission and "
+            "prefix_cache then have no say. The baseline that paging is measured against."
+        ),
+    ] = "paged"
     admission: Annotated[
         Literal["forecast", "threshold", "watermark", "reserve", "none"],
         Meta(

@@ -53,9 +53,13 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
+        allocation=config.allocation,
     )
     pool = BlockPool(
-        executor.blocks, config.block_size, caching=config.prefix_cache, note_discarded=config.poison_free_blocks
+        executor.blocks,
+        config.block_size,
+        caching=config.prefix_cache and config.allocation == "paged",
+        note_discarded=config.poison_free_blocks,
     )
     return Scheduler(pool, limits)
 
@@ -353,7 +357,7 @@ class BusThread:
         batches = [(gateway, TokenBatch(self._config.engine_id, said, report.load)) for gateway, said in deltas.items()]
         began = time.monotonic()
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
-        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
         for request in claimed.generates:
             self._claims += 1
             self._claimed.append((self._claims, len(request.token_ids)))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -33,10 +33,11 @@ SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of a trace."""
 
-    at_s: float  # when it arrives
     prompt_len: int  # tokens
     output_len: int  # tokens it will come to
-    max_tokens: int  # that it may come to
+    at_s: float = 0.0  # when it arrives
+    max_tokens: int = 0  # that it may come to; 0: whatever it is given on reading
+    prompt_seed: int = 0  # the ids are drawn with it; 0: with the job's place in the trace
     prefix_len: int = 0  # of the prompt, equal in all jobs
     tenant: str = ""
     ends_known: bool = False  # it ends at max_tokens and the scheduler may know (ignore_eos)
@@ -60,7 +61,9 @@ class Report(msgspec.Struct, frozen=True):
     seconds: float
     preemptions: int
     recomputed_tokens: int
-    utilisation: float
+    utilisation: float  # blocks held / pool
+    filled: float  # slots holding a token / slots held, weighted by time; the rest is waste
+    efficiency: float  # eta: blocks held / those that static allocation would hold for the same, weighted by time
     contended_s: float  # how long somebody waited
     ttft: tuple[float, float, float]  # p50, p90, p99
     itl: tuple[float, float, float]
@@ -101,16 +104,35 @@ def burst(
     for rate, end in ((base, rest_s), (peak, rest_s + peak_s), (base, 2 * rest_s + peak_s)):
         while (now := now + rng.expovariate(rate)) < end:
             prompt, output = draw(77, 1.05), min(draw(165, 0.89), max_tokens)
-            jobs.append(Job(now, prompt, output, output if ends_known else max_tokens, ends_known=ends_known))
+            jobs.append(Job(prompt, output, now, output if ends_known else max_tokens, ends_known=ends_known))
         now = end
     return jobs
 
 
-def engine_limits(
-    admission: Admission, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9
-) -> Limits:
-    """An engine without a model."""
-    return Limits(max_seqs, step_tokens, step_tokens, FAR, VOCAB, threshold, frozenset([EOS]), "sim", admission)
+Mode = Admission | Literal["static"]
+MODES: tuple[Mode, ...] = (*get_args(Admission), "static")
+
+
+def efficiency(held_blocks: int, reserved_blocks: int) -> float:
+    """eta: what paging holds of what contiguous allocation at the greatest length would hold for the same sequences,
+    at one moment.  1 where nothing runs."""
+    return held_blocks / reserved_blocks if reserved_blocks else 1.0
+
+
+def engine_limits(mode: Mode, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9) -> Limits:
+    """An engine without a model; `mode` "static" is allocation, all others are admission to a paged pool."""
+    return Limits(
+        max_seqs,
+        step_tokens,
+        step_tokens,
+        FAR,
+        VOCAB,
+        threshold,
+        frozenset([EOS]),
+        "sim",
+        "none" if mode == "static" else mode,
+        "static" if mode == "static" else "paged",
+    )
 
 
 def simulate(
@@ -126,10 +148,10 @@ def simulate(
     Raises ValueError for a job that no scheduler could run."""
     jobs = sorted(jobs, key=lambda job: job.at_s)
     step_time = step_time or StepTime()
-    pool = BlockPool(blocks, block_size)
+    pool = BlockPool(blocks, block_size, caching=limits.allocation == "paged")
     core, executor = Scheduler(pool, limits), _Script(jobs, blocks)
     coming = deque(enumerate(jobs))
-    now = full = contended = 0.0
+    now = full = contended = filled = eta = busy = 0.0
     begun: dict[str, float] = {}  # id -> when its first token came
     last: dict[str, float] = {}  # id -> when its last token came
     ttft: list[float] = []
@@ -144,8 +166,14 @@ def simulate(
             executor.submit(plan)
             result = executor.collect()
             took = step_time(len(result.rows), sum(len(piece.token_ids) for piece in plan.slices))
+            held = pool.total - pool.available
+            used, slots = core.used_slots()
+            if slots:
+                filled += used / slots * took
+                eta += efficiency(held, core.reserved_blocks) * took
+                busy += took
             if core.waiting:
-                full += (pool.total - pool.available) / pool.total * took
+                full += held / pool.total * took
                 contended += took
             now += took
             core.commit(result)
@@ -168,6 +196,8 @@ def simulate(
         preemptions=core.totals.preemptions,
         recomputed_tokens=core.totals.recomputed_tokens,
         utilisation=full / contended if contended else 0.0,
+        filled=filled / busy if busy else 0.0,
+        efficiency=eta / busy if busy else 1.0,
         contended_s=contended,
         ttft=percentiles(ttft),
         itl=percentiles(itl),
@@ -179,7 +209,7 @@ def simulate(
 
 def _request(number: int, job: Job) -> Generate:
     """A prompt of ids that no other job has, after the prefix that all have."""
-    rng = random.Random(number)
+    rng = random.Random(job.prompt_seed or number)
     prompt = [2 + i for i in range(job.prefix_len)]
     prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - job.prefix_len)]
     sampling = Sampling(seed=number, ignore_eos=job.ends_known)
@@ -197,14 +227,20 @@ class TraceError(Exception):
     """A line of a trace is wrong; says which line and field."""
 
 
-def read_trace(path: Path) -> list[Job]:
-    """One JSON object a line, fields as in Job.  Raises TraceError."""
-    jobs = []
+def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:
+    """One JSON object a line, fields as in Job.  A line without max_tokens gets `max_tokens` (its output ends there at
+    the latest); with a `rate` jobs arrive as a Poisson process of so many a second.  Raises TraceError."""
+    jobs: list[Job] = []
+    rng, now = random.Random(seed), 0.0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             job = msgspec.json.decode(line, type=Job)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from None
+        if job.max_tokens == 0 and max_tokens:
+            job = msgspec.structs.replace(job, max_tokens=max_tokens, output_len=min(job.output_len, max_tokens))
+        if rate:
+            job = msgspec.structs.replace(job, at_s=(now := now + rng.expovariate(rate)))
         for field, least in (("prompt_len", 1), ("output_len", 1), ("max_tokens", job.output_len), ("at_s", 0)):
             if (value := getattr(job, field)) < least:
                 raise TraceError(f"{path}, line {number}: {field} is {value}; it must be at least {least}")
@@ -214,7 +250,10 @@ def read_trace(path: Path) -> list[Job]:
     return jobs
 
 
-HEADER = "mode        seed  jobs  preempt  recomputed   util  queue s  TTFT p50/p99 s  ITL p50/p99/max ms  goodput"
+HEADER = (
+    "mode        seed  jobs  preempt  recomputed   util filled    eta  queue s  TTFT p50/p99 s  ITL p50/p99/max ms  "
+    "goodput"
+)
 
 
 def line(mode: str, seed: int, report: Report) -> str:
@@ -222,7 +261,8 @@ def line(mode: str, seed: int, report: Report) -> str:
     ttft, itl = report.ttft, [1000 * value for value in report.itl]
     return (
         f"{mode:<10} {seed:>5} {report.jobs:>5} {report.preemptions:>8} {report.recomputed_tokens:>11} "
-        f"{report.utilisation:>6.3f} {report.contended_s:>8.1f} {ttft[0]:>7.2f} /{ttft[2]:>6.2f} "
+        f"{report.utilisation:>6.3f} {report.filled:>6.3f} {report.efficiency:>6.3f} "
+        f"{report.contended_s:>8.1f} {ttft[0]:>7.2f} /{ttft[2]:>6.2f} "
         f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}"
     )
 
@@ -235,15 +275,16 @@ def main(argv: list[str] | None = None) -> int:
     source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
     parser.add_argument("--seeds", type=int, default=3, help="of --burst: 0, 1, ...")
     parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second in it")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of --burst: what every request asks for")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="what requests ask for (--trace: that don't say)")
+    parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
-    parser.add_argument("--mode", choices=[*get_args(Admission), "all"], default="all")
+    parser.add_argument("--mode", choices=[*MODES, "all"], default="all")
     parser.add_argument("--kv-blocks", type=int, default=512, help="of 16 tokens")
     parser.add_argument("--max-seqs", type=int, default=256)
     args = parser.parse_args(argv)
     try:
         runs = (
-            [(0, read_trace(args.trace))]
+            [(0, read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate))]
             if args.trace
             else [
                 (seed, burst(seed, peak=args.peak, max_tokens=args.max_tokens, ends_known=args.known))
@@ -251,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             ]
         )
         print(HEADER)
-        for mode in get_args(Admission) if args.mode == "all" else [args.mode]:
+        for mode in MODES if args.mode == "all" else [args.mode]:
             for seed, jobs in runs:
                 report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
                 print(line(mode, seed, report), flush=True)

@@ -1,8 +1,8 @@
 """The engine's metrics: one table, `Telemetry.collect`.  Nothing else in `engine` names a metric; labels come from
 closed sets.
 
-The core returns numbers (`EngineLoad`, `Totals`, `Event`), the loop says when; here they become figures.  What the loop
-calls costs additions, at most one of each a step; everything else happens when somebody scrapes, on the scraper's thread.
+The core returns numbers (`EngineLoad`, `Totals`, `Event`), the loop says when; here they become figures.  What the
+loop calls costs additions, a few a step; all else happens when somebody scrapes, on the scraper's thread.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -76,6 +77,7 @@ class Telemetry(Collector):
         self._output = Tally(figures.TOKENS)
         self._exchange_s = Tally(figures.ROUND_TRIP_S)
         self._queue_share = 0.0
+        self._resumes = 0
         self.registry = CollectorRegistry()  # its one collector is this
         self.registry.register(self)
 
@@ -163,9 +165,11 @@ class Telemetry(Collector):
 
     # -- what the bus thread says
 
-    def exchanged(self, seconds: float, queue_share: float) -> None:
-        """One exchange with Redis; requests that wait there, over the engines that share them."""
+    def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
+        """One exchange with Redis; requests that wait there, over the engines that share them, and how many of those it
+        brought go on from an earlier engine's tokens."""
         self._exchange_s.add(seconds)
+        self._resumes += resumed
         self._queue_share = queue_share
 
     # -- the page
@@ -248,6 +252,7 @@ class Telemetry(Collector):
         )
         yield gauge("quire_draining", "1 while this engine takes no new work.", load.draining)
         yield counter("quire_requests_claimed", "Requests taken from the shared queue.", self._accepted)
+        yield counter("quire_resumes", "Requests that went on from an earlier engine's tokens.", self._resumes)
         yield counters("quire_sequences_ended", "Sequences that ended, by reason.", "reason", dict(self._finished))
         # tokens
         yield counter("quire_prefix_query_tokens", "Prompt tokens of started requests.", totals.prompt_tokens)
@@ -366,9 +371,9 @@ class Page:
         except OSError as error:
             reason = error.strerror or str(error)
             raise PageError(f"cannot serve metrics on {host}:{port}: {reason}; see --metrics-port") from None
-        metrics = self._server.get_app()
+        metrics = make_wsgi_app(telemetry.registry)
 
-        def answer(environ: dict[str, str], start: Callable[..., object]) -> Iterable[bytes]:
+        def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
             if path == "/metrics":
                 return metrics(environ, start)

@@ -1,4 +1,4 @@
-"""`python -m grafana`: write dashboards/*.json from boards.py; with `--check` only say whether they are what it says."""
+"""`python -m grafana`: write dashboards/*.json from boards.py; with `--check` only say whether they are."""
 
 from __future__ import annotations
 

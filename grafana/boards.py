@@ -184,7 +184,7 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="Half a block for each sequence is what paging costs; below 4 % from about 190 tokens a sequence on.",
+                text="Half a block for each sequence is what paging costs: 4 % at 190 tokens a sequence.",
             ),
             Panel(
                 "Blocks given back and copied",
@@ -317,7 +317,15 @@ gateway = Board(
                 "Free blocks as seen here",
                 {"{{engine}}": "max by (engine) (quire_engine_kv_blocks_free)"},
             ),
-            Panel("Engines lost without a drain", {"": "max(quire_engine_leases_lost_total)"}),
+            Panel(
+                "Deaths, and what came of them",
+                {
+                    "engines lost without a drain": "max(quire_engine_leases_lost_total)",
+                    "requests that went on elsewhere": "sum(quire_resumes_total)",
+                    "requests in quarantine": "max(quire_quarantined_requests)",
+                },
+                text="Who is in quarantine killed its engine twice at the same token; nobody computes it again.",
+            ),
         ],
     },
 )

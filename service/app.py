@@ -306,8 +306,8 @@ class Gateway:
             response = web.Response(status=status)
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
-            refusal = Refusal(500, "internal_error", "the gateway failed on this request")
-            status, response = refusal.status, self._refuse(refusal, meter)
+            failure = Refusal(500, "internal_error", "the gateway failed on this request")
+            status, response = failure.status, self._refuse(failure, meter)
         finally:
             meter.close(endpoint, status)
         if self._draining or status == 413:
@@ -359,7 +359,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
+        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s)
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None

@@ -150,11 +150,11 @@ def serve(argv: Sequence[str]) -> int:
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"]
-                + [f"--metrics-port={pages[1 + i]}"],
+                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", *named],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)
+            for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
     except (GivenUp, BusDown, EmbeddedRedisError) as error:

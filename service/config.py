@@ -22,9 +22,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=0,
             le=65535,
-            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on one "
-            "port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: the engine "
-            "first, then each gateway.",
+            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
+            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
+            "the engine first, then each gateway.",
         ),
     ] = 0
     vllm_metrics: Annotated[
@@ -69,3 +69,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue_wait_s: Annotated[
         float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
     ] = 20.0
+    retain_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, and what "
+            "was asked for beside it (logprobs). A request that never ends leaves a minute after its deadline.",
+        ),
+    ] = 60.0

@@ -229,7 +229,7 @@ class Streams:
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
-        self._oldest_ms = 0  # as of the last look at the fleet
+        self._oldest_ms = self._quarantined = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
         self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
 
@@ -348,7 +348,7 @@ class Streams:
             del self._loads[engine]
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
-        self._oldest_ms = fleet.oldest_ms
+        self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
 
     async def _watch(self) -> None:
@@ -368,6 +368,7 @@ class Streams:
             queue.room_tokens,
             queue.tenants,
             self._oldest_ms,
+            self._quarantined,
         )
 
     @property

@@ -1,7 +1,7 @@
 """The gateway's metrics: one table.  Nothing else in `service` names a metric; labels come from closed sets.
 
-Gateways that share a port answer a scrape in turn, so every series carries a `gateway` label, and each of them serves its
-page on a port of its own as well (`--metrics-port`): that is the one to scrape.
+Gateways that share a port answer a scrape in turn, so every series carries a `gateway` label, and each of them
+serves its page on a port of its own as well (`--metrics-port`): that is the one to scrape.
 
 A `Meter` clocks one request and is the one place that knows all of it: its figures, its line in the log.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -104,6 +103,9 @@ class Telemetry(Collector):
             "quire_queue_oldest_seconds", "How long the oldest request in the shared queue has waited."
         ).labels(gateway)
         self._room = gauge("quire_queue_room_tokens", "Prompt tokens the engines would claim at once.").labels(gateway)
+        self._quarantined = gauge(
+            "quire_quarantined_requests", "Requests set aside because they killed their engines."
+        ).labels(gateway)
         self._alive = gauge("quire_engines", "Engines with a lease.").labels(gateway)
         self._leases_lost = counter("quire_engine_leases_lost", "Engines that went without draining.").labels(gateway)
         self._info = gauge(
@@ -157,7 +159,7 @@ class Telemetry(Collector):
             yield from self._as_vllm()
 
     def _as_vllm(self) -> Iterator[Metric]:
-        """Names, labels and buckets of vLLM's own page, for what a gateway measures; the engines' pages have the rest."""
+        """Names, labels and buckets of vLLM's own page, for what a gateway measures; engines' pages have the rest."""
         labels, values = ("model_name", "engine"), (self._model, self._gateway)
 
         def tally(name: str, text: str, figure: Tally, bounds: tuple[float, ...] = ()) -> Metric:
@@ -242,6 +244,7 @@ class Telemetry(Collector):
         self._queued_tokens.set(fleet.queued_tokens)
         self._oldest.set(fleet.oldest_ms / 1000)
         self._room.set(fleet.room_tokens)
+        self._quarantined.set(fleet.quarantined)
         self._alive.set(len(fleet.engines))
         now_ms = time.time() * 1000
         seen = {load.engine: load for load in fleet.engines}

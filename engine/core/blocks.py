@@ -109,6 +109,23 @@ class BlockPool:
             taken.append(block)
         return taken
 
+    def has_run(self, count: int) -> bool:
+        """Whether allocate_run() would succeed.  O(total) where enough blocks are free at all."""
+        return count <= len(self._free) and self._first_run(count) >= 0
+
+    def allocate_run(self, count: int) -> list[int]:
+        """`count` free blocks that lie next to each other, the first such run: what an allocator without block tables
+        has to find.  Cached blocks are not evicted for it.  O(total).  Raises OutOfBlocks, also where enough blocks
+        are free but scattered."""
+        first = self._first_run(count)
+        if first < 0:
+            raise OutOfBlocks(f"{count} blocks in a row wanted, {len(self._free)} of {self.total} free in all")
+        run = range(first, first + count)
+        self._free = [block for block in self._free if block not in run]
+        for block in run:
+            self._refs[block] = 1
+        return list(run)
+
     def release(self, table: Sequence[int]) -> None:
         """One table less for each block.  Goes backwards, so that eviction eats a prefix from its tail."""
         for block in reversed(table):
@@ -171,6 +188,13 @@ class BlockPool:
                 raise BooksError(f"block {block} is idle but holds nothing that can be found")
         if len(self._index) != self.total - self._digest.count(None):
             raise BooksError("the index finds a block that is not sealed")
+
+    def _first_run(self, count: int) -> int:
+        """First block of the lowest run of `count` free ones; -1: there is none."""
+        free = bytearray(self.total)
+        for block in self._free:
+            free[block] = 1
+        return free.find(b"\x01" * count)
 
     def _unseal(self, block: int) -> None:
         if (digest := self._digest[block]) is not None:

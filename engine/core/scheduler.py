@@ -28,6 +28,7 @@ from engine.core.sequence import Sequence, State
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
 Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
+Allocation = Literal["paged", "static"]
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 # How sure the forecast is: standard deviations of a normal with the same quantile.  With a pool of 512 blocks, the
 # burst of engine/sim.py and lengths unknown, 2.5 (2, 1.5) means 9 (25, 65) preemptions among 755 requests and a
@@ -54,6 +55,9 @@ class Limits(msgspec.Struct, frozen=True):
     # watermark: WATERMARK of the pool stays free
     # reserve: all that run, and it, fit at their greatest length
     # none: what it knows fits
+    allocation: Allocation = "paged"  # how a sequence comes by its blocks:
+    # paged: as it grows
+    # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -90,12 +94,16 @@ class Scheduler:
     """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        """Raises ValueError: static allocation shares nothing, so its pool must not cache."""
+        if limits.allocation == "static" and pool.caching:
+            raise ValueError("static allocation needs a pool without a prefix cache")
         self.pool = pool
         self.limits = limits
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()  # by arrival: preempted ones return to the front
+        self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by arrival
         self._decoding = 0  # rows that compute one token each step without being named
@@ -140,8 +148,11 @@ class Scheduler:
         elif request.n > limits.max_seqs:
             refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
         else:
-            leader, *leader.siblings = group
-            self._enqueue(leader)
+            if limits.allocation == "paged":
+                leader, *leader.siblings = group
+                group = [leader]
+            for seq in group:  # each that leads computes the prompt for itself
+                self._enqueue(seq)
             heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
             return
         self._end_request(request.id, "error", refusal)
@@ -289,6 +300,8 @@ class Scheduler:
         rows = len(self._free_rows) - len(self.waiting)
         if not self._requests:
             return self.pool.total * self.pool.block_size, rows
+        if self.limits.allocation == "static":
+            return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
         if self.waiting and self._ask_again > self.step:  # the head was refused, and who comes now stands behind it
             return 0, max(0, rows)
         waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
@@ -302,6 +315,8 @@ class Scheduler:
         joins.  A few steps old when many run."""
         if not self._requests:
             return 0
+        if self.limits.allocation == "static":
+            return self.pool.total - self.pool.available
         if self.step - self._peak_step > self.running // PEAK_ROWS:
             self._peak, self._peak_step = self._running_demand(self.step).bound(), self.step
         return self._peak
@@ -332,7 +347,7 @@ class Scheduler:
         for seq in live:
             computed = seq.computed_before(self.step + 1)
             if seq.state is not State.WAITING:
-                want = -(-computed // self.pool.block_size)
+                want = -(-(seq.limit if self.limits.allocation == "static" else computed) // self.pool.block_size)
                 if len(seq.table) != want:
                     raise BooksError(
                         f"{seq.request.id}: {computed} tokens computed in {len(seq.table)} blocks, not {want}"
@@ -341,6 +356,9 @@ class Scheduler:
                 raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
+        reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0)
+        if reserved != self.reserved_blocks:
+            raise BooksError(f"{reserved} blocks would be reserved, {self.reserved_blocks} are counted")
         decoding = sum(seq.state is State.DECODING for seq in live)
         if decoding != self._decoding:
             raise BooksError(f"{decoding} sequences decode, {self._decoding} are counted")
@@ -356,6 +374,8 @@ class Scheduler:
             return False
         if len(self._free_rows) < 1 + len(seq.siblings):
             return False
+        if self.limits.allocation == "static":
+            return self.pool.has_run(self._greatest(seq))
         need = self._blocks_to_start(seq)
         if self.running == 0:  # alone it may pass the threshold, and siblings may take turns
             return need <= self.pool.available
@@ -406,7 +426,7 @@ class Scheduler:
         blocks."""
         size = self.pool.block_size
         if self.limits.admission == "reserve":
-            demand.hold(count * (-(-seq.limit // size) - shared))
+            demand.hold(count * (self._greatest(seq) - shared))
         elif seq.stops:
             request = seq.request
             produced = max(0, tokens - len(request.token_ids))
@@ -422,6 +442,10 @@ class Scheduler:
         if seq.stops and seq.known > seq.prompt_len:
             produced = seq.known - seq.prompt_len
             self.lengths.observe(seq.request.cache_salt, produced, seq.limit - seq.prompt_len, ended)
+
+    def _greatest(self, seq: Sequence) -> int:
+        """Blocks it holds at its greatest length."""
+        return -(-seq.limit // self.pool.block_size)
 
     def _blocks_to_start(self, seq: Sequence) -> int:
         """What starting would take out of `available`: new blocks, and cached ones that are idle now."""
@@ -449,10 +473,12 @@ class Scheduler:
         return self.pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
 
     def _seat(self, seq: Sequence) -> Start:
-        hits = self._lookup(seq)
-        self.pool.acquire(hits)
-        seq.table = hits
-        seq.computed = len(hits) * self.pool.block_size
+        if self.limits.allocation == "static":
+            seq.table, seq.computed = self.pool.allocate_run(self._greatest(seq)), 0
+        else:
+            hits = self._lookup(seq)
+            self.pool.acquire(hits)
+            seq.table, seq.computed = hits, len(hits) * self.pool.block_size
         seq.state = State.PREFILLING
         seq.prompt_logprobs = []
         if seq.seated_before:
@@ -467,8 +493,9 @@ class Scheduler:
         for member in (seq, *seq.siblings):
             member.row = self._free_rows.pop()
             self._seats[member.row] = member
+            self.reserved_blocks += self._greatest(member)
         insort(self._prefilling, seq, key=lambda s: s.arrival)
-        return Start(seq.row, list(hits))
+        return Start(seq.row, list(seq.table))
 
     def _advance(self, seq: Sequence, budget: int, step: int, slices: list[Slice], forks: list[Fork]) -> int:
         """Let computed catch up with known, as far as the budget goes.  Returns the tokens taken from it."""
@@ -669,6 +696,7 @@ class Scheduler:
         """Leave the row, if there is one.  The row still reports for `seq` until its last step has been committed."""
         if seq.row < 0:
             return
+        self.reserved_blocks -= self._greatest(seq)
         if seq.state is State.WAITING:  # a sibling that has not forked yet: the executor never heard of its row
             self._seats[seq.row] = None
             self._free_rows.append(seq.row)

@@ -308,7 +308,8 @@ class Stopwatch:
         if not self._events:
             return self._ended - self._began
         self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1000
+        seconds: float = self._events[0].elapsed_time(self._events[1]) / 1000
+        return seconds
 
 
 class Said:

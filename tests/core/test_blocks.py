@@ -48,6 +48,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.sealed = {d: b for d, b in self.sealed.items() if b not in blocks}
         self.tables.append(blocks)
 
+    @rule(count=st.integers(1, 6))
+    def allocate_run(self, count: int) -> None:
+        """The lowest run of blocks that are neither held nor cached, or nothing."""
+        busy = self.held() | set(self.sealed.values())
+        runs = (range(first, first + count) for first in range(13 - count))
+        want = next((list(run) for run in runs if not busy & set(run)), None)
+        assert self.pool.has_run(count) == (want is not None)
+        if want is None:
+            with pytest.raises(OutOfBlocks, match=f"{count} blocks in a row wanted, {12 - len(busy)} of 12 free"):
+                self.pool.allocate_run(count)
+            return
+        assert self.pool.allocate_run(count) == want
+        self.tables.append(want)
+
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:

@@ -8,7 +8,6 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine import sim
 from engine.core.forecast import BINS, LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge, peak
-from engine.core.scheduler import CAUTION, Admission
+from engine.core.scheduler import CAUTION
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float = 0.89) -> int:
@@ -236,7 +235,7 @@ def table(known: bool) -> dict[str, list[sim.Report]]:
     """The burst of 15 requests a second for 30 s on a pool of 8,192 tokens, three seeds, every mode."""
     print(f"\n{sim.HEADER}")
     reports: dict[str, list[sim.Report]] = {}
-    for mode in get_args(Admission):
+    for mode in sim.MODES:
         for seed in range(3):
             jobs = sim.burst(seed, ends_known=known)
             reports.setdefault(mode, []).append(sim.simulate(jobs, sim.engine_limits(mode), 512))
@@ -279,12 +278,40 @@ def test_a_cold_start_into_a_burst_ends_in_no_storm() -> None:
     assert report.preemptions <= 0.04 * report.jobs
 
 
+def test_eta_is_paged_over_static_blocks() -> None:
+    assert sim.efficiency(3, 12) == 0.25
+    assert sim.efficiency(0, 0) == 1.0
+    # 16 to 31 tokens computed, a step for each: 1 block in the first of 16 steps, then 2, of the 8 it may come to.
+    one = [sim.Job(prompt_len=16, output_len=16, max_tokens=112)]
+    cases: list[tuple[sim.Mode, float, float]] = [
+        ("none", 31 / 16 / 8, (16 / 16 + sum(range(17, 32)) / 32) / 16),
+        ("static", 1.0, sum(range(16, 32)) / 128 / 16),
+    ]
+    for mode, eta, filled in cases:
+        report = sim.simulate(one, sim.engine_limits(mode), 8, step_time=sim.StepTime(1.0, 0.0, 0.0))
+        assert report.efficiency == pytest.approx(eta)
+        assert report.filled == pytest.approx(filled)
+
+
+def test_static_allocation_wastes_what_paging_saves() -> None:
+    """A5, A6, A7 on the ShareGPT-like trace, where every request may say 2,048 tokens."""
+    trace = Path(__file__).resolve().parents[2] / "loadtest" / "traces" / "sharegpt_like.jsonl"
+    jobs = sim.read_trace(trace, max_tokens=2048, rate=20.0)[:200]
+    reports = {mode: sim.simulate(jobs, sim.engine_limits(mode), 2048) for mode in ("forecast", "static")}
+    for mode, report in reports.items():
+        print(sim.line(mode, 0, report))
+    assert 0.2 <= reports["static"].filled <= 0.4
+    assert reports["static"].preemptions == 0
+    assert reports["forecast"].filled >= 0.96
+    assert 0.15 <= reports["forecast"].efficiency <= 0.4
+
+
 def test_sim_reads_a_trace_and_names_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = {"at_s": 0.0, "prompt_len": 20, "output_len": 5, "max_tokens": 10, "prefix_len": 16}
     good = tmp_path / "good.jsonl"
     good.write_text("\n".join(json.dumps({**job, "at_s": i / 10}) for i in range(8)))
     assert sim.main(["--trace", str(good), "--kv-blocks", "8"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(get_args(Admission))
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(sim.MODES)
     bad = tmp_path / "bad.jsonl"
     for change, complaint in [
         ({"max_tokens": 4}, "line 2: max_tokens is 4; it must be at least 5"),

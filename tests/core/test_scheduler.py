@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.blocks import BlockPool
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Admission, Event, Limits, Scheduler
+from engine.core.scheduler import Admission, Allocation, Event, Limits, Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -37,8 +37,9 @@ class Rig:
         caching: bool = True,
         max_model_len: int = 10_000,
         admission: Admission = "threshold",
+        allocation: Allocation = "paged",
     ) -> None:
-        self.pool = BlockPool(blocks, size, caching=caching, note_discarded=True)
+        self.pool = BlockPool(blocks, size, caching=caching and allocation == "paged", note_discarded=True)
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -49,6 +50,7 @@ class Rig:
             eos_ids=frozenset([EOS]),
             fingerprint="oracle",
             admission=admission,
+            allocation=allocation,
         )
         self.core = Scheduler(self.pool, self.limits)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth)
@@ -174,9 +176,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
 
-    @initialize(admission=st.sampled_from(get_args(Admission)))
-    def choose(self, admission: Admission) -> None:
-        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission)
+    @initialize(
+        admission=st.sampled_from(get_args(Admission)), allocation=st.sampled_from(["paged", "paged", "static"])
+    )
+    def choose(self, admission: Admission, allocation: Allocation) -> None:
+        self.rig = Rig(
+            blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission, allocation=allocation
+        )
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -238,7 +244,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens <= core.pool.available * core.pool.block_size
 
     @invariant()
+    def static_tables_are_runs_nobody_shares(self) -> None:
+        if self.rig.limits.allocation == "static":
+            core, tables = self.rig.core, [seq.table for seq in self.rig.core._live() if seq.table]
+            assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
+            assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
+            assert core.totals.preemptions == core.totals.cached_prompt_tokens == 0
+
+    @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
+        if self.rig.limits.allocation == "static":
+            return
         filled, allocated = self.rig.core.used_slots()
         assert 0 <= allocated - filled <= 3 * max(1, self.rig.core.running + self.rig.limits.max_seqs)
 
@@ -252,6 +268,35 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None:
+    """Two of four fit at once, though each says 3 tokens of the 24 it may: what paging is there to end."""
+    rig = Rig(blocks=16, size=4, allocation="static")
+    stop = reference([5] * 8, 0, 0, 11, frozenset())[2]
+    ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
+    rig.submit()
+    assert [seq.table for seq in rig.core._live()] == [list(range(8)), list(range(8, 16)), [], []]
+    assert rig.core.used_slots() == (16, 64)
+    assert rig.core.room() == (0, 4)
+    assert rig.core.reserved_blocks == 16
+    rig.run()
+    assert all(len(rig.answers[request, 0]) == 3 for request in ids)
+    assert rig.core.reserved_blocks == 0
+
+
+def test_static_continuations_share_nothing() -> None:
+    rig = Rig(blocks=16, size=4, allocation="static")
+    rig.add([5] * 8, 8, n=3, ignore_eos=True)
+    rig.submit()
+    assert [len(seq.table) for seq in rig.core._live()] == [4, 4, 4]
+    rig.run()
+    assert rig.core.totals.prompt_tokens == 24
+
+
+def test_static_allocation_refuses_a_pool_that_caches() -> None:
+    with pytest.raises(ValueError, match="static allocation needs a pool without a prefix cache"):
+        Scheduler(BlockPool(8, 4), Limits(8, 64, 64, 100, 50, 0.9, frozenset(), "x", allocation="static"))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

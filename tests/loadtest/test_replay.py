@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from engine.wire.embedded import EmbeddedRedis
+from loadtest.askers import Asker
 from loadtest.figures import Slo, summarise
 from loadtest.replay import Options, replay
 from loadtest.trace import Job
@@ -97,7 +98,7 @@ async def test_refused_clients_obey_or_don_t(aiohttp_server: Any, retry: Any, at
     app.router.add_post("/v1/completions", complete)
     server = await aiohttp_server(app)
     url = str(server.make_url("")).rstrip("/")
-    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1))], options(url, retry=retry))
+    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1), Asker(retry=retry))], options(url))
     assert samples == []  # it has no metrics
     assert len(record.attempts) == attempts
     assert record.outcome == ("refused" if retry == "never" else "ok")

@@ -140,4 +140,5 @@ def test_serve_sorts_its_words() -> None:
 
 def test_what_engine_and_gateway_share_goes_to_both() -> None:
     shared = set(EngineConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
-    assert shared - {"redis_url", "metrics_port"} == BOTH  # address and ports are the supervisor's to choose
+    # The Redis address is the supervisor's to choose, and each process has a port of its own.
+    assert shared - {"redis_url", "metrics_port"} == BOTH
