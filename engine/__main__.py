@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
+from engine.telemetry import Page, PageError, Telemetry
 from engine.wire import ready, settings
 from engine.wire.bus import BusDown
 
@@ -45,8 +46,12 @@ def load(config: EngineConfig, watch: Stopwatch) -> Executor:
     """Raises ModelLoadError."""
     if config.executor == "scripted":
         return ScriptedExecutor.load(config)
-    from engine.executor import local  # torch, seconds to import: only for a configuration found good
-
+    try:
+        from engine.executor import local  # torch, seconds to import: only for a configuration found good
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "ninja"):
+            raise
+        raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
     watch.lap("imports")
     return local.load(config)
 
@@ -56,21 +61,24 @@ def main(argv: list[str] | None = None) -> int:
     or Redis make a start impossible; 1 when another engine took this one's name, or the GPU failed."""
     watch = Stopwatch()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    config = settings.load(
-        EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
-    )
+    words = sys.argv[1:] if argv is None else argv
+    config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
     sys.setswitchinterval(SWITCH_S)
-    bus = BusThread(config)
+    telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics)
+    bus = BusThread(config, telemetry)
+    page: Page | None = None
     try:
         executor = load(config, watch)
-        engine = Engine(config, executor, bus, bus)
+        engine = Engine(config, executor, bus, bus, telemetry)
         watch.lap("model")
+        if config.metrics_port:
+            page = Page(telemetry, config.metrics_host, config.metrics_port)
         bus.start()
         watch.lap("queue")
-    except (ModelLoadError, ConfigError, BusDown) as error:
+    except (ModelLoadError, ConfigError, BusDown, PageError) as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
 
@@ -97,6 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         bus.stop()
         executor.close()
+        if page is not None:
+            page.close()
     return 0
 
 

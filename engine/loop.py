@@ -30,6 +30,7 @@ from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
 from engine.core.scheduler import Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
+from engine.telemetry import Telemetry
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
@@ -117,10 +118,28 @@ class Report(msgspec.Struct, frozen=True):
 class Engine:
     """Turns orders into tokens, one step at a time."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        """`telemetry`: None for figures that nobody asks for."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
+        self.telemetry = telemetry or Telemetry(config.engine_id)
+        info = executor.info
+        self.telemetry.serving(
+            info.name,
+            fingerprint=info.fingerprint[:16],
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            block_size=str(config.block_size),
+            max_model_len=str(info.max_model_len),
+        )
         self.draining = False  # set from outside: claim nothing more, and leave when that costs nobody a token
         self._leave_at = math.inf  # monotonic seconds at which it leaves in any case
         self._inbox = inbox
@@ -144,11 +163,15 @@ class Engine:
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
         orders = self._inbox.drain(wait_s)
+        clock, telemetry = time.monotonic, self.telemetry
+        marks = [clock()]
         for order in orders:
             if isinstance(order, Generate):
+                telemetry.accept(order, marks[0], unix_ms())
                 self.core.accept(order)
                 self._accepted += 1
             elif isinstance(order, Resume):
+                telemetry.accept(order.request, marks[0], unix_ms())
                 self.core.accept(order.request, order.outputs)
                 self._accepted += 1
             elif order.lost:
@@ -156,19 +179,31 @@ class Engine:
                 self._dropped += 1
             else:
                 self.core.abort(order.id, order.index)
+        marks.append(clock())
+        result = None
         try:
             plan = None if self._outbox.full else self.core.plan(unix_ms())
+            marks.append(clock())
             if plan is not None:
+                telemetry.planned(plan, self.core.running)
                 self.executor.submit(plan)
                 self._in_flight += 1
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                self.core.commit(self.executor.collect())
-                self._pace.step(time.monotonic())
+                result = self.executor.collect()
         except StepError as error:
             self._in_flight = 0
             self.core.fail_running(str(error))
+            telemetry.failed()
+        marks.append(clock())
+        if result is not None:
+            self.core.commit(result)
+            self._pace.step(marks[-1])
+            telemetry.collected(result, marks[-1])
+        marks.append(clock())
         self._publish()
+        marks.append(clock())
+        telemetry.turn(marks, self.core.idle)
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
             self.core.check()
@@ -211,7 +246,9 @@ class Engine:
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
-        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted, self._dropped))
+        outputs = core.outputs()
+        self.telemetry.publish(load, totals, outputs, now, core.wasted_slots)
+        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
 
 
 class Rate:
@@ -263,9 +300,11 @@ class BusThread:
     Each time the loop has published, or the bell rings, or a third of the lease has passed, one exchange sends what
     has gathered and brings what there is room for."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
+        """`telemetry`: None for figures that nobody asks for."""
         self.relieved = False
         self._config = config
+        self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
         # Lost requests whose tokens may still come, because the loop has not heard of it: id -> the running number of
@@ -387,7 +426,9 @@ class BusThread:
             (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, report.load))
             for gateway, said in deltas.items()
         ]
+        began = time.monotonic()
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
         self._sent += count
         for request_id in claimed.lost:  # before what is claimed: it may be the same request
             self._losses += 1

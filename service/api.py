@@ -517,6 +517,7 @@ def generates(
     trace: str = "",
     tenant: str = "",
     weight: float = 1.0,
+    queued_ms: int = 0,
 ) -> list[Generate]:
     """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
     replay on another engine samples the same tokens."""
@@ -536,6 +537,7 @@ def generates(
             priority=valid.priority,
             tenant=tenant,
             weight=weight,
+            queued_ms=queued_ms,
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
     ]

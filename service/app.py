@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import random
@@ -32,7 +31,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import ready, settings
+from engine.wire import figures, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
 from service import admission, api, resume, sse, text
@@ -51,6 +50,7 @@ Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
 
 STARTED = web.RequestKey("started", float)
 REQUEST_ID = web.RequestKey("request_id", str)
+METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the key that asks
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
@@ -107,6 +107,12 @@ class Gateway:
                 web.get("/metrics", self.metrics),
             ]
         )
+        return app
+
+    def page(self) -> web.Application:
+        """What `metrics_port` serves: this process's own figures, whoever else listens on the main port."""
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self.metrics), web.get("/health", self.health)])
         return app
 
     # -- the walk of a request
@@ -173,6 +179,7 @@ class Gateway:
             trace,
             tenant.name,
             tenant.weight,
+            now_ms,
         )
         record = resume.Record(
             owner=request[OWNER],
@@ -185,9 +192,11 @@ class Gateway:
             deadline_ms=deadline_ms,
         )
         form = record.form(request_id, self._tokenizer.table)
+        meter = request[METER]
+        meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms))
         resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
-            self._answer(request, valid.timeout_s) as meter,
+            self._answer(valid.timeout_s),
             streams.open(
                 orders,
                 valid.timeout_s,
@@ -197,8 +206,8 @@ class Gateway:
                 resumable=resumable,
             ) as opened,
         ):
-            self._telemetry.prompt_tokens.inc(prompt_tokens)
-            return await self._deliver(request, valid, opened, form, meter)
+            meter.admit()
+            return await self._deliver(request, valid, opened, form)
 
     async def go_on(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
         """Answer on after what the client has `had`; None: from the start.  Raises Refusal."""
@@ -216,7 +225,7 @@ class Gateway:
         counts = [count or 0 for count in had.tokens]
         left_s = max(0.0, record.deadline_ms / 1000 - time.time())
         async with (
-            self._answer(request, left_s) as meter,
+            self._answer(left_s),
             streams.join(
                 [f"{request_id}.{at}" for at in range(prompts)],
                 [counts[at * n : (at + 1) * n] for at in range(prompts)],
@@ -224,12 +233,12 @@ class Gateway:
                 left_s,
             ) as opened,
         ):
-            self._telemetry.resumes.inc()
+            request[METER].resume(request_id, prompts * n, record.tenant)
             form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
             for choice in had.ended:
                 opened.end(choice)
             try:
-                return await self._deliver(request, valid, opened, form, meter)
+                return await self._deliver(request, valid, opened, form)
             except Refusal as refusal:
                 if refusal.code == "cancelled":  # its client had left it
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
@@ -254,31 +263,30 @@ class Gateway:
             raise Unanswered from None
 
     @contextlib.asynccontextmanager
-    async def _answer(self, request: web.Request, timeout_s: float) -> AsyncIterator[Meter]:
+    async def _answer(self, timeout_s: float) -> AsyncIterator[None]:
         """Around whatever a client waits for.  Raises Refusal(503) when this gateway takes no more."""
         if self._draining:
             raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
         if self._answering >= self._config.max_open:
             message = f"this gateway answers {self._config.max_open} requests at a time"
             raise Refusal(503, "too_many_open", message, limit=self._config.max_open, retry_after_s=1.0)
-        meter = Meter(self._telemetry, request[STARTED])
         self._answering += 1
         self._quiet.clear()
         try:
             async with asyncio.timeout(timeout_s + LAST_WORDS_S):
-                yield meter
+                yield
         except TimeoutError:  # the answer is long over, but its client does not read it
             raise ConnectionResetError("client does not read") from None
         finally:
             self._answering -= 1
             if not self._answering:
                 self._quiet.set()
-            meter.close()
 
     async def _deliver(
-        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format, meter: Meter
+        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
     ) -> web.StreamResponse:
         """Write the answer, as a stream or whole, and note how much of it went out."""
+        meter = request[METER]
         async with contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces:
             if valid.stream:
                 return await sse.write(request, pieces, form, meter, opened.sent)
@@ -286,7 +294,7 @@ class Gateway:
             try:
                 async for changed in pieces:
                     for piece in changed:
-                        meter.note(len(piece.token_ids))
+                        meter.note(piece)
                     answered += changed
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
@@ -396,7 +404,7 @@ class Gateway:
         return web.Response(text="pong")
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": _version()})
+        return _json({"version": figures.build()["version"]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -414,6 +422,7 @@ class Gateway:
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "other"
+        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = 499  # the client left; nginx's number for it
         response: web.StreamResponse
         try:
@@ -421,11 +430,11 @@ class Gateway:
             response = await handler(request)
             status = response.status
         except Refusal as refusal:
-            status, response = refusal.status, self._refuse(refusal)
+            status, response = refusal.status, self._refuse(refusal, meter)
         except web.HTTPException as error:
             status = error.status
             response = self._refuse(
-                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}")
+                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}"), meter
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
@@ -437,15 +446,16 @@ class Gateway:
             response = web.Response(status=status)
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
-            status, response = 500, self._refuse(Refusal(500, "internal_error", "the gateway failed on this request"))
+            failure = Refusal(500, "internal_error", "the gateway failed on this request")
+            status, response = failure.status, self._refuse(failure, meter)
         finally:
-            self._telemetry.record_request(endpoint, status)
+            meter.close(endpoint, status)
         if self._draining or status == 413:
             response.force_close()
         return response
 
-    def _refuse(self, refusal: Refusal) -> web.Response:
-        self._telemetry.record_refusal(refusal.code)
+    def _refuse(self, refusal: Refusal, meter: Meter) -> web.Response:
+        meter.fail(refusal)
         return web.Response(
             body=refusal.body(), status=refusal.status, headers=refusal.headers(), content_type="application/json"
         )
@@ -478,13 +488,6 @@ class Gateway:
                 await asyncio.wait_for(self._quiet.wait(), 2.0)
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("quire")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "0+checkout"
-
-
 class StartError(Exception):
     """The gateway cannot start; one line an operator can act on."""
 
@@ -508,7 +511,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
-    telemetry = Telemetry(gateway_id)
+    telemetry = Telemetry(
+        gateway_id, model=config.served_name or text.served_name(config.model), vllm=config.vllm_metrics
+    )
     streams = Streams(bus, config, telemetry)
     await streams.start()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
@@ -516,14 +521,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     runner = web.AppRunner(
         gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=2.0
     )
+    page = web.AppRunner(gateway.page(), access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_port=True)
-        try:
-            await site.start()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
+        if config.metrics_port:
+            await page.setup()
+            await _listen(page, config.host, config.metrics_port, "--metrics-port")
+        site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
         ready.tell()
         await stopping.wait()
@@ -532,15 +536,27 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await gateway.drain()
     finally:
         await runner.cleanup()
+        await page.cleanup()
         await streams.stop()
         await bus.close()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
+    """`shared`: other processes may listen there, too.  Raises StartError."""
+    site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shared)
+    try:
+        await site.start()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(f"cannot listen on {host}:{port}: {reason}; see {flag}") from None
+    return site
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
     cannot start."""
     prog = "quire gateway"
-    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
+    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

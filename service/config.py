@@ -17,6 +17,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: Annotated[
         int, Meta(ge=0, le=65535, description="TCP port; several gateway processes may share it; 0: any free one.")
     ] = 8000
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
+            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
+            "the engine first, then each gateway.",
+        ),
+    ] = 0
+    vllm_metrics: Annotated[
+        bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
+    ] = False
     redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
         "redis://127.0.0.1:6379/0"
     )

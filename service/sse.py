@@ -53,7 +53,7 @@ async def write(
             if response is None:
                 response = await _begin(request)
             for piece in changed:
-                meter.note(len(piece.token_ids))
+                meter.note(piece)
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
                 await response.write(data)
@@ -74,7 +74,7 @@ async def write(
         if not isinstance(error, Refusal):
             log.exception("a stream failed")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
-        meter.fail(error.code)
+        meter.fail(error)
         last = b"data: %s\n\ndata: [DONE]\n\n" % error.body()
     await response.write(last)
     await response.write_eof()

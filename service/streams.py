@@ -92,14 +92,17 @@ class Mailbox:
         "closed",
         "ended",
         "had",
+        "lost",
         "next",
         "prompt_logprobs",
+        "repeated",
     )
 
     def __init__(self, choice: int, backlog: Backlog) -> None:
         self.choice = choice
         self.at = 0  # output position of the next token to take
         self.next = 0
+        self.lost = self.repeated = 0  # tokens that are nowhere to be had, and that came twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.had: list[int] = []  # tokens before `at` that a client who has come back had already
@@ -123,15 +126,19 @@ class Mailbox:
         tokens, end = delta.token_ids, delta.first + len(delta.token_ids)
         fresh = end - self.next
         if fresh <= 0 and delta.finish is None:
+            self.repeated += len(tokens)
             return False
         if fresh > 0:
             if fresh <= len(tokens) and self.next == self.at + len(self._tokens):  # no gap: neither missed nor left out
                 logprobs = delta.logprobs
                 if fresh < len(tokens):  # the rest was replayed after a crash or a reconnect
+                    self.repeated += len(tokens) - fresh
                     tokens = tokens[-fresh:]
                     logprobs = logprobs[-fresh:] if logprobs is not None else None
                 self._keep(tokens, logprobs)
             self.next = end
+        else:
+            self.repeated += len(tokens)
         if delta.first == 0:
             self.cached_tokens, self.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
         if delta.finish is not None:
@@ -165,6 +172,7 @@ class Mailbox:
         if said is None:
             self.fail(Finish("error", message="the answer is not kept any longer"))
         elif not said.token_ids:
+            self.lost += self.next - self.at
             self.fail(LOST)
         else:
             self._fill(said)
@@ -381,6 +389,7 @@ class Streams:
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._oldest_ms = self._quarantined = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
         self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
 
@@ -525,6 +534,8 @@ class Streams:
             else:
                 order.timer = asyncio.get_running_loop().call_later(self._config.resume_s, self._abandon, order)
         self._telemetry.open_requests.set(self._reading)
+        boxes = opened.mailboxes
+        self._telemetry.record_stream(sum(box.lost for box in boxes), sum(box.repeated for box in boxes))
 
     def _abandon(self, order: Order) -> None:
         """Nobody reads it, and nobody will."""
@@ -567,7 +578,9 @@ class Streams:
                     raise
                 returning = True
                 continue
+            began = time.monotonic()
             queue = await self._ask(self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=once))
+            self._telemetry.record_redis("submit", time.monotonic() - began)
             self._note_queue(queue)
             if queue.twin is not None:
                 raise Before(queue.twin)
@@ -653,11 +666,13 @@ class Streams:
         self._queue, self._read_ms = queue, int(time.time() * 1000)
 
     async def _refresh(self) -> None:
+        began = time.monotonic()
         try:
             fleet = await self._bus.fleet()
         except BusDown as error:
             self.trouble = str(error)
             return
+        self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
             self._note(load)
         alive = {load.engine for load in fleet.engines}
@@ -665,6 +680,7 @@ class Streams:
             del self._loads[engine]
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
+        self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
         self._telemetry.record_backlog(self.backlog.held)
         try:
@@ -700,7 +716,16 @@ class Streams:
     def fleet(self) -> Fleet:
         """The engines with a live lease, `time_ms` on this process's clock, and the queue."""
         loads, queue = [load for _, load in self._loads.values()], self._queue
-        return Fleet(loads, queue.queued, queue.queued_tokens, self._read_ms, queue.room_tokens, queue.tenants)
+        return Fleet(
+            loads,
+            queue.queued,
+            queue.queued_tokens,
+            self._read_ms,
+            queue.room_tokens,
+            queue.tenants,
+            oldest_ms=self._oldest_ms,
+            quarantined=self._quarantined,
+        )
 
     @property
     def fingerprint(self) -> str | None:

@@ -75,6 +75,8 @@ class Fleet(msgspec.Struct, frozen=True):
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
     forgotten: bool = False  # the reader had not been heard of for long: what it listened to may go elsewhere
+    oldest_ms: int = 0  # since the oldest in the queue was first queued
+    quarantined: int = 0  # requests set aside because they killed their engines
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -455,9 +457,8 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
-        loads, time_ms, queued, room_tokens, turns, known = await self._link.script(
-            FLEET, self._gateway, self._grace_ms
-        )
+        reply = await self._link.script(FLEET, self._gateway, self._grace_ms)
+        loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -467,6 +468,8 @@ class GatewaySide:
             room_tokens,
             tenants,
             not known,
+            oldest_ms,
+            quarantined,
         )
 
 
@@ -496,6 +499,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
+        self.queue_share = 0.0  # requests nobody had claimed after the last exchange, over the engines that could
         self._epoch = "0"  # of the lease; another one at Redis means that it lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # what it holds, as far as it knows: id -> who pays for its tokens
@@ -559,7 +563,8 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id in held]
         self._forget(finished)
-        works, orders = reply
+        works, orders, queued, engines = reply
+        self.queue_share = queued / max(1, engines)
         claimed = Claimed([], [], lost)
         for payload, listeners, outputs in works:
             request = self._decode(payload)

@@ -6,6 +6,7 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     arrivals         string   number of the last request queued              submit            never
     queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
     waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
+    ages             zset     waiting id -> unix ms of its submit            as queue:TENANT   with its members
     queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
     turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
@@ -16,7 +17,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
                               promised takes up what is promised at all
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
-                              tenant, deadline (unix ms), engine (who                          after its deadline
+                              since (unix ms of its submit), tenant,                           after its deadline
+                              deadline (unix ms), engine (who
                               claimed it), listeners (gateways, one a
                               line), dropped (indices of continuations       attach, cancel
                               nobody wants any more), attempts and said      lapse
@@ -132,8 +134,14 @@ local function charge(tenant, tokens)  -- negative: a refund
   call('ZADD', P .. 'turns', 'XX', counter, tenant)
 end
 
+local function now_ms()
+  local now = call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
 local function enqueue(id)
-  local tokens, place, tenant = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant'))
+  local tokens, place, tenant, since = unpack(
+    call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant', 'since'))
   if not call('ZSCORE', P .. 'turns', tenant) then
     local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
     local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
@@ -145,6 +153,7 @@ local function enqueue(id)
     call('ZADD', P .. 'turns', counter, tenant)
   end
   call('ZADD', P .. 'queue:' .. tenant, place, id)
+  call('ZADD', P .. 'ages', since or now_ms(), id)
   call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
   call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
 end
@@ -155,6 +164,7 @@ local function dequeue(id)  -- says whether it was waiting
   local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
   call('ZREM', P .. 'queue:' .. tenant, id)
   call('HDEL', P .. 'waiting', id)
+  call('ZREM', P .. 'ages', id)
   if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
     call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
   else
@@ -167,11 +177,6 @@ end
 
 local function alive(id)
   return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
-end
-
-local function now_ms()
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
 local function order(engine, what)  -- see orders:ENGINE
@@ -426,7 +431,8 @@ if not accepted then
       local id, payload, size, n = unpack(ARGV, i, i + 3)
       local key, log = P .. 'req:' .. id, P .. 'log:' .. id
       call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
-           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'), 'listeners', gateway)
+           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'), 'listeners', gateway,
+           'since', now_ms())
       call('PEXPIREAT', key, deadline + {EXPIRY_MS})
       call('HSET', log, 'n', n, 'retain', retain)
       if i == 11 then
@@ -538,7 +544,9 @@ local loads = {{}}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
 end
-return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns(), known}}
+local oldest = call('ZRANGE', P .. 'ages', 0, 0, 'WITHSCORES')[2]
+return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns(), known, oldest and now_ms() - oldest or 0,
+         call('ZCARD', P .. 'quarantine')}}
 """
 
 # id, the gateway that wants to listen ('' for none)
@@ -782,7 +790,7 @@ for _, id in ipairs(claimed) do
     works[#works + 1] = {{payload, names, outputs}}
   end
 end
-return {{works, orders}}
+return {{works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')}}
 """
 
 

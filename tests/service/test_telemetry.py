@@ -7,6 +7,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.wire.bus import Fleet
+from service.api import Piece
 from service.telemetry import Meter, Telemetry
 from tests.service.fakes import a_load
 
@@ -35,17 +36,18 @@ def test_requests_and_refusals_are_counted() -> None:
 def test_a_meter_records_one_request() -> None:
     telemetry = Telemetry("g")
     meter = Meter(telemetry, time.monotonic() - 2.0)
-    meter.note(0)
-    meter.note(1)
-    meter.note(3)
-    meter.close()
+    meter.admit()
+    meter.note(Piece(0, "", []))
+    meter.note(Piece(0, "a", [1]))
+    meter.note(Piece(0, "bcd", [2, 3, 4], finish="stop"))
+    meter.close("/v1/completions", 200)
     got = samples(telemetry)
     assert got["quire_output_tokens_total", ""] == 4
     assert got["quire_time_to_first_token_seconds_count", ""] == 1
     assert 2.0 <= got["quire_time_to_first_token_seconds_sum", ""] < 3.0
-    assert got["quire_inter_token_latency_seconds_count", ""] == 1
+    assert got["quire_inter_token_latency_seconds_count", ""] == 3
     assert 2.0 <= got["quire_request_latency_seconds_sum", ""] < 3.0
-    Meter(telemetry, time.monotonic()).close()  # one that never got a token
+    Meter(telemetry, time.monotonic()).close("/v1/completions", 200)  # one that never got a token
     assert samples(telemetry)["quire_time_to_first_token_seconds_count", ""] == 1
 
 
