@@ -204,7 +204,7 @@ class Engine:
             step_s=self._pace.value,
         )
         outputs = core.outputs()
-        self.telemetry.publish(load, totals, outputs, now, core.wasted_slots)
+        self.telemetry.publish(load, totals, outputs, core.committed, now, core.wasted_slots)
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))
 
 

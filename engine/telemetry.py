@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -25,6 +25,7 @@ from engine.core.scheduler import Event, Outputs, Totals
 from engine.wire import figures
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad, Generate
+from engine.wire.tracing import Tracing, Value
 
 WASTE_S = 1.0  # how often the loop is asked to count wasted slots, which looks at every sequence
 STALLED_S = 60.0  # a loop that has not turned for so long is taken for dead; the longest step of a CPU takes seconds
@@ -43,16 +44,17 @@ class Clock:
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # those that wait to come back
         self.resumed: dict[int, float] = {}  # those that compute again what they had
-        self.step = 0  # in which it started
+        self.step = 0  # the first of what it does now
 
 
 class Telemetry(Collector):
     """All figures of one engine.  The loop's thread writes, the bus thread its own few, any thread may scrape."""
 
-    def __init__(self, engine: str = "", *, vllm: bool = False) -> None:
+    def __init__(self, engine: str = "", *, vllm: bool = False, tracing: Tracing | None = None) -> None:
         """`vllm`: also say under vLLM's names what vLLM says, for dashboards and autoscalers made for it."""
         self._labels = (engine, "")
         self._vllm = vllm
+        self._tracing = tracing or Tracing()
         self._info: dict[str, str] = {}
         self._clocks: dict[str, Clock] = {}
         self._load: EngineLoad | None = None
@@ -124,17 +126,20 @@ class Telemetry(Collector):
         if idle:
             self._last_result = 0.0
 
-    def publish(self, load: EngineLoad, totals: Totals, outputs: Outputs, now: float, waste: Callable[[], int]) -> None:
-        """What the core said in this turn.  `waste` counts the wasted slots; it is not asked every time."""
+    def publish(
+        self, load: EngineLoad, totals: Totals, outputs: Outputs, step: int, now: float, waste: Callable[[], int]
+    ) -> None:
+        """What the core said in this turn, after this step's results.  `waste` counts the wasted slots; it is not asked
+        every time."""
         self._load, self._totals = load, totals
         if now - self._wasted_at >= WASTE_S:
             self._wasted, self._wasted_at = waste(), now
         for event in outputs.events:
-            self._milestone(event, now)
+            self._milestone(event, step, now)
         for request_id in outputs.finished:
             self._clocks.pop(request_id, None)
 
-    def _milestone(self, event: Event, now: float) -> None:
+    def _milestone(self, event: Event, step: int, now: float) -> None:
         if event.kind == "ended":
             self._finished[event.reason or "moved"] += 1
             if event.reason is None:  # no Finish of ours: it will not be among those finished
@@ -143,25 +148,58 @@ class Telemetry(Collector):
             return
         index = event.index
         if event.kind == "started":
-            clock.started = now
+            clock.started, clock.step = now, step + 1
             self._queue_s.add(now - clock.queued)
             self._prompt.add(len(event.request.token_ids))
+            if self._tracing.on:
+                found = {"gen_ai.usage.cache_read.input_tokens": event.tokens}
+                self._span("queue", clock, index, clock.queued, now, found)
         elif event.kind == "first":
             clock.first[index] = now
             self._prefill_s.add(now - clock.started)
+            if self._tracing.on:
+                computed = {"gen_ai.usage.input_tokens": len(event.request.token_ids), **_steps(clock.step, step)}
+                self._span("prefill", clock, index, clock.started, now, computed)
+            clock.step = step + 1
         elif event.kind == "preempted":
             clock.preempted[index] = now
         elif event.kind == "resumed":
-            self._away_s.add(now - clock.preempted.pop(index, now))
+            since = clock.preempted.pop(index, now)
+            self._away_s.add(now - since)
+            if self._tracing.on:
+                self._span("resume", clock, index, since, now, {"quire.recomputed_tokens": event.tokens})
         else:
-            self._ended(clock, event, now)
+            self._ended(clock, event, step, now)
 
-    def _ended(self, clock: Clock, event: Event, now: float) -> None:
-        if event.reason is not None and clock.started:
-            self._inference_s.add(now - clock.started)
-            self._output.add(event.tokens)
-            if first := clock.first.get(event.index):
-                self._decode_s.add(now - first)
+    def _ended(self, clock: Clock, event: Event, step: int, now: float) -> None:
+        if event.reason is None or not clock.started:
+            return
+        self._inference_s.add(now - clock.started)
+        self._output.add(event.tokens)
+        if first := clock.first.get(event.index):
+            self._decode_s.add(now - first)
+            if self._tracing.on:
+                said: dict[str, Value] = {
+                    "gen_ai.usage.output_tokens": event.tokens,
+                    "gen_ai.response.finish_reasons": [event.reason],
+                    **_steps(clock.step, step),
+                }
+                failed = event.reason if event.reason in ("error", "deadline") else ""
+                self._span("decode", clock, event.index, first, now, said, failed)
+
+    def _span(
+        self,
+        name: str,
+        clock: Clock,
+        index: int,
+        since: float,
+        now: float,
+        attributes: Mapping[str, Value],
+        error: str = "",
+    ) -> None:
+        request = clock.request
+        known = {"gen_ai.request.id": request.id, "quire.continuation": index, "quire.engine": self._labels[0]}
+        self._tracing.add(name, request.traceparent, since, now, {**known, **attributes}, error)
 
     # -- what the bus thread says
 
@@ -340,6 +378,11 @@ class Telemetry(Collector):
         yield tally("vllm:request_prompt_tokens", "Of a request.", self._prompt)
         yield tally("vllm:request_generation_tokens", "Of a sequence.", self._output)
         yield tally("vllm:iteration_tokens_total", "Tokens of a step.", self._step_tokens)
+
+
+def _steps(first: int, last: int) -> dict[str, int]:
+    """Of the engine's loop, those in which something was computed."""
+    return {"quire.first_step": min(first, last), "quire.last_step": last}
 
 
 def _family(family: GaugeMetricFamily | CounterMetricFamily, series: dict[tuple[str, ...], float]) -> Metric:

@@ -28,9 +28,10 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import figures, settings
+from engine.wire import figures, logs, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide
 from engine.wire.messages import Finish
+from engine.wire.tracing import Tracing
 from service import admission, api, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -133,7 +134,9 @@ class Gateway:
         now_ms = int(time.time() * 1000)
         request_id = prefix + uuid.uuid4().hex
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        trace = api.traceparent(request.headers.get("traceparent", ""))
+        meter = request[METER]
+        came = api.traceparent(request.headers.get("traceparent", ""))
+        trace = meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), came)
         orders = api.generates(
             valid,
             request_id,
@@ -155,8 +158,6 @@ class Gateway:
             prompts=self._tokenizer.prompted(valid, encoded),
             vocabulary=self._tokenizer.table,
         )
-        meter = request[METER]
-        meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms))
         self._answering += 1
         self._quiet.clear()
         try:
@@ -363,8 +364,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
+    tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
-        gateway_id, model=config.served_name or text.served_name(config.model), vllm=config.vllm_metrics
+        gateway_id,
+        model=config.served_name or text.served_name(config.model),
+        vllm=config.vllm_metrics,
+        tracing=tracing,
+        trace_prompts=config.trace_prompts,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()
@@ -390,6 +396,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await page.cleanup()
         await streams.stop()
         await bus.close()
+        await asyncio.to_thread(tracing.close)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
@@ -408,7 +415,7 @@ def main(argv: Sequence[str]) -> None:
     cannot start."""
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.start(config.log_format)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence
