@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import msgspec
 
@@ -15,7 +16,7 @@ from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
-from engine.wire import logs, settings
+from engine.wire import logs, ready, settings
 from engine.wire.bus import BusDown
 from engine.wire.tracing import Tracing
 
@@ -26,21 +27,42 @@ log = logging.getLogger("quire.engine")
 SWITCH_S = 0.0002
 
 
-def load(config: EngineConfig) -> Executor:
+class Stopwatch:
+    """What the parts of a start took, for the log: a crashed engine's streams pause for as long."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        # CPU time of this process so far: there is no portable way to ask when it began.
+        self._laps = {"interpreter": time.process_time()}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._laps.items())
+
+
+def load(config: EngineConfig, watch: Stopwatch) -> Executor:
     """Raises ModelLoadError."""
     if config.executor == "scripted":
         return ScriptedExecutor.load(config)
-    from engine.executor import local  # torch, seconds to import: only for a configuration found good
-
+    try:
+        from engine.executor import local  # torch, seconds to import: only for a configuration found good
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "ninja"):
+            raise
+        raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
+    watch.lap("imports")
     return local.load(config)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
-    another engine took this one's name, or the GPU failed."""
-    config = settings.load(
-        EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
-    )
+    """0 after a drain, with what is not finished back in the queue; 2 with one line on stderr when configuration, model
+    or Redis make a start impossible; 1 when another engine took this one's name, or the GPU failed."""
+    watch = Stopwatch()
+    words = sys.argv[1:] if argv is None else argv
+    config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
@@ -51,11 +73,13 @@ def main(argv: list[str] | None = None) -> int:
     bus = BusThread(config, telemetry)
     page: Page | None = None
     try:
-        executor = load(config)
+        executor = load(config, watch)
         engine = Engine(config, executor, bus, bus, telemetry)
+        watch.lap("model")
         if config.metrics_port:
             page = Page(telemetry, config.metrics_host, config.metrics_port)
         bus.start()
+        watch.lap("queue")
     except (ModelLoadError, ConfigError, BusDown, PageError) as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
@@ -73,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         executor.info.kv_bytes_per_token,
         executor.info.fingerprint,
     )
+    log.info("started: %s", watch)
+    ready.tell()
     try:
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone

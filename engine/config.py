@@ -102,6 +102,30 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(gt=0, le=1, description="Mode threshold: highest KV utilisation, a fraction, that a start may lead to."),
     ] = 0.90
+    preempt: Annotated[
+        Literal["recompute", "swap", "auto"],
+        Meta(
+            description="What becomes of the KV blocks of a sequence that has to yield. recompute: dropped, and "
+            "computed again; swap: copied to the host's memory and back, while there is room in swap_memory_gib; "
+            "auto: what takes less time, by the rates measured so far."
+        ),
+    ] = "auto"
+    swap_memory_gib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GiB of the host's memory, pinned for a GPU, for the KV blocks of sequences that had to yield; "
+            "at most twice what the KV cache has. 0: none, everything is computed again.",
+        ),
+    ] = 1.0
+    itl_stretch: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A prompt beside sequences that decode may make a step so many times as long as it would be "
+            "without, by the times measured so far, and more where many wait; 0: step_tokens alone bounds it.",
+        ),
+    ] = 2.0
     graph_seconds: Annotated[
         float,
         Meta(
@@ -112,6 +136,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that what runs may go on after SIGTERM while no other engine can take it over; then "
+            "it waits in the queue for one that starts.",
+        ),
+    ] = 30.0
     metrics_host: Annotated[str, Meta(description="Address of metrics_port.")] = "127.0.0.1"
     metrics_port: Annotated[
         int,

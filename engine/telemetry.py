@@ -419,7 +419,8 @@ class Page:
         def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
             if path == "/metrics":
-                return metrics(environ, start)
+                page: Iterable[bytes] = metrics(environ, start)
+                return page
             if path == "/health":
                 alive = telemetry.alive
                 start("200 OK" if alive else "503 Service Unavailable", [("Content-Type", "application/json")])

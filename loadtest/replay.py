@@ -352,10 +352,24 @@ def main(args: argparse.Namespace, command: str) -> int:
     except (OSError, AskerError) as error:
         raise SystemExit(str(error)) from None
     url = args.url.rstrip("/").removesuffix("/v1")
+    options = options_of(args, url, args.model, keys)
+    result, records = measure(args, plan, arrivals, options, command)
+    args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    if args.raw:
+        with args.raw.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(raw(record), separators=(",", ":")) + "\n")
+    show(result["figures"])
+    print(f"written to {args.out}")
+    return 0
+
+
+def options_of(args: argparse.Namespace, url: str, model: str | None, keys: dict[str, str]) -> Options:
+    """`model`: None asks the server.  Raises SystemExit with one line when it can't be asked."""
     api_key = os.environ.get(args.api_key_env, "") if args.api_key_env else next(iter(keys.values()), "")
-    options = Options(
+    return Options(
         url=url,
-        model=args.model or asyncio.run(first_model(url, api_key)),
+        model=model or asyncio.run(first_model(url, api_key)),
         metrics_url=args.metrics_url or f"{url}/metrics",
         text=args.text,
         vocab_size=args.vocab_size,
@@ -368,15 +382,6 @@ def main(args: argparse.Namespace, command: str) -> int:
         drain_s=args.drain,
         seed=args.seed,
     )
-    result, records = measure(args, plan, arrivals, options, command)
-    args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    if args.raw:
-        with args.raw.open("w", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(raw(record), separators=(",", ":")) + "\n")
-    show(result["figures"])
-    print(f"written to {args.out}")
-    return 0
 
 
 def measure(

@@ -4,8 +4,12 @@ One request walks through `Gateway.answer`:
 
     api.parse -> text.encode -> api.fit -> admission.decide -> streams.open -> text.decode -> sse.write
 
+A client that lost its answer comes back through `Gateway.go_on`: streams.join -> text.decode -> sse.write (see
+`resume.py`).
+
 Start: tokenizer, Redis, first look at the engines, then the port: nobody is let in before an answer is possible.
-Stop (SIGTERM, SIGINT): not ready, port closed, running answers get `drain_s`, the rest end in an error; exit 0.
+Stop (SIGTERM, SIGINT): not ready, port closed, running answers get `drain_s`.  Then the streams of clients that can
+come back break off, to go on at another gateway; the rest end in an error; exit 0.
 """
 
 from __future__ import annotations
@@ -21,21 +25,22 @@ import socket
 import sys
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from engine.wire import figures, logs, settings
-from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire import figures, logs, ready, settings
+from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
 from engine.wire.tracing import Tracing
-from service import admission, api, sse, text
+from service import admission, api, resume, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.streams import Streams
+from service.format import REQUEST_ID as ANSWER_ID
+from service.format import Format, Position
+from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
 
@@ -48,12 +53,19 @@ STARTED = web.RequestKey("started", float)
 REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
+OWNER = web.RequestKey("owner", str)  # digest of the key that asks
+FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
+TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 
 
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+class Unanswered(Exception):
+    """The request that came first under an idempotency key has no answer, and will have none."""
 
 
 class Gateway:
@@ -71,7 +83,6 @@ class Gateway:
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._tenants, self._gateway = tenants, gateway
         self._model = config.served_name or text.served_name(config.model)
-        self._promises: defaultdict[str, admission.Promises] = defaultdict(admission.Promises)  # by tenant
         self._created = int(time.time())
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
@@ -85,6 +96,7 @@ class Gateway:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.get("/v1/streams/{id}", self.stream),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{id:.+}", self.model),
                 web.post("/tokenize", self.tokenize),
@@ -113,12 +125,35 @@ class Gateway:
         return await self.answer(request, api.parse_chat, "chatcmpl-")
 
     async def answer(self, request: web.Request, parse: Parse, prefix: str) -> web.StreamResponse:
-        """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`."""
-        if self._draining:
-            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        """Answer a request, or go on with one that was made before: the client says so, or its Idempotency-Key does."""
+        if (last := request.headers.get("Last-Event-ID")) is not None:
+            had = Position.parse(last)
+            if not had.request_id.startswith(prefix):
+                raise Refusal(404, "stream_not_found", "no answer with this id here", given=had.request_id)
+            return await self.go_on(request, had.request_id, had)
+        body = await self._read(request)
+        once = resume.once(request.headers.get("Idempotency-Key"), request[OWNER], request.path, body)
+        if once is None:
+            return await self.begin(request, body, parse, prefix)
+        for _ in range(TWINS):
+            twin = await self._streams.twin(once)
+            try:
+                return await (
+                    self._again(request, once, twin) if twin else self.begin(request, body, parse, prefix, once)
+                )
+            except (Before, Unanswered):
+                continue
+        raise Refusal(503, "cancelled", "requests with this idempotency key keep being cancelled", retry_after_s=1.0)
+
+    async def begin(
+        self, request: web.Request, body: bytes, parse: Parse, prefix: str, once: Once | None = None
+    ) -> web.StreamResponse:
+        """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`.
+
+        Raises Before when another request with the key `once` was quicker."""
         config, streams, tenant = self._config, self._streams, request[TENANT]
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
-        valid = parse(await self._read(request), config, self._model, timeout_s)
+        valid = parse(body, config, self._model, timeout_s)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid)
@@ -132,7 +167,7 @@ class Gateway:
             weight=tenant.weight,
         )
         now_ms = int(time.time() * 1000)
-        request_id = prefix + uuid.uuid4().hex
+        request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
         meter = request[METER]
         came = api.traceparent(request.headers.get("traceparent", ""))
@@ -149,32 +184,98 @@ class Gateway:
             tenant.weight,
             now_ms,
         )
-        form = api.Format(
-            valid,
-            request_id=request_id,
+        record = resume.Record(
+            owner=request[OWNER],
+            tenant=tenant.name,
+            valid=valid,
+            prompts=self._tokenizer.prompted(valid, encoded),
             model=self._model,
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
-            prompts=self._tokenizer.prompted(valid, encoded),
-            vocabulary=self._tokenizer.table,
+            deadline_ms=deadline_ms,
         )
+        form = record.form(request_id, self._tokenizer.table)
+        resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
+        async with (
+            self._answer(valid.timeout_s),
+            streams.open(
+                orders,
+                valid.timeout_s,
+                partial(self._admit, cost),
+                record=record.encode(),
+                once=once,
+                resumable=resumable,
+            ) as opened,
+        ):
+            meter.admit()
+            return await self._deliver(request, valid, opened, form)
+
+    async def go_on(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
+        """Answer on after what the client has `had`; None: from the start.  Raises Refusal."""
+        if had is not None and had.done:
+            return web.Response(status=204)  # for EventSource: do not ask again
+        streams, config = self._streams, self._config
+        found = await streams.find(request_id)
+        record = resume.read(found, request_id, request[OWNER], config.retain_s, int(time.time() * 1000))
+        valid = record.valid
+        form = record.form(request_id, self._tokenizer.table)
+        prompts, n = len(record.prompts), valid.n
+        had = had or Position.start(request_id, prompts * n)
+        if len(had.tokens) != prompts * n:
+            raise Refusal(400, "invalid_event_id", f"Last-Event-ID: the answer has {prompts * n} choices")
+        counts = [count or 0 for count in had.tokens]
+        left_s = max(0.0, record.deadline_ms / 1000 - time.time())
+        async with (
+            self._answer(left_s),
+            streams.join(
+                [f"{request_id}.{at}" for at in range(prompts)],
+                [counts[at * n : (at + 1) * n] for at in range(prompts)],
+                record.tenant,
+                left_s,
+            ) as opened,
+        ):
+            request[METER].resume(request_id, prompts * n, record.tenant)
+            form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
+            for choice in had.ended:
+                opened.end(choice)
+            try:
+                return await self._deliver(request, valid, opened, form)
+            except Refusal as refusal:
+                if refusal.code == "cancelled":  # its client had left it
+                    raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
+                raise
+
+    async def _again(self, request: web.Request, once: Once, twin: Twin) -> web.StreamResponse:
+        """The answer to an earlier request under the same key.  Raises Unanswered where there will be none; the key is
+        free then."""
+        if not twin.same_body:
+            message = "idempotency-key: it was used for another request, whose path or body differs"
+            raise Refusal(409, "idempotency_key_reused", message, param="idempotency-key")
+        try:
+            return await self.go_on(request, twin.request_id.rpartition(".")[0], None)
+        except Refusal as refusal:
+            if refusal.code not in FAILED:
+                raise
+            await self._streams.release(once, twin)
+            if (
+                refusal.code == "engine_error"
+            ):  # once more would be one more chance to do harm: that is the client's choice
+                raise
+            raise Unanswered from None
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, timeout_s: float) -> AsyncIterator[None]:
+        """Around whatever a client waits for.  Raises Refusal(503) when this gateway takes no more."""
+        if self._draining:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        if self._answering >= self._config.max_open:
+            message = f"this gateway answers {self._config.max_open} requests at a time"
+            raise Refusal(503, "too_many_open", message, limit=self._config.max_open, retry_after_s=1.0)
         self._answering += 1
         self._quiet.clear()
         try:
-            async with (
-                asyncio.timeout(valid.timeout_s + LAST_WORDS_S),
-                streams.open(orders, valid.timeout_s, partial(self._admit, cost)) as opened,
-                contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces,
-            ):
-                meter.admit()
-                if valid.stream:
-                    return await sse.write(request, pieces, form, meter)
-                answered = []
-                async for changed in pieces:
-                    for piece in changed:
-                        meter.note(piece)
-                    answered += changed
-                return web.Response(body=form.whole(answered), content_type="application/json")
+            async with asyncio.timeout(timeout_s + LAST_WORDS_S):
+                yield
         except TimeoutError:  # the answer is long over, but its client does not read it
             raise ConnectionResetError("client does not read") from None
         finally:
@@ -182,10 +283,47 @@ class Gateway:
             if not self._answering:
                 self._quiet.set()
 
-    def _admit(self, cost: admission.Cost, fleet: Fleet) -> int:
-        """admission.decide with this process's clock, dice and memory."""
-        promises = self._promises[cost.tenant]
-        return admission.decide(cost, fleet, int(time.time() * 1000), self._config, random.random(), promises)
+    async def _deliver(
+        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
+    ) -> web.StreamResponse:
+        """Write the answer, as a stream or whole, and note how much of it went out."""
+        meter = request[METER]
+        async with contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces:
+            if valid.stream:
+                return await sse.write(request, pieces, form, meter, opened.sent)
+            answered = []
+            try:
+                async for changed in pieces:
+                    for piece in changed:
+                        meter.note(piece)
+                    answered += changed
+            except HandedOver:
+                raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
+        response = web.Response(body=form.whole(answered), content_type="application/json")
+        if self._draining:
+            response.force_close()
+        await response.prepare(request)
+        await response.write_eof()
+        opened.sent(form.tokens)
+        return response
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
+
+        `id` is a request's or an event's, but a Last-Event-ID is newer."""
+        given = request.match_info["id"]
+        asked = None if re.fullmatch(ANSWER_ID, given) else Position.parse(given)
+        last = request.headers.get("Last-Event-ID")
+        had = Position.parse(last) if last else asked
+        request_id = asked.request_id if asked is not None else given
+        if had is not None and had.request_id != request_id:
+            raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
+        return await self.go_on(request, request_id, had)
+
+    def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
+        """admission.decide with this process's clock and dice."""
+        now_ms = int(time.time() * 1000)
+        return admission.decide(cost, fleet, now_ms, self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
@@ -301,7 +439,9 @@ class Gateway:
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except ConnectionError:  # nobody is left to answer; raised on, it would be logged as our failure
+        except ConnectionError as error:  # nobody is left to answer; raised on, it would be logged as our failure
+            if isinstance(error, HandedOver):
+                status = 503
             if request.transport is not None:
                 request.transport.abort()
             response = web.Response(status=status)
@@ -324,7 +464,9 @@ class Gateway:
     def _authenticate(self, request: web.Request) -> None:
         """Bearer keys guard whatever reads or makes text; probes and metrics are open.  Raises Refusal(401)."""
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
-            request[TENANT] = self._tenants.of(request.headers.get("Authorization", ""))
+            authorization = request.headers.get("Authorization", "")
+            request[TENANT] = self._tenants.of(authorization)
+            request[OWNER] = self._tenants.owner(authorization)
 
     async def _headers(self, request: web.Request, response: web.StreamResponse) -> None:
         if (started := request.get(STARTED)) is not None:
@@ -337,7 +479,7 @@ class Gateway:
         self._draining = True
 
     async def drain(self) -> None:
-        """Let running answers finish for `drain_s`, then end the rest in an error each client sees."""
+        """Let running answers finish for `drain_s`; then the rest goes on elsewhere, or ends in an error."""
         try:
             await asyncio.wait_for(self._quiet.wait(), self._config.drain_s)
         except TimeoutError:
@@ -360,7 +502,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s)
+        bus = GatewaySide(
+            config.redis_url,
+            gateway_id,
+            namespace=config.namespace,
+            retain_s=config.retain_s,
+            grace_s=config.resume_s,
+        )
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
@@ -387,6 +535,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
             await _listen(page, config.host, config.metrics_port, "--metrics-port")
         site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
+        ready.tell()
         await stopping.wait()
         gateway.refuse_new()
         await site.stop()
@@ -414,7 +563,7 @@ def main(argv: Sequence[str]) -> None:
     """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
     cannot start."""
     prog = "quire gateway"
-    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
+    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

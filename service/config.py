@@ -83,12 +83,31 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 30.0
     fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
     queue_wait_s: Annotated[
-        float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
-    ] = 20.0
-    retain_s: Annotated[
         float,
         Meta(
             ge=0,
+            description="Longest estimated wait in the queue, seconds; beyond it the answer is 429 and a time to come "
+            "again. A quarter of the time to the first token that is good enough: waits differ from their estimate.",
+        ),
+    ] = 0.5
+    resume_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a request whose client was lost goes on and waits for it to come back: after its "
+            "gateway died, or where the client said that it would (Idempotency-Key, X-Resumable).",
+        ),
+    ] = 30.0
+    backlog_mib: Annotated[
+        int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory; the rest waits in Redis.")
+    ] = 64
+    max_open: Annotated[
+        int, Meta(ge=1, description="Requests open at once, slow readers included; beyond them the answer is 503.")
+    ] = 16_384
+    retain_s: Annotated[
+        float,
+        Meta(
+            ge=15,
             description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, and what "
             "was asked for beside it (logprobs). A request that never ends leaves a minute after its deadline.",
         ),

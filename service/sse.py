@@ -1,9 +1,10 @@
 """Server-sent events: headers, frames, keep-alives, and the end of a stream.
 
-    id: cmpl-5f0c:17                 request id, output position (one for each choice, comma-separated)
+    id: cmpl-5f0c:17                 how much of the answer its reader has had with this event: `format.Position`
     data: {"id":"cmpl-5f0c", ...}    a chunk
                                      blank line
     : keep-alive                     a comment, after a silence: proxies cut idle connections
+    id: cmpl-5f0c:18:done
     data: [DONE]
 
 Headers wait for the first token or the first heartbeat, so that what fails before has a proper HTTP status.  Each
@@ -13,17 +14,20 @@ handler waits for its own socket only; meanwhile tokens merge in the request's m
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from service.api import Format, Piece, Refusal
+from service.api import Refusal
+from service.format import Format, Piece
+from service.streams import HandedOver
 from service.telemetry import Meter
 
 log = logging.getLogger("quire.gateway")
 
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
+# No blank line after it: after an id, OpenAI's client takes a lone one for an event without data, and fails on it.
+KEEP_ALIVE = b": keep-alive\n"
+RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -32,23 +36,36 @@ HEADERS = {
 
 
 async def write(
-    request: web.Request, pieces: AsyncIterator[list[Piece]], form: Format, meter: Meter
+    request: web.Request,
+    pieces: AsyncIterator[list[Piece]],
+    form: Format,
+    meter: Meter,
+    sent: Callable[[list[int]], None],
 ) -> web.StreamResponse:
-    """Stream an answer to its end.  Raises Refusal while nothing has been sent, afterwards sends it as an event.
-    Raises ConnectionError when the client has gone."""
+    """Stream an answer to its end, telling `sent` how many tokens of each choice have gone out so far.
+
+    Raises Refusal while nothing has been sent, afterwards sends it as an event.
+    Raises ConnectionError when the client has gone, and HandedOver, from `pieces`, when it shall come back: the stream
+    then just breaks off, so that no reader takes it for complete."""
     response: web.StreamResponse | None = None
     try:
         async for changed in pieces:
             if response is None:
-                response = web.StreamResponse(headers=HEADERS)
-                await response.prepare(request)
+                response = await _begin(request)
             for piece in changed:
                 meter.note(piece)
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
                 await response.write(data)
-        assert response is not None  # every choice ends with a piece
-        last = form.usage_chunk()
+                sent(form.tokens)
+        if response is None:  # resumed after the last choice had ended
+            response = await _begin(request)
+        last = form.usage_chunk() + form.done()
+    except HandedOver:
+        if response is None:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0) from None
+        await response.write(RETRY)
+        raise
     except ConnectionError:
         raise
     except Exception as error:
@@ -58,7 +75,13 @@ async def write(
             log.exception("a stream failed")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
         meter.fail(error)
-        last = b"data: %s\n\n" % error.body()
-    await response.write(last + DONE)
+        last = b"data: %s\n\ndata: [DONE]\n\n" % error.body()
+    await response.write(last)
     await response.write_eof()
+    return response
+
+
+async def _begin(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers=HEADERS)
+    await response.prepare(request)
     return response

@@ -19,11 +19,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.wire import figures
-from engine.wire.bus import Fleet
+from engine.wire.bus import Fleet, Usage
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad
 from engine.wire.tracing import Trace, Tracing, Value
-from service.api import Piece, Refusal, ValidRequest
+from service.api import Refusal, ValidRequest
+from service.format import Piece
 
 log = logging.getLogger("quire.request")
 
@@ -48,6 +49,10 @@ _ENGINE = {
     "quire_engine_cached_prompt_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     "quire_engine_generated_tokens": ("generated_tokens", "Output tokens since the engine started."),
     "quire_engine_recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
+    "quire_engine_requests_swapped": ("swapped", "Waiting sequences whose KV blocks are in the host's memory."),
+    "quire_engine_swap_preemptions": ("swap_preemptions", "Preemptions that copied KV blocks to the host's memory."),
+    "quire_engine_swapped_out_bytes": ("swapped_out_bytes", "Bytes of KV blocks copied to the host's memory."),
+    "quire_engine_swapped_in_bytes": ("swapped_in_bytes", "Bytes of KV blocks copied back from the host's memory."),
 }
 # No tenant has more than two dozen friends who look at its graph, and each costs five series.
 TENANTS = 20
@@ -97,6 +102,11 @@ class Telemetry(Collector):
         )
         self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens accepted.").labels(gateway)
         self.output_tokens = counter("quire_output_tokens", "Output tokens sent to clients.").labels(gateway)
+        self._delivered_tokens = counter(
+            "quire_delivered_tokens", "Output tokens sent to clients, each position once however often it was resumed."
+        ).labels(gateway)
+        self.comebacks = counter("quire_comebacks", "Answers that a client came back to.").labels(gateway)
+        self._backlog = gauge("quire_backlog_bytes", "Tokens that wait here for slow readers.").labels(gateway)
         self._lost = counter("quire_tokens_lost", "Tokens that never came; each fails its request.").labels(gateway)
         self._repeated = counter(
             "quire_tokens_repeated", "Tokens that came again, and were dropped here: an engine died, or Redis did."
@@ -197,6 +207,21 @@ class Telemetry(Collector):
     def record_refusal(self, code: str) -> None:
         self._refusals.labels(self._gateway, code).inc()
 
+    def record_usage(self, usage: Usage) -> None:
+        """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
+        the last line of the log counts."""
+        self._delivered_tokens.inc(usage.new)
+        log.info(
+            "usage of %s: tenant '%s', %d tokens generated, %d delivered",
+            usage.request_id,
+            usage.tenant,
+            usage.generated,
+            usage.delivered,
+        )
+
+    def record_backlog(self, held: int) -> None:
+        self._backlog.set(held)
+
     def record_decision(self, refusal: Refusal | None) -> None:
         """One request was let into the queue, or refused for want of room."""
         if refusal is None:
@@ -226,6 +251,8 @@ class Telemetry(Collector):
     def record_answer(self, meter: Meter, seconds: float) -> None:
         """An admitted request is over, after so many seconds."""
         self.output_tokens.inc(meter.output_tokens)
+        if meter.resumed:  # its first part stands under the request that it was then
+            return
         self._latency.add(seconds)
         self._prompt.add(meter.prompt_tokens)
         self._output.add(meter.output_tokens)
@@ -324,7 +351,7 @@ class Meter:
         self._trace: Trace | None = None
         self._said: dict[int, str] = {}  # choice -> its text, where traces carry it
         self.tenant = ""
-        self.admitted = False
+        self.admitted = self.resumed = False
         self.prompt_tokens = self.output_tokens = self.asked_tokens = self.choices = 0
 
     def describe(
@@ -356,13 +383,20 @@ class Meter:
             now = time.monotonic()
             self._telemetry.tracing.add("admission", self._trace.traceparent, self._described, now, {}, error)
 
+    def resume(self, answer_id: str, choices: int, tenant: str) -> None:
+        """A client has come back to an answer that was admitted before."""
+        self._id, self.choices, self.tenant = answer_id, choices, tenant
+        self.admitted = self.resumed = True
+        self._telemetry.comebacks.inc()
+
     def note(self, piece: Piece) -> None:
         """A choice has something new."""
         if tokens := len(piece.token_ids):
             now = time.monotonic()
             if self._first_s is None:
                 self._first_s = now - self._started
-                self._telemetry.record_first(self._first_s)
+                if not self.resumed:
+                    self._telemetry.record_first(self._first_s)
             if (last := self._last.get(piece.choice)) is not None:
                 self._telemetry.record_gap(now - last, tokens)
                 self._gaps_s += now - last

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
 MAY_SEE: dict[str, set[str]] = {
     "service": {"service", "engine.wire"},
+    # The command line checks the options of every program it starts, before it starts any.
+    "service.cli": {"service", "engine.wire", "engine.config"},
     "engine.wire": {"engine.wire"},
     "engine.config": set(),
     "engine.core": {"engine.core", "engine.wire.messages"},

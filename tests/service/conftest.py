@@ -45,12 +45,17 @@ async def serve(
     closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(**changes: object) -> Served:
-        settings: dict[str, object] = {"fleet_s": 0.02, "queue_wait_s": 5.0, **changes}
-        config = GatewayConfig(
-            model=str(byte_level_dir), redis_url=redis_server.url, namespace=namespace, port=0, **settings
-        )
+        settings: dict[str, object] = {
+            "fleet_s": 0.02,
+            "queue_wait_s": 5.0,
+            "redis_url": redis_server.url,
+            **changes,
+        }
+        config = GatewayConfig(model=str(byte_level_dir), namespace=namespace, port=0, **settings)
         gateway_id = f"g{len(closers)}"
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=namespace)
+        bus = GatewaySide(
+            config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
+        )
         await bus.open()
         telemetry = Telemetry(gateway_id)
         streams = Streams(bus, config, telemetry)

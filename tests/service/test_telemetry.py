@@ -7,7 +7,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.wire.bus import Fleet
-from service.api import Piece
+from service.format import Piece
 from service.telemetry import Meter, Telemetry
 from tests.service.fakes import a_load
 
