@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -35,16 +35,18 @@ PHASES = ("accept", "plan", "execute", "commit", "publish")  # of a turn of the 
 class Clock:
     """When the milestones of one request came, `time.monotonic` seconds; 0: not yet."""
 
-    __slots__ = ("first", "preempted", "queued", "request", "resumed", "started", "step")
+    __slots__ = ("claimed", "first", "preempted", "queued", "request", "resumed", "started", "step", "traced")
 
-    def __init__(self, request: Generate, queued: float) -> None:
+    def __init__(self, request: Generate, queued: float, claimed: float, *, traced: bool) -> None:
         self.request = request
         self.queued = queued  # in Redis
+        self.claimed = claimed  # from there
         self.started = 0.0  # in the batch
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # those that wait to come back
-        self.resumed: dict[int, float] = {}  # those that compute again what they had
-        self.step = 0  # the first of what it does now
+        self.resumed: dict[int, float] = {}  # those that another engine began, since they go on here
+        self.step = 0  # the first of its present phase
+        self.traced = traced
 
 
 class Telemetry(Collector):
@@ -93,7 +95,8 @@ class Telemetry(Collector):
     def accept(self, request: Generate, now: float, unix_ms: int) -> None:
         """A request came from the queue.  Times on two clocks: it says when it was queued in unix time."""
         waited = max(0, unix_ms - request.queued_ms) / 1000 if request.queued_ms else 0.0
-        self._clocks[request.id] = Clock(request, now - waited)
+        traced = self._tracing.on and bool(request.traceparent)
+        self._clocks[request.id] = Clock(request, now - waited, now, traced=traced)
         self._accepted += 1
 
     def planned(self, plan: StepPlan, running: int) -> None:
@@ -127,19 +130,25 @@ class Telemetry(Collector):
             self._last_result = 0.0
 
     def publish(
-        self, load: EngineLoad, totals: Totals, outputs: Outputs, step: int, now: float, waste: Callable[[], int]
+        self,
+        load: EngineLoad,
+        totals: Totals,
+        outputs: Outputs,
+        steps: tuple[int, int],
+        now: float,
+        waste: Callable[[], int],
     ) -> None:
-        """What the core said in this turn, after this step's results.  `waste` counts the wasted slots; it is not asked
-        every time."""
+        """What the core said in this turn.  `steps`: the last one planned, the last one committed.  `waste` counts the
+        wasted slots; it is not asked every time."""
         self._load, self._totals = load, totals
         if now - self._wasted_at >= WASTE_S:
             self._wasted, self._wasted_at = waste(), now
         for event in outputs.events:
-            self._milestone(event, step, now)
+            self._milestone(event, *steps, now)
         for request_id in outputs.finished:
             self._clocks.pop(request_id, None)
 
-    def _milestone(self, event: Event, step: int, now: float) -> None:
+    def _milestone(self, event: Event, planned: int, committed: int, now: float) -> None:
         if event.kind == "ended":
             self._finished[event.reason or "moved"] += 1
             if event.reason is None:  # no Finish of ours: it will not be among those finished
@@ -148,58 +157,68 @@ class Telemetry(Collector):
             return
         index = event.index
         if event.kind == "started":
-            clock.started, clock.step = now, step + 1
+            clock.started, clock.step = now, planned
             self._queue_s.add(now - clock.queued)
             self._prompt.add(len(event.request.token_ids))
-            if self._tracing.on:
-                found = {"gen_ai.usage.cache_read.input_tokens": event.tokens}
-                self._span("queue", clock, index, clock.queued, now, found)
+            self._span("queue", clock, event, clock.queued, now)
         elif event.kind == "first":
+            if not clock.first:  # the others forked from its prefill
+                self._span("prefill", clock, event, clock.started, now, committed)
+                clock.step = committed + 1
             clock.first[index] = now
             self._prefill_s.add(now - clock.started)
-            if self._tracing.on:
-                computed = {"gen_ai.usage.input_tokens": len(event.request.token_ids), **_steps(clock.step, step)}
-                self._span("prefill", clock, index, clock.started, now, computed)
-            clock.step = step + 1
         elif event.kind == "preempted":
             clock.preempted[index] = now
         elif event.kind == "resumed":
-            since = clock.preempted.pop(index, now)
-            self._away_s.add(now - since)
-            if self._tracing.on:
-                self._span("resume", clock, index, since, now, {"quire.recomputed_tokens": event.tokens})
+            if (since := clock.preempted.pop(index, None)) is not None:
+                self._away_s.add(now - since)
+            else:
+                since = clock.claimed
+                clock.resumed[index], clock.step = now, planned
+            self._span("resume", clock, event, since, now)
         else:
-            self._ended(clock, event, step, now)
+            self._ended(clock, event, committed, now)
 
     def _ended(self, clock: Clock, event: Event, step: int, now: float) -> None:
-        if event.reason is None or not clock.started:
+        if event.reason is None:
             return
-        self._inference_s.add(now - clock.started)
-        self._output.add(event.tokens)
-        if first := clock.first.get(event.index):
-            self._decode_s.add(now - first)
-            if self._tracing.on:
-                said: dict[str, Value] = {
-                    "gen_ai.usage.output_tokens": event.tokens,
-                    "gen_ai.response.finish_reasons": [event.reason],
-                    **_steps(clock.step, step),
-                }
-                failed = event.reason if event.reason in ("error", "deadline") else ""
-                self._span("decode", clock, event.index, first, now, said, failed)
+        first = clock.first.get(event.index)
+        if clock.started:
+            self._inference_s.add(now - clock.started)
+            self._output.add(event.tokens)
+            if first is not None:
+                self._decode_s.add(now - first)
+        if (since := first or clock.resumed.get(event.index)) is not None:
+            self._span("decode", clock, event, since, now, step)
+        elif clock.started:
+            self._span("prefill", clock, event, clock.started, now, step)
+        else:
+            self._span("queue", clock, event, clock.queued, now)
 
-    def _span(
-        self,
-        name: str,
-        clock: Clock,
-        index: int,
-        since: float,
-        now: float,
-        attributes: Mapping[str, Value],
-        error: str = "",
-    ) -> None:
-        request = clock.request
-        known = {"gen_ai.request.id": request.id, "quire.continuation": index, "quire.engine": self._labels[0]}
-        self._tracing.add(name, request.traceparent, since, now, {**known, **attributes}, error)
+    def _span(self, name: str, clock: Clock, event: Event, since: float, now: float, step: int | None = None) -> None:
+        """What a request has behind it with this event; `step`: the last in which something of it was computed."""
+        if not clock.traced:
+            return
+        request = event.request
+        attributes: dict[str, Value] = {
+            "gen_ai.request.id": request.id,
+            "quire.engine": self._labels[0],
+            "quire.continuation": event.index,
+        }
+        if step is not None:
+            attributes |= {"quire.first_step": min(clock.step, step), "quire.last_step": step}
+        error = ""
+        if event.kind == "started":
+            attributes["gen_ai.usage.cache_read.input_tokens"] = event.tokens
+        elif event.kind == "first":
+            attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
+        elif event.kind == "resumed":
+            attributes["quire.tokens_to_compute"] = event.tokens
+        elif event.reason is not None:
+            attributes["gen_ai.usage.output_tokens"] = event.tokens
+            attributes["gen_ai.response.finish_reasons"] = [event.reason]
+            error = event.reason if event.reason in ("error", "deadline") else ""
+        self._tracing.add(name, request.traceparent, since, now, attributes, error)
 
     # -- what the bus thread says
 
@@ -280,9 +299,9 @@ class Telemetry(Collector):
         # sequences
         yield gauges(
             "quire_sequences",
-            "Sequences in this engine: in the batch, or not started or preempted.",
+            "Sequences in this engine: in the batch, not started or preempted, or in the host's memory.",
             "state",
-            {"running": load.running, "waiting": load.waiting},
+            {"running": load.running, "waiting": load.waiting - load.swapped, "swapped": load.swapped},
         )
         yield gauge("quire_waiting_tokens", "Tokens the waiting sequences must compute.", load.waiting_tokens)
         yield gauge(
@@ -300,6 +319,17 @@ class Telemetry(Collector):
         yield counter("quire_generated_tokens", "Output tokens.", totals.generated_tokens)
         yield counter("quire_preemptions", "Sequences that lost their blocks to older ones.", totals.preemptions)
         yield counter("quire_recomputed_tokens", "Tokens computed again after a preemption.", totals.recomputed_tokens)
+        yield counter(
+            "quire_swap_preemptions",
+            "Preemptions that copied KV blocks to the host's memory.",
+            totals.swap_preemptions,
+        )
+        yield counters(
+            "quire_swapped_bytes",
+            "Bytes of KV blocks copied to the host's memory and back.",
+            "direction",
+            {"out": load.swapped_out_bytes, "in": load.swapped_in_bytes},
+        )
         # steps
         yield figures.histogram(
             "quire_step_seconds",
@@ -378,11 +408,6 @@ class Telemetry(Collector):
         yield tally("vllm:request_prompt_tokens", "Of a request.", self._prompt)
         yield tally("vllm:request_generation_tokens", "Of a sequence.", self._output)
         yield tally("vllm:iteration_tokens_total", "Tokens of a step.", self._step_tokens)
-
-
-def _steps(first: int, last: int) -> dict[str, int]:
-    """Of the engine's loop, those in which something was computed."""
-    return {"quire.first_step": min(first, last), "quire.last_step": last}
 
 
 def _family(family: GaugeMetricFamily | CounterMetricFamily, series: dict[tuple[str, ...], float]) -> Metric:

@@ -193,6 +193,7 @@ class Gateway:
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
             deadline_ms=deadline_ms,
+            traceparent=trace,
         )
         form = record.form(request_id, self._tokenizer.table)
         resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
@@ -234,7 +235,8 @@ class Gateway:
                 left_s,
             ) as opened,
         ):
-            request[METER].resume(request_id, prompts * n, record.tenant)
+            came = api.traceparent(request.headers.get("traceparent", ""))
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, came)
             form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
             for choice in had.ended:
                 opened.end(choice)

@@ -27,6 +27,7 @@ from service.api import Refusal, ValidRequest
 from service.format import Piece
 
 log = logging.getLogger("quire.request")
+ledger = logging.getLogger("quire.usage")
 
 # What a gateway sees of the engines, for those who scrape only gateways: metric -> (field of EngineLoad, help).
 _ENGINE = {
@@ -211,13 +212,13 @@ class Telemetry(Collector):
         """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
         the last line of the log counts."""
         self._delivered_tokens.inc(usage.new)
-        log.info(
-            "usage of %s: tenant '%s', %d tokens generated, %d delivered",
-            usage.request_id,
-            usage.tenant,
-            usage.generated,
-            usage.delivered,
-        )
+        line = {
+            "id": usage.request_id,
+            "tenant": usage.tenant or NAMELESS,
+            "generated_tokens": usage.generated,
+            "delivered_tokens": usage.delivered,
+        }
+        ledger.info("usage", extra={"fields": line})
 
     def record_backlog(self, held: int) -> None:
         self._backlog.set(held)
@@ -332,6 +333,13 @@ def _operation(valid: ValidRequest) -> str:
     return "chat" if valid.chat else "text_completion"
 
 
+def _messages(messages: list[dict[str, Any]]) -> str:
+    """As the GenAI conventions write them.  A prompt of token ids is its ids."""
+    return msgspec.json.encode(
+        [{"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]} for message in messages]
+    ).decode()
+
+
 class Meter:
     """Clocks one request.  Its figures are recorded once, at the end, so that a token costs an addition."""
 
@@ -349,6 +357,7 @@ class Meter:
         self._described = 0.0  # when it was understood
         self._valid: ValidRequest | None = None
         self._trace: Trace | None = None
+        self._context = ""  # the traceparent of whatever it belongs to
         self._said: dict[int, str] = {}  # choice -> its text, where traces carry it
         self.tenant = ""
         self.admitted = self.resumed = False
@@ -366,10 +375,15 @@ class Meter:
         """It was understood, and will be answered under `answer_id` if there is room.  Returns the trace context that
         what is done for it belongs to: its own span's, or the `traceparent` it brought where it is not traced."""
         self._id, self.tenant, self.prompt_tokens, self.choices = answer_id, tenant, prompt_tokens, valid.n
-        self.asked_tokens, self._valid, self._described = asked_tokens, valid, time.monotonic()
-        name = f"{_operation(valid)} {self._telemetry.model}"
-        self._trace = self._telemetry.tracing.begin(name, traceparent, self._started, {})
-        return self._trace.traceparent if self._trace is not None else traceparent
+        self.asked_tokens, self._described = asked_tokens, time.monotonic()
+        return self._begin(valid, _operation(valid), traceparent)
+
+    def _begin(self, valid: ValidRequest, operation: str, traceparent: str, link: str = "") -> str:
+        self._valid = valid
+        name = f"{operation} {self._telemetry.model}"
+        self._trace = self._telemetry.tracing.begin(name, traceparent, self._started, link)
+        self._context = self._trace.traceparent if self._trace is not None else traceparent
+        return self._context
 
     def admit(self) -> None:
         """It is in the queue."""
@@ -383,11 +397,16 @@ class Meter:
             now = time.monotonic()
             self._telemetry.tracing.add("admission", self._trace.traceparent, self._described, now, {}, error)
 
-    def resume(self, answer_id: str, choices: int, tenant: str) -> None:
-        """A client has come back to an answer that was admitted before."""
+    def resume(
+        self, answer_id: str, valid: ValidRequest, choices: int, tenant: str, begun: str = "", traceparent: str = ""
+    ) -> None:
+        """A client has come back to an answer that was admitted before, in the context `begun`: its trace goes on.
+        `traceparent`: which it brought now."""
         self._id, self.choices, self.tenant = answer_id, choices, tenant
+        self.prompt_tokens = 0  # accepted and counted then
         self.admitted = self.resumed = True
         self._telemetry.comebacks.inc()
+        self._begin(valid, "resume", begun or traceparent, traceparent if begun else "")
 
     def note(self, piece: Piece) -> None:
         """A choice has something new."""
@@ -450,13 +469,11 @@ class Meter:
             "seconds": round(seconds, 4),
         }
         if self._id:
-            line |= {
-                "id": self._id,
-                "tenant": self.tenant or NAMELESS,
-                "prompt_tokens": self.prompt_tokens,
-                "cached_tokens": self._cached_tokens,
-                "output_tokens": self.output_tokens,
-            }
+            line |= {"id": self._id, "tenant": self.tenant or NAMELESS, "output_tokens": self.output_tokens}
+            if self.resumed:
+                line["resumed"] = True
+            else:
+                line |= {"prompt_tokens": self.prompt_tokens, "cached_tokens": self._cached_tokens}
         if self._first_s is not None:
             line["first_token_s"] = round(self._first_s, 4)
         if self.seconds_per_token is not None:
@@ -467,8 +484,8 @@ class Meter:
             line["error"] = self._code
         if self._retry_after_s is not None:
             line["retry_after_s"] = self._retry_after_s
-        if self._trace is not None:
-            line["trace_id"] = self._trace.traceparent.split("-")[1]
+        if self._context:
+            line["trace_id"] = self._context.split("-")[1]
         log.log(level, "request", extra={"fields": line})
 
     def _attributes(self, valid: ValidRequest, status: int) -> dict[str, Value]:
@@ -480,7 +497,6 @@ class Meter:
             "gen_ai.request.model": self._telemetry.model,
             "gen_ai.response.model": self._telemetry.model,
             "gen_ai.response.id": self._id,
-            "gen_ai.request.max_tokens": self.asked_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
@@ -488,23 +504,26 @@ class Meter:
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
             "gen_ai.request.choice.count": valid.n,
             "gen_ai.request.stream": valid.stream,
-            "gen_ai.usage.input_tokens": self.prompt_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": self._cached_tokens,
             "gen_ai.response.finish_reasons": sorted(self._finishes),
             "http.response.status_code": status,
             "quire.request_id": self._request_id,
             "quire.tenant": self.tenant or NAMELESS,
         }
+        if not self.resumed:  # what the first span of its trace says
+            found["gen_ai.request.max_tokens"] = self.asked_tokens
+            found["gen_ai.usage.input_tokens"] = self.prompt_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
         if valid.seeded:
             found["gen_ai.request.seed"] = sampling.seed
         if self._first_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._first_s
         if self._telemetry.trace_prompts:
-            asked: Any = valid.messages or [{"role": "user", "content": prompt} for prompt in valid.prompts]
+            if not self.resumed:
+                asked = valid.messages or [{"role": "user", "content": prompt} for prompt in valid.prompts]
+                found["gen_ai.input.messages"] = _messages(asked)
             answered = [{"role": "assistant", "content": text} for _, text in sorted(self._said.items())]
-            found["gen_ai.input.messages"] = msgspec.json.encode(asked).decode()
-            found["gen_ai.output.messages"] = msgspec.json.encode(answered).decode()
+            found["gen_ai.output.messages"] = _messages(answered)
         return found
 
     def _outcome(self, status: int) -> str:

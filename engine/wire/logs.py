@@ -6,7 +6,9 @@ carries prompt or output text.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -39,7 +41,14 @@ class KeyValues(logging.Formatter):
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return " ".join([super().formatMessage(record), *(f"{key}={value}" for key, value in fields(record).items())])
+        said = (f"{key}={_word(value)}" for key, value in fields(record).items())
+        return " ".join([super().formatMessage(record), *said])
+
+
+def _word(value: object) -> str:
+    """One word of a line: what could be taken for several is quoted."""
+    text = str(value)
+    return text if re.fullmatch(r"[^\s\"=]+", text) and text.isprintable() else json.dumps(text)
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
