@@ -101,14 +101,16 @@ def test_the_standard_variables_count(collector: Collector, monkeypatch: pytest.
 
 
 def test_a_collector_that_hangs_delays_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans are counted against the clock of this thread, so a busy machine does not matter."""
+    """Spans cost this thread what making them costs; on its own clock, so a busy machine does not matter."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
     collector.answering.clear()
     tracer = start(collector.url)
     spent = time.thread_time()
     for _ in range(5000):  # more than wait in the exporter's queue
         tracer.add("queue", PARENT, 0.0, 1.0, {"gen_ai.request.id": "r"})
-    assert time.thread_time() - spent < 5.0
+    each = (time.thread_time() - spent) / 5000
+    print(f"a span: {each * 1e6:.0f} us")
+    assert each < 1e-3
     collector.wait_for(lambda: collector.asked > 0)
     at = time.monotonic()
     tracer.close()
