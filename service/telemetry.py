@@ -27,7 +27,7 @@ from service.api import Refusal, ValidRequest
 from service.format import Piece
 
 log = logging.getLogger("quire.request")
-ledger = logging.getLogger("quire.usage")
+usage_log = logging.getLogger("quire.usage")
 
 # What a gateway sees of the engines, for those who scrape only gateways: metric -> (field of EngineLoad, help).
 _ENGINE = {
@@ -218,7 +218,7 @@ class Telemetry(Collector):
             "generated_tokens": usage.generated,
             "delivered_tokens": usage.delivered,
         }
-        ledger.info("usage", extra={"fields": line})
+        usage_log.info("usage", extra={"fields": line})
 
     def record_backlog(self, held: int) -> None:
         self._backlog.set(held)
