@@ -16,8 +16,9 @@ from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
-from engine.wire import ready, settings
+from engine.wire import logs, ready, settings
 from engine.wire.bus import BusDown
+from engine.wire.tracing import Tracing
 
 log = logging.getLogger("quire.engine")
 
@@ -60,14 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     """0 after a drain, with what is not finished back in the queue; 2 with one line on stderr when configuration, model
     or Redis make a start impossible; 1 when another engine took this one's name, or the GPU failed."""
     watch = Stopwatch()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
+    logs.start(config.log_format)
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
     sys.setswitchinterval(SWITCH_S)
-    telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics)
+    tracing = Tracing.start("quire-engine", config.engine_id, config.otlp_endpoint, config.trace_sample, os.environ)
+    telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=tracing)
     bus = BusThread(config, telemetry)
     page: Page | None = None
     try:
@@ -107,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         executor.close()
         if page is not None:
             page.close()
+        tracing.close()
     return 0
 
 

@@ -31,9 +31,10 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import figures, ready, settings
+from engine.wire import figures, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
+from engine.wire.tracing import Tracing
 from service import admission, api, resume, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -168,7 +169,9 @@ class Gateway:
         now_ms = int(time.time() * 1000)
         request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        trace = api.traceparent(request.headers.get("traceparent", ""))
+        meter = request[METER]
+        came = api.traceparent(request.headers.get("traceparent", ""))
+        trace = meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), came)
         orders = api.generates(
             valid,
             request_id,
@@ -190,10 +193,9 @@ class Gateway:
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
             deadline_ms=deadline_ms,
+            traceparent=trace,
         )
         form = record.form(request_id, self._tokenizer.table)
-        meter = request[METER]
-        meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms))
         resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
             self._answer(valid.timeout_s),
@@ -233,7 +235,8 @@ class Gateway:
                 left_s,
             ) as opened,
         ):
-            request[METER].resume(request_id, prompts * n, record.tenant)
+            came = api.traceparent(request.headers.get("traceparent", ""))
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, came)
             form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
             for choice in had.ended:
                 opened.end(choice)
@@ -511,8 +514,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
+    tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
-        gateway_id, model=config.served_name or text.served_name(config.model), vllm=config.vllm_metrics
+        gateway_id,
+        model=config.served_name or text.served_name(config.model),
+        vllm=config.vllm_metrics,
+        tracing=tracing,
+        trace_prompts=config.trace_prompts,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()
@@ -539,6 +547,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await page.cleanup()
         await streams.stop()
         await bus.close()
+        await asyncio.to_thread(tracing.close)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
@@ -557,7 +566,7 @@ def main(argv: Sequence[str]) -> None:
     cannot start."""
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.start(config.log_format)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence

@@ -11,6 +11,7 @@ import pytest
 import redis
 from aiohttp import ClientError
 
+from engine.wire import logs
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Finish, Generate
 from service.text import Tokenizer
@@ -94,6 +95,7 @@ async def test_after_500_random_departures_the_books_balance(
     assert 0 < read <= usage["delivered"] < usage["generated"]
     assert 0 < complete < 500
     # One line a request, the last one of those that were read in two places: they add up to the same.
-    lines = {record.args[0]: record.args for record in caplog.records if record.name == "quire.usage"}  # type: ignore[index]
-    assert sum(line[2] for line in lines.values()) == usage["generated"]  # type: ignore[misc]
-    assert sum(line[3] for line in lines.values()) == usage["delivered"]  # type: ignore[misc]
+    said = [logs.fields(record) for record in caplog.records if record.name == "quire.usage"]
+    lines = {line["id"]: line for line in said}
+    assert sum(line["generated_tokens"] for line in lines.values()) == usage["generated"]
+    assert sum(line["delivered_tokens"] for line in lines.values()) == usage["delivered"]
