@@ -16,7 +16,7 @@ from engine.wire.tokenlog import Said
 MAILBOX_BYTES = 8 * 1024  # of what waits for a slow reader of one choice, beside a first delta however large
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 128  # of one alternative with its token, as Python keeps it
-REFILL_TOKENS = 256  # at least, of what is read from the log at a time, even where their logprobs pass MAILBOX_BYTES
+REFILL_TOKENS = 64  # at least, of what is read from the log at a time, even where their logprobs pass MAILBOX_BYTES
 LOST = Finish("error", message="tokens were lost on the way from the engine")
 
 

@@ -8,13 +8,14 @@
     data: [DONE]
 
 Headers wait for the first token or the first heartbeat, so that what fails before has a proper HTTP status.  Each
-handler waits for its own socket only, as soon as WRITE_BUFFER_BYTES stand in it; meanwhile tokens merge in the request's
-mailbox.
+handler waits for its own socket only, as soon as WRITE_BUFFER_BYTES stand in it; meanwhile tokens merge in the
+request's mailbox.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -29,7 +30,9 @@ log = logging.getLogger("quire.gateway")
 # No blank line after it: after an id, OpenAI's client takes a lone one for an event without data, and fails on it.
 KEEP_ALIVE = b": keep-alive\n"
 RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
-WRITE_BUFFER_BYTES = 16 * 1024  # of a socket, beside one event; what comes after them stays tokens, a hundredth as long
+# What may stand in a socket for a slow reader, beside one event: here, and in the kernel, which doubles it and would go
+# to megabytes by itself.  The rest stays tokens, a fiftieth as long.
+WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -85,8 +88,9 @@ async def write(
 
 
 async def _begin(request: web.Request) -> web.StreamResponse:
-    if request.transport is not None:
-        request.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+    if (transport := request.transport) is not None:
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     response = web.StreamResponse(headers=HEADERS)
     await response.prepare(request)
     return response
