@@ -25,13 +25,18 @@ class Process:
     """One `quire ...`, its output in a file."""
 
     def __init__(
-        self, log: Path, *words: str, command: Sequence[str] = QUIRE, env: Mapping[str, str] = ENVIRONMENT
+        self,
+        log: Path,
+        *words: str,
+        command: Sequence[str] = QUIRE,
+        env: Mapping[str, str] = ENVIRONMENT,
+        cwd: Path = ROOT,
     ) -> None:
         self._log = log
         with log.open("a") as file:
             self.popen = subprocess.Popen(
                 [*command, *words],
-                cwd=ROOT if command is QUIRE else log.parent,
+                cwd=cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

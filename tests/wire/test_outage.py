@@ -84,7 +84,7 @@ async def test_generation_goes_on_while_redis_restarts(own_server: EmbeddedRedis
         for _ in range(2):
             own_server.stop()
             before = running.generated
-            await until_generated(running, before + 300)
+            await until_generated(running, min(before + 300, 2000))  # by the second time it may be done
             with pytest.raises(BusDown):
                 await gateway.submit(request("refused", 5))
             own_server.start()
@@ -105,18 +105,19 @@ async def test_full_memory_refuses_what_is_new_and_corrupts_nothing(own_server: 
     gateway, other = await own_bus.gateway("g1"), await own_bus.gateway("g2")
     running = Running(own_server.url, own_bus.namespace)
     try:
-        await gateway.submit(request("a", 500))
+        await gateway.submit(request("a", 1500))  # 3 s at least: it outlives the others' patience
         reading = asyncio.create_task(answer(gateway, "a"))
         await until_generated(running, 50)
         with redis.Redis.from_url(own_server.url) as client:
             client.config_set("maxmemory", "1mb")
-            for refused in (gateway.submit(request("b", 5), record=b"x" * 100_000), other.attach("a")):
-                with pytest.raises(BusDown, match="OOM"):
-                    await refused
-            assert await reading == script(500)
+            refused = [gateway.submit(request("b", 5), record=b"x" * 100_000), other.attach("a")]
+            for answered in await asyncio.gather(*refused, return_exceptions=True):
+                assert isinstance(answered, BusDown)
+                assert "OOM" in str(answered)
+            assert await reading == script(1500)
             client.config_set("maxmemory", "0")
         attached = await other.attach("a")
         assert attached is not None
-        assert [said.token_ids for said in attached.continuations] == script(500)
+        assert [said.token_ids for said in attached.continuations] == script(1500)
     finally:
         running.stop()
