@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from engine.config import EngineConfig
 from engine.wire import ready, settings
 from engine.wire.bus import BusDown, GatewaySide
 from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
@@ -36,7 +37,7 @@ Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
-BOTH = {"model", "served_name", "namespace"}
+BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
 FAILURES = 5  # starts in a row that may fail
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
@@ -47,7 +48,7 @@ POLL_S = 0.2
 Children = list["Child"]
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `quire serve` itself needs to know; the rest is passed on."""
 
     gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
@@ -74,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
+    if (command == "serve" or command in PROCESSES) and (
+        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig))
+    ):
+        settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
     if command == "serve":
         return serve(rest)
     if command == "quarantine":
@@ -88,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
 
-    What neither it nor a gateway knows is the engine's, who refuses what it does not know either.  So that a value
-    is never taken for the model, MODEL must be the first word.
+    What neither it nor a gateway knows is the engine's, who refuses what it does not know either; a file is for all.
+    So that a value is never taken for the model, MODEL must be the first word.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -102,11 +107,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = flag.removeprefix("--").replace("-", "_")
         length, targets = 1, [engine]
         for cls, target in ((GatewayConfig, gateway), (ServeConfig, own)):
-            if name in cls.__struct_fields__:
+            fields = cls.__struct_fields__
+            if name in fields:
                 length = 1 if given or settings.is_bool(cls, name) else 2
-                targets = [target, engine] if name in BOTH else [target]
-            elif name.removeprefix("no_") in cls.__struct_fields__:
-                targets = [target]
+            setting = name if name in fields else name.removeprefix("no_")
+            if setting in fields:
+                targets = [target, engine] if setting in BOTH else [target]
+        if flag == "--config":
+            length, targets = 1 if given else 2, [own, gateway, engine]
         for target in targets:
             target += words[:length]
         del words[:length]
@@ -118,11 +126,15 @@ def serve(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
-        print("Every other option goes to the engine: see quire engine --help")
+        print(f"of the engine:\n{settings.describe(EngineConfig)}")
         return 0
     own_words, gateway_words, engine_words = split(argv)
-    own = settings.load(ServeConfig, own_words, os.environ, prog=prog)
-    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog)
+    own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
+    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
+    engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    for name in sorted(BOTH):
+        if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
+            settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
     embedded: EmbeddedRedis | None = None
     try:
         port = free_port(gateway.host, gateway.port)
@@ -137,16 +149,23 @@ def serve(argv: Sequence[str]) -> int:
         name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
+        # One page for each process, on ports of their own: the engine's first, then the gateways'.
+        pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
         grace = ["--grace-s", str(ENGINE_GRACE_S)]
-        engine = Child("engine", ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared], ENGINE_STOP_S)
+        engine = Child(
+            "engine",
+            ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared, f"--metrics-port={pages[0]}"],
+            ENGINE_STOP_S,
+        )
         ident = gateway.gateway_id or name
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"],
+                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", *named],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)
+            for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
     except (GivenUp, BusDown, EmbeddedRedisError) as error:

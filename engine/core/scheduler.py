@@ -65,11 +65,22 @@ class Limits(msgspec.Struct, frozen=True):
     itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
 
+class Event(msgspec.Struct, frozen=True):
+    """A milestone of one continuation, for whoever clocks it: the core knows no time."""
+
+    kind: Literal["started", "resumed", "first", "preempted", "ended"]
+    request: Generate
+    index: int  # which of the request's n continuations; for those that have not forked yet, their leader's
+    tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
+    reason: FinishReason | None = None  # ended: why; None: it is another engine's now
+
+
 class Outputs(msgspec.Struct):
     """What a commit has for the world outside."""
 
     deltas: dict[str, list[Delta]]  # by gateway
     finished: list[str]  # ids of requests all of whose continuations have ended
+    events: list[Event] = []  # in the order they happened
 
 
 class Totals(msgspec.Struct):
@@ -124,6 +135,7 @@ class Scheduler:
         self._issued: deque[tuple[int, int, bool]] = deque()  # plans without a result: rows, prompt tokens, with swaps
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
+        self._events: list[Event] = []
         self.lengths = LengthModel()  # of outputs, by cache salt
         self._demand: Demand | None = None  # of what runs, while a plan is made
         self._ask_again = 0  # before this step the forecast, having said no, is not asked again
@@ -178,9 +190,8 @@ class Scheduler:
         self._end_request(request.id, "error", refusal)
 
     def _enqueue_group(self, group: list[Sequence]) -> None:
-        """Those that have said nothing share one prefill, led by the first; the others have forked already.
-
-        Static runs share nothing: each computes the prompt for itself."""
+        """Those that have said nothing share one prefill, led by the first (with static allocation each has its own);
+        the others have forked already."""
         fresh = [seq for seq in group if seq.known == seq.prompt_len and self.limits.allocation == "paged"]
         if fresh:
             leader, *leader.siblings = fresh
@@ -188,7 +199,7 @@ class Scheduler:
         for seq in group:
             if seq.known >= seq.limit:  # it comes from an engine that could hold more
                 self._say(seq, Finish("length"))
-                self._end(seq)
+                self._end(seq, "length")
             elif seq not in fresh:
                 self._enqueue(seq)
 
@@ -203,7 +214,7 @@ class Scheduler:
                 if seq in leader.siblings:
                     leader.siblings.remove(seq)
             self._say(seq, Finish("cancelled"))
-            self._end(seq)
+            self._end(seq, "cancelled")
             if seq.siblings:  # it led, and none has forked yet: the next one leads
                 heir, *heir.siblings = seq.siblings
                 heir.seated_before, heir.cached_tokens = seq.seated_before, seq.cached_tokens
@@ -213,7 +224,7 @@ class Scheduler:
         """Forget a request without a word: another engine answers it now.  Unknown ids are ignored."""
         group = list(self._requests.get(request_id, ()))
         for seq in group:
-            self._end(seq)
+            self._end(seq, None)
         if group:
             self._finished.remove(request_id)
 
@@ -305,6 +316,8 @@ class Scheduler:
                 finish = None
             request = seq.request
             first = known - 1 - len(request.token_ids)
+            if first == 0:
+                self._events.append(Event("first", request, seq.index))
             if first == 0 or row in result.logprobs:
                 delta = self._full_delta(seq, first, finish, result.logprobs.get(row))
             else:
@@ -315,14 +328,14 @@ class Scheduler:
                 self._seal(seq, known - 1)
             if finish is not None:
                 self._learn(seq, ended=finish.reason == "stop")
-                self._end(seq)
+                self._end(seq, finish.reason)
         self.totals.generated_tokens += generated
         self._reclaim_rows()
 
     def outputs(self) -> Outputs:
-        """Everything said since the last call: deltas by gateway, and the requests that are over."""
-        out = Outputs(dict(self._deltas), self._finished)
-        self._deltas, self._finished = defaultdict(list), []
+        """Everything said since the last call: deltas by gateway, the requests that are over, and the milestones."""
+        out = Outputs(dict(self._deltas), self._finished, self._events)
+        self._deltas, self._finished, self._events = defaultdict(list), [], []
         return out
 
     # --------------------------------------------------------------------------------------------------- what is held
@@ -374,6 +387,15 @@ class Scheduler:
             for i, block in enumerate(seq.table):
                 filled[block] = max(filled.get(block, 0), min(size, computed - i * size))
         return sum(filled.values()), len(filled) * size
+
+    def wasted_slots(self) -> int:
+        """Slots allocated that hold no token, all of them in last blocks; one that a fork shares counts once.
+        O(sequences)."""
+        size, step, open_ends = self.pool.block_size, self.step + 1, {}
+        for seq in self._live():
+            if seq.table:
+                open_ends[seq.table[-1]] = len(seq.table) * size - seq.computed_before(step)
+        return sum(open_ends.values())
 
     def check(self) -> None:
         """Audit the books: the pool against every table, every table against its sequence.  Raises BooksError."""
@@ -544,11 +566,14 @@ class Scheduler:
             seq.prompt_logprobs = []
             self.totals.recomputed_tokens += max(0, seq.lost - seq.computed)
             seq.lost = 0
-        if not seq.seated_before:
+        if seq.seated_before:
+            self._events.append(Event("resumed", seq.request, seq.index, seq.known - seq.computed))
+        else:
             seq.seated_before = True
             seq.cached_tokens = seq.computed
             self.totals.prompt_tokens += seq.prompt_len
             self.totals.cached_prompt_tokens += seq.computed
+            self._events.append(Event("started", seq.request, seq.index, seq.computed))
         for member in (seq, *seq.siblings):
             member.row = self._free_rows.pop()
             self._seats[member.row] = member
@@ -673,6 +698,7 @@ class Scheduler:
         """All or nothing: take every block and the seat.  What it knows stays; what it has computed is copied to the
         host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
+        self._events.append(Event("preempted", seq.request, seq.index))
         self._unseat(seq)
         if self.swapping.pays(seq):
             # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
@@ -726,7 +752,7 @@ class Scheduler:
         """End every continuation that is still open, with a Finish each."""
         for seq in list(self._requests.get(request_id, ())):
             self._say(seq, Finish(reason, message=message))
-            self._end(seq)
+            self._end(seq, reason)
 
     def _say(self, seq: Sequence, finish: Finish) -> None:
         """Tell whoever asked that nothing more will come, though it might have gone on."""
@@ -734,8 +760,9 @@ class Scheduler:
         delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
         self._deltas[seq.request.gateway].append(delta)
 
-    def _end(self, seq: Sequence) -> None:
-        """Its Finish is said: give back the seat and every block."""
+    def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """Its Finish is said (or is another engine's to say, without a reason): give back the seat and every block."""
+        self._events.append(Event("ended", seq.request, seq.index, seq.known - seq.prompt_len, reason))
         if seq.queued_tokens:
             self._dequeue(seq)
         self._unseat(seq)

@@ -37,6 +37,28 @@ def test_a_bad_flag_is_one_line(argv: list[str], status: int, says: str) -> None
     assert ended(*argv) == (status, says)
 
 
+def test_a_file_that_cannot_be_right_is_one_line_before_anything_starts(tmp_path: Path) -> None:
+    for text, says in [
+        ("[engine]\nmax_seq = 1", "[engine] max_seq is not a setting; did you mean max_seqs?"),
+        ("[gateway]\nport = 'x'", "[gateway] port is 'x'; must be a whole number, >= 0, <= 65535"),
+        ("[serve]\nengines = 2", "[serve] engines is not a setting"),
+        ("port = 9", "port is not a setting; what is for one program stands in its table, say [engine]"),
+    ]:
+        (file := tmp_path / "quire.toml").write_text(text)
+        assert ended("serve", "--config", str(file)) == (2, f"quire serve: {file}: {says}\n")
+    file.write_text("[gateway]\nserved_name = 'a'\n[engine]\nserved_name = 'b'")
+    says = "quire serve: served_name is 'a' in [gateway] and 'b' in [engine]; give it before the tables\n"
+    assert ended("serve", "--config", str(file)) == (2, says)
+
+
+def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_QUEUE_WAIT", "3")
+    for command in ("serve", "gateway", "engine"):
+        status, says = ended(command)
+        assert (status, says.count("\n")) == (2, 1)
+        assert "QUIRE_QUEUE_WAIT is not an option; did you mean QUIRE_QUEUE_WAIT_S?" in says
+
+
 def test_a_taken_port_and_an_unreachable_redis_are_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -64,9 +86,12 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-def test_it_serves_restarts_what_dies_and_drains() -> None:
+def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
+    (file := tmp_path / "quire.toml").write_text(
+        "served_name = 'from-a-file'\n[serve]\ngateways = 2\n[gateway]\nport = 0\n[engine]\nexecutor = 'scripted'\n"
+    )
     serve = subprocess.Popen(
-        [*QUIRE, "serve", "--port", "0", "--gateways", "2", "--executor", "scripted"],
+        [*QUIRE, "serve", "--config", str(file)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -78,9 +103,11 @@ def test_it_serves_restarts_what_dies_and_drains() -> None:
         first = serve.stdout.readline()
         assert first.startswith("serving "), first
         _, model, _, base = first.split()
+        assert model == "from-a-file"
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
         children = psutil.Process(serve.pid).children()
+        assert len(children) == 4  # Redis, the engine, two gateways
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
         give_up = time.monotonic() + 40
