@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import Costs
 from engine.core.forecast import Demand, Held, LengthModel
@@ -96,6 +97,10 @@ class Totals(msgspec.Struct):
     swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
+    audits: int = 0  # of the books, whole or sampled
+    leaks: int = 0  # of these, those that found blocks which nobody has and nobody will get
+    double_frees: int = 0  # those that found a block given back under somebody who has it
+    other_alarms: int = 0  # those that found something else wrong
 
 
 class Scheduler:
@@ -115,6 +120,7 @@ class Scheduler:
         self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
+        self.auditor = Auditor(self)
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()  # preempted ones before all that never ran, then by rank
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
@@ -382,7 +388,7 @@ class Scheduler:
         """(slots holding tokens, slots allocated) over all tables, shared blocks counted once."""
         filled: dict[int, int] = {}
         size = self.pool.block_size
-        for seq in self._live():
+        for seq in self.live():
             computed = seq.computed_before(self.step + 1)
             for i, block in enumerate(seq.table):
                 filled[block] = max(filled.get(block, 0), min(size, computed - i * size))
@@ -392,29 +398,13 @@ class Scheduler:
         """Slots allocated that hold no token, all of them in last blocks; one that a fork shares counts once.
         O(sequences)."""
         size, step, open_ends = self.pool.block_size, self.step + 1, {}
-        for seq in self._live():
+        for seq in self.live():
             if seq.table:
                 open_ends[seq.table[-1]] = len(seq.table) * size - seq.computed_before(step)
         return sum(open_ends.values())
 
-    def check(self) -> None:
-        """Audit the books: the pool against every table, every table against its sequence.  Raises BooksError."""
-        live = list(self._live())
-        self.pool.check([seq.table for seq in live])
-        for seq in live:
-            computed = seq.computed_before(self.step + 1)
-            if seq.state is not State.WAITING:
-                want = -(-(seq.limit if self.limits.allocation == "static" else computed) // self.pool.block_size)
-                if len(seq.table) != want:
-                    raise BooksError(
-                        f"{seq.request.id}: {computed} tokens computed in {len(seq.table)} blocks, not {want}"
-                    )
-            elif seq.table:
-                raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
-            want = -(-seq.computed // self.pool.block_size) if seq.state is State.WAITING else 0
-            if len(seq.host) != want:
-                raise BooksError(f"{seq.request.id}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
-        self.swapping.check(live)
+    def check_counts(self, live: list[Sequence]) -> None:
+        """Audit what is counted beside the sequences themselves, all `live` ones.  Raises BooksError."""
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
         reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0)
@@ -687,7 +677,7 @@ class Scheduler:
         first and who returns first, a victim is never in the way of one that yielded before it, and cannot drive out
         whoever drove it out."""
         while self.pool.available < count:
-            seated = (s for s in self._live() if s.state is State.PREFILLING or s.state is State.DECODING)
+            seated = (s for s in self.live() if s.state is State.PREFILLING or s.state is State.DECODING)
             victim = max(seated, key=lambda s: s.rank)
             self._preempt(victim)
             if victim is seq:
@@ -829,6 +819,7 @@ class Scheduler:
         self.swapping.forget(seq)
         seq.table, seq.computed = [], 0
 
-    def _live(self) -> Iterator[Sequence]:
+    def live(self) -> Iterator[Sequence]:
+        """Every sequence between accept() and its Finish."""
         for group in self._requests.values():
             yield from group

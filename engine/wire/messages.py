@@ -122,6 +122,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     swap_preemptions: int = 0  # the preemptions since start that kept what was computed there
     swapped_out_bytes: int = 0  # since start, to the host's memory
     swapped_in_bytes: int = 0  # and back
+    audits: int = 0  # of the books of its blocks since start, whole or sampled
+    alarms: int = 0  # of these, those that found something wrong
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
