@@ -97,8 +97,8 @@ async def freeze_redis(world: World, fault: Fault) -> None:
 
 
 async def fill_redis(world: World, fault: Fault) -> None:
-    """It has as much memory as it may have."""
-    await world.redis.limit_memory(int((await world.redis.info("memory"))["used_memory"]))
+    """It has twice the memory that it may have."""
+    await world.redis.limit_memory(int((await world.redis.info("memory"))["used_memory"]) // 2)
     try:
         await asyncio.sleep(fault.seconds(AWAY_S))
     finally:

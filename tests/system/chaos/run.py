@@ -24,8 +24,6 @@ from tests.system.chaos.world import LIMIT_S, World, until, world
 from tests.system.processes import at_rest, fleet_until
 
 Model = Literal["scripted", "tiny"]
-BETWEEN_S = (0.1, 1.0)  # from the end of a round, every stream having gone on, to the next one
-
 # Seats and blocks for all streams on any one engine: a preemption would be no fault of ours.
 OPTIONS = {
     "scripted": ["--executor=scripted", "--max-model-len=4096", "--max-seqs=255", "--kv-blocks=20000"],
@@ -43,6 +41,7 @@ class Setting:
     tokens: tuple[int, int]  # of an answer: least and most
     seed: int
     step_ms: float = 20.0  # of the scripted engine
+    between_s: tuple[float, float] = (0.1, 1.0)  # from a round's end, every stream having gone on, to the next round
 
 
 @dataclass
@@ -103,7 +102,7 @@ async def run(
         for faults in rounds:
             report.rounds.append(await one_round(stage, load, faults))
             say(line(report.rounds[-1]))
-            await asyncio.sleep(rng.uniform(*BETWEEN_S))
+            await asyncio.sleep(rng.uniform(*setting.between_s))
         await load.finish()
         report.seconds = time.monotonic() - began
         await fleet_until(

@@ -47,6 +47,11 @@ class Machine:
                     found.append(child)
         return sorted(found, key=lambda child: child.create_time())
 
+    @property
+    def listening(self) -> int:
+        """How often one of its gateways has begun to."""
+        return self.process.said().count(" listens on ")
+
     def starts(self) -> list[dict[str, float]]:
         """Of each start of its engine: the seconds that its parts took."""
         lines = [line for line in self.process.said().splitlines() if "started: " in line]
@@ -127,8 +132,9 @@ async def world(folder: Path, checkpoint: Path, options: Sequence[str], *, machi
         started += [machine.process for machine in run]
         front = [await stack.enter_async_context(Proxy(dial(machine.port))) for machine in run]
         made = World(server, bus, run, front)
-        for url in made.doors.near:
+        for machine, url in zip(run, made.doors.near, strict=True):
             await asyncio.to_thread(wait_until_ready, url, LIMIT_S)
+            assert await until(lambda machine=machine: machine.listening == GATEWAYS // machines)  # type: ignore[misc]
         yield made
         for machine in run:
             assert machine.process.popen.poll() is None, machine.process.said()
