@@ -36,7 +36,16 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
 CHARTS_OWN = {
     "gateway": {"model", "served_name", "namespace", "host", "port", "drain_s", "redis_url", "gateway_id"}
     | {"api_keys", "tenants"},
-    "engine": {"model", "served_name", "namespace", "redis_url", "engine_id", "metrics_host", "metrics_port"},
+    "engine": {
+        "model",
+        "served_name",
+        "namespace",
+        "redis_url",
+        "engine_id",
+        "standby",
+        "metrics_host",
+        "metrics_port",
+    },
 }
 # The end of a name says the unit of its value.
 UNITS = {
