@@ -24,6 +24,7 @@ from service.api import Refusal, ValidRequest
 from service.format import Piece
 
 log = logging.getLogger("quire.request")
+usage_log = logging.getLogger("quire.usage")
 
 # What a gateway sees of the engines, for those who scrape only gateways: metric -> (field of EngineLoad, help).
 _ENGINE = {
@@ -195,7 +196,7 @@ class Telemetry(Collector):
         """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
         the last line of the log counts."""
         self._delivered_tokens.inc(usage.new)
-        log.info(
+        usage_log.info(
             "usage of %s: tenant '%s', %d tokens generated, %d delivered",
             usage.request_id,
             usage.tenant,

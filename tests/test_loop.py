@@ -162,6 +162,8 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     thread, sent = BusThread(CONFIG), []
 
     class Side:
+        queue_share = 0.0
+
         async def exchange(self, batches: Any, finished: Any, *_: Any) -> Claimed:
             sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))
             first = len(sent) == 1
