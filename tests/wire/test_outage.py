@@ -127,7 +127,7 @@ async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server:
     """What it has not sent nobody has seen: whoever takes over says it again."""
     gateway = await own_bus.gateway()
     running = Running(own_server.url, own_bus.namespace)
-    await gateway.submit(request("a", 1000))
+    await gateway.submit(request("a", 400))
     await until_generated(running, 50)
     own_server.stop()
     stopping = asyncio.create_task(asyncio.to_thread(running.stop))
@@ -140,6 +140,6 @@ async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server:
     reading = asyncio.create_task(answer(gateway, "a"))
     following = Running(own_server.url, own_bus.namespace)
     try:
-        assert await reading == script(1000)
+        assert await reading == script(400)
     finally:
         following.stop()

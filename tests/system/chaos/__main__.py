@@ -1,7 +1,7 @@
 """`make chaos`: minutes of load and faults, and a table of what came of it.
 
     python -m tests.system.chaos [--minutes 5] [--seed 1] [--model scripted|tiny] [--machines 2] [--streams 64]
-                                 [--kinds 'kill engine,...'] [--rounds 100] [--result NAME]
+                                 [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--result NAME]
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -32,13 +32,17 @@ def main() -> int:
     parser.add_argument("--machines", type=int, choices=(1, 2), default=2, help="each with an engine")
     parser.add_argument("--streams", type=int, default=64, help="live at any time")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, with commas between them")
+    parser.add_argument(
+        "--between", type=float, nargs=2, default=(0.1, 1.0), help="seconds of peace, least and most, after a round"
+    )
     parser.add_argument("--result", help="write the figures to loadtest/results/NAME.json")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     if unknown := set(kinds) - KINDS.keys():
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     tokens = (100, 1500) if options.model == "scripted" else (100, 800)
-    setting = Setting(options.model, options.machines, options.streams, tokens, options.seed)
+    between_s = tuple(options.between)
+    setting = Setting(options.model, options.machines, options.streams, tokens, options.seed, between_s=between_s)
 
     def rounds() -> Iterator[list[Fault]]:
         end = time.monotonic() + 60 * options.minutes
