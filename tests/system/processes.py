@@ -25,13 +25,19 @@ class Process:
     """One `quire ...`, its output in a file."""
 
     def __init__(
-        self, log: Path, *words: str, command: Sequence[str] = QUIRE, env: Mapping[str, str] = ENVIRONMENT
+        self,
+        log: Path,
+        *words: str,
+        command: Sequence[str] = QUIRE,
+        env: Mapping[str, str] = ENVIRONMENT,
+        folder: Path = ROOT,
     ) -> None:
+        """`folder`: where it runs; anywhere but in ours it has to find the installed code."""
         self._log = log
         with log.open("a") as file:
             self.popen = subprocess.Popen(
                 [*command, *words],
-                cwd=ROOT if command is QUIRE else log.parent,
+                cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

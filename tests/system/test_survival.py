@@ -19,6 +19,7 @@ import redis
 
 from engine.wire.bus import Fleet, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
+from service.format import Position
 from tests.checkpoints import VOCAB
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
@@ -63,9 +64,9 @@ class Answer:
                 if line.startswith(b"id: "):
                     self.gaps.append(time.monotonic() - at)
                     at = time.monotonic()
-                    name, _, positions = line[4:].decode().strip().rpartition(":")
-                    self.ids.add(name)
-                    now = [int(position) for position in positions.split(",")]
+                    position = Position.parse(line[4:].decode().strip())
+                    self.ids.add(position.request_id)
+                    now = [count or 0 for count in position.tokens]
                     assert all(before <= after for before, after in zip(last, now, strict=True))
                     last = now
                 elif line.startswith(b"data: {"):
@@ -322,7 +323,7 @@ async def test_an_engine_alone_that_must_go_leaves_its_work_for_the_next(
     assert following.recomputed_tokens > 0
 
 
-DEADLY = 77  # a token that tests/system/deadly.py dies of
+DEADLY = 1  # a token that tests/system/deadly.py dies of, and that no script ever says
 
 
 async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live(
@@ -339,7 +340,7 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     reading = begin(mates, client, engines.url)
     await until(lambda: all(len(said) > 20 for mate in mates for said in mate.tokens), reading)
     poison = Answer({"prompt": [9, DEADLY, 9], "max_tokens": 5, "seed": 1})
-    poison.body["stream"] = False
+    poison.body |= {"stream": False, "stream_options": None}
 
     async def ask() -> tuple[int, dict[str, Any]]:
         async with client.post(f"{engines.url}/v1/completions", json=poison.body) as response:

@@ -57,7 +57,11 @@ async def kill_gateway(world: World, fault: Fault) -> None:
     found = world.machines[fault.machine].children("service.app")
     if not found:
         raise Missed
-    found[int(fault.dice * len(found)) % len(found)].kill()
+    gateway = found[int(fault.dice * len(found)) % len(found)]
+    gateway.kill()
+    world.doors.gateway_kills += 1
+    await until(lambda: not gateway.is_running())
+    world.doors.gateway_kills += 1  # who was still let in has gone with it
 
 
 @contextlib.contextmanager

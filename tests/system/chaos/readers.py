@@ -31,6 +31,7 @@ class Doors:
 
     near: list[str]
     far: list[str]
+    gateway_kills: int = 0  # so far: a plain stream that breaks meanwhile has an excuse
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Reader:
         """`door`: where it knocks first.  `resumable`: it comes in through a bad network, and comes back where it was
         cut off."""
         self.request, self.resumable = request, resumable
-        self._urls = doors.far if resumable else doors.near
+        self._doors, self._urls = doors, doors.far if resumable else doors.near
         self._name = name
         self._door = door % len(self._urls)
         self._have = [0] * len(request.wanted)  # tokens of each choice so far
@@ -67,7 +68,6 @@ class Reader:
         self._last = 0.0  # monotonic time of the last event
         self._tally = Tally(streams=1, resumable=int(resumable))
         self.events = 0
-        self.gateway_killed = False  # since it last connected
         # The longest silence between two events since whoever watches has reset it, and when it ended.
         self._longest_s, self._ended = 0.0, 0.0
 
@@ -91,15 +91,14 @@ class Reader:
         """To the end, however often it takes."""
         tally, give_up = self._tally, time.monotonic() + PATIENCE_S
         while not self._done:
-            before = self.events
-            self.gateway_killed = False
+            before, kills = self.events, self._doors.gateway_kills
             try:
                 wait_s = await self._try(session)
             except aiohttp.ClientConnectorError:  # nobody there: nothing was asked
                 wait_s = PAUSE_S
             except (aiohttp.ClientError, ConnectionError) as error:
                 if not self.resumable:
-                    if self.gateway_killed:
+                    if self._doors.gateway_kills > kills:
                         tally.with_gateway += 1
                     else:
                         tally.failures.append(f"{self._name}: a plain stream broke: {error!r}")

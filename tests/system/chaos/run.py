@@ -119,9 +119,6 @@ async def one_round(stage: World, load: Load, faults: list[Fault]) -> Round:
     watched = [reader for reader in load.readers if reader.live]
     for reader in watched:
         reader.watch()
-    if any(fault.kind == "kill gateway" for fault in faults):
-        for reader in load.readers:
-            reader.gateway_killed = True
     began = time.monotonic()
     done = await asyncio.gather(*(KINDS[fault.kind](stage, fault) for fault in faults), return_exceptions=True)
     over = time.monotonic()
