@@ -368,7 +368,8 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     assert kept.request.token_ids == [9, DEADLY, 9]
 
     def quire(*words: str) -> list[dict[str, Any]]:
-        log = tmp_path / f"quarantine-{'-'.join(words)}.log"
+        log = tmp_path / "quarantine.log"
+        log.unlink(missing_ok=True)
         process = Process(
             log, "quarantine", *words, f"--redis-url={engines.redis_url}", f"--namespace={engines.namespace}"
         )
