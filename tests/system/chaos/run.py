@@ -253,7 +253,7 @@ def figures(report: Report) -> dict[str, Any]:
         }
     parts = {
         part: {"p50": round(percentile(of, 50), 3), "p99": round(percentile(of, 99), 3)}
-        for part in (report.restarts[0] if report.restarts else {})
+        for part in dict.fromkeys(part for start in report.restarts for part in start)
         for of in [[start[part] for start in report.restarts if part in start]]
     }
     tally = dataclasses.asdict(report.tally)
@@ -272,11 +272,11 @@ def figures(report: Report) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Figures, for people."""
-    rows = [f"{'fault':<36} rounds streams  pause p50    p99 s | fault p50 s, then p50    p99 s"]
+    rows = [f"{'':<36} rounds streams  pause p50    p99 s |  fault p50 s  then p50    p99 s"]
     for kind, row in found["faults"].items():
         rows.append(
             f"{kind:<36} {row['rounds']:>6} {row['streams']:>7} {row['pause_p50_s']:>10.2f} {row['pause_p99_s']:>8.2f}"
-            f" | {row['fault_p50_s']:>10.2f} {row['after_fault_p50_s']:>10.2f} {row['after_fault_p99_s']:>8.2f}"
+            f" | {row['fault_p50_s']:>12.2f} {row['after_fault_p50_s']:>9.2f} {row['after_fault_p99_s']:>8.2f}"
         )
     tally = found["tally"]
     rows += [
