@@ -111,8 +111,7 @@ def main() -> None:
     figures["added_itl_p50_ms"] = round(on["itl_p50_ms"] - off["itl_p50_ms"], 3)
     print(json.dumps(figures, indent=1))
     if options.result:
-        words = [word for word in sys.argv[1:] if not word.startswith("--result")]
-        machine.write(options.result, shlex.join(["python", "-m", "tests.system.logcost", *words]), figures)
+        machine.write(options.result, shlex.join(["python", "-m", "tests.system.logcost", *sys.argv[1:]]), figures)
 
 
 if __name__ == "__main__":

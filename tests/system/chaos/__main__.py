@@ -53,8 +53,7 @@ def main() -> int:
         found = figures(asyncio.run(run(setting, rounds(), Path(folder), say=print)))
     print(table(found))
     if options.result:
-        words = [word for word in sys.argv[1:] if not word.startswith("--result")]
-        machine.write(options.result, shlex.join(["python", "-m", "tests.system.chaos", *words]), found)
+        machine.write(options.result, shlex.join(["python", "-m", "tests.system.chaos", *sys.argv[1:]]), found)
     return 0 if found["clean"] else 1
 
 
