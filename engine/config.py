@@ -144,6 +144,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "it waits in the queue for one that starts.",
         ),
     ] = 30.0
+    standby: Annotated[
+        bool,
+        Meta(
+            description="Import everything, then wait for a line on standard input before the model is loaded: a spare "
+            "that a supervisor keeps for an engine that may die. Ends when standard input does."
+        ),
+    ] = False
     metrics_host: Annotated[str, Meta(description="Address of metrics_port.")] = "127.0.0.1"
     metrics_port: Annotated[
         int,

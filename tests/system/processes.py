@@ -30,13 +30,14 @@ class Process:
         *words: str,
         command: Sequence[str] = QUIRE,
         env: Mapping[str, str] = ENVIRONMENT,
-        cwd: Path = ROOT,
+        folder: Path = ROOT,
     ) -> None:
+        """`folder`: where it runs; anywhere but in ours it has to find the installed code."""
         self._log = log
         with log.open("a") as file:
             self.popen = subprocess.Popen(
                 [*command, *words],
-                cwd=cwd,
+                cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

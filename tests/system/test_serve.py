@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -107,7 +108,7 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
         children = psutil.Process(serve.pid).children()
-        assert len(children) == 4  # Redis, the engine, two gateways
+        assert len(children) == 5  # Redis, the engine and its spare, two gateways
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
         give_up = time.monotonic() + 40
@@ -126,3 +127,58 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
     finally:
         serve.kill()
         serve.communicate()
+
+
+def test_a_spare_takes_over_and_is_replaced() -> None:
+    serve = subprocess.Popen(
+        [*QUIRE, "serve", "--port=0", "--executor=scripted"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+    def engines() -> list[int]:
+        """Those alive, the spare last."""
+        found = []
+        for child in psutil.Process(serve.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if child.cmdline()[1:3] == ["-m", "engine"]:
+                    found.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(found)]
+
+    def until_two() -> list[int]:
+        give_up = time.monotonic() + 40
+        while len(found := engines()) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        return found
+
+    try:
+        assert serve.stdout is not None
+        assert serve.stdout.readline().startswith("serving ")
+        engine, spare = until_two()
+        os.kill(engine, signal.SIGKILL)
+        while engine in (found := until_two()):
+            time.sleep(0.05)
+        assert found[0] == spare
+        os.kill(found[1], signal.SIGKILL)  # a spare that died is no use
+        os.kill(found[0], signal.SIGKILL)
+        while set(found) & set(again := until_two()):
+            time.sleep(0.05)
+        assert len(again) == 2
+        serve.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0
+        assert not any(psutil.pid_exists(pid) for pid in again)
+    finally:
+        serve.kill()
+        serve.wait()
+        assert serve.stdout is not None
+        serve.stdout.close()
+
+
+def test_a_standby_ends_with_its_supervisor() -> None:
+    words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
+    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert ended.returncode == 0  # it never asked for that Redis
