@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -25,6 +26,9 @@ log = logging.getLogger("quire.engine")
 # How long a thread may keep the interpreter from another, seconds.  With Python's own 5 ms the bus thread waits longer
 # for its turn beside the executor: median time to first token 47.6 ms, 43.2 with this (36 to 42 streams).
 SWITCH_S = 0.0002
+# Of the garbage collector.  With Python's own 700 what a step of 1,000 rows makes counts as old by the time it is dealt
+# with, so that all sequences were walked through every two seconds: 30 to 130 ms at 1,000 of them.
+GC_THRESHOLDS = (10_000, 10, 5)
 
 
 class Stopwatch:
@@ -68,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
     sys.setswitchinterval(SWITCH_S)
+    gc.set_threshold(*GC_THRESHOLDS)
     tracing = Tracing.start("quire-engine", config.engine_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=tracing)
     bus = BusThread(config, telemetry)

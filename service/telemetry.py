@@ -210,7 +210,7 @@ class Telemetry(Collector):
 
     def record_usage(self, usage: Usage) -> None:
         """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
-        the last line of the log counts."""
+        of the log's lines on it the furthest counts."""
         self._delivered_tokens.inc(usage.new)
         line = {
             "id": usage.request_id,
