@@ -159,6 +159,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     vllm_metrics: Annotated[
         bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
     ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+        ),
+    ] = ""
+    trace_sample: Annotated[
+        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+    ] = 1.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

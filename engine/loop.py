@@ -248,7 +248,7 @@ class Engine:
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
         outputs = core.outputs()
-        self.telemetry.publish(load, totals, outputs, now, core.wasted_slots)
+        self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
 
 

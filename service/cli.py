@@ -37,7 +37,7 @@ Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
-BOTH = {"model", "served_name", "namespace", "vllm_metrics"}
+BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
 FAILURES = 5  # first starts that may fail
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
