@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
+from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
 from engine.wire import settings
 from engine.wire.bus import BusDown
@@ -33,6 +35,16 @@ def load(config: EngineConfig) -> Executor:
     return local.load(config)
 
 
+def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
+    """Of the flight log, if one is wanted.  Raises ConfigError."""
+    if not config.flight_log:
+        return None
+    try:
+        return Recorder(Path(config.flight_log), header(config, executor), config.flight_log_mib << 20)
+    except OSError as error:
+        raise ConfigError(f"flight_log: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
     another engine took this one's name, or the GPU failed."""
@@ -45,9 +57,11 @@ def main(argv: list[str] | None = None) -> int:
 
     sys.setswitchinterval(SWITCH_S)
     bus = BusThread(config)
+    flight: Recorder | None = None
     try:
         executor = load(config)
-        engine = Engine(config, executor, bus, bus)
+        flight = recorder(config, executor)
+        engine = Engine(config, executor, bus, bus, flight=flight)
         bus.start()
     except (ModelLoadError, ConfigError, BusDown) as error:
         print(f"quire engine: {error}", file=sys.stderr)
@@ -74,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         bus.stop()
         executor.close()
+        if flight is not None:
+            flight.close()
     return 0
 
 

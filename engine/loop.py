@@ -22,8 +22,9 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool
-from engine.core.scheduler import Limits, Outputs, Scheduler
+from engine.core.scheduler import Decision, Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
+from engine.flight import Recorder
 from engine.wire.bus import EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
 
@@ -89,7 +90,17 @@ class Report(msgspec.Struct, frozen=True):
 class Engine:
     """Turns orders into tokens, one step at a time."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        *,
+        flight: Recorder | None = None,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        """`flight` records every turn; `clock` is the unix time in ms, for a replay."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
@@ -101,6 +112,9 @@ class Engine:
         self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
+        self._flight = flight
+        self._clock = clock or unix_ms
+        self._prompts: deque[int] = deque()  # prompt tokens of each step in flight, for the record
 
     def run(self) -> None:
         """Until drained."""
@@ -118,18 +132,31 @@ class Engine:
                 self.core.drop(order.id)
             else:
                 self.core.abort(order.id, order.index)
+        now_ms, begun = self._clock(), time.monotonic()
+        rows, prompt_tokens, took, failed = 0, 0, 0.0, False
         try:
-            if plan := self.core.plan(unix_ms()):
+            if plan := self.core.plan(now_ms):
                 self.executor.submit(plan)
                 self._in_flight += 1
+                if self._flight:
+                    self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                self.core.commit(self.executor.collect())
-                self._pace.step(time.monotonic())
+                self.core.commit(result := self.executor.collect())
+                took = self._pace.step(time.monotonic())
+                rows = len(result.rows)
+                if self._flight:
+                    prompt_tokens = self._prompts.popleft()
         except StepError as error:
-            self._in_flight = 0
+            self._in_flight, failed = 0, True
+            self._prompts.clear()
             self.core.fail_running(str(error))
-        self._publish()
+        decisions = self._publish()
+        if self._flight and not (self._idle and self.core.idle and not orders):
+            held = self.core.pool.total - self.core.pool.available
+            self._flight.turn(
+                now_ms, begun, orders, failed, rows, prompt_tokens, took, held, len(self.core.waiting), decisions
+            )
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
             self.core.check()
@@ -139,7 +166,7 @@ class Engine:
         if self._idle:
             self._pace.pause()
 
-    def _publish(self) -> None:
+    def _publish(self) -> list[Decision]:
         core, info, pool = self.core, self.executor.info, self.core.pool
         now, totals = time.monotonic(), core.totals
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
@@ -168,7 +195,9 @@ class Engine:
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
         )
-        self._outbox.put(core.outputs(), Report(load, room_tokens, room_requests, self._accepted))
+        outputs = core.outputs()
+        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))
+        return outputs.decisions
 
 
 class Rate:
@@ -202,12 +231,15 @@ class Pace:
         self._seen = 0
         self.value = 0.0  # 0: not known
 
-    def step(self, now: float) -> None:
-        """A step's results are in, at `now` (seconds, monotonic)."""
+    def step(self, now: float) -> float:
+        """A step's results are in, at `now` (seconds, monotonic).  Returns the seconds it took; 0 after a pause."""
+        took = 0.0
         if self._last is not None:
+            took = now - self._last
             self._seen = min(self._seen + 1, self.STEPS)
-            self.value += (now - self._last - self.value) / self._seen
+            self.value += (took - self.value) / self._seen
         self._last = now
+        return took
 
     def pause(self) -> None:
         """What comes next does not follow the last step."""

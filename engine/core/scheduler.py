@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,7 @@ import msgspec
 from engine.core.blocks import BlockPool, BooksError
 from engine.core.forecast import Demand, Held, LengthModel
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from engine.core.pressure import Pressure
 from engine.core.sequence import Sequence, State
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
@@ -35,6 +36,7 @@ WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 # utilisation of 0.905 (0.934, 0.957): mean of four seeds.  With lengths known there are none at any caution.
 CAUTION = 2.5
 ASK_ROWS = 256  # a forecast that refused is asked again after 1 + running / ASK_ROWS steps: looking at a row takes 1 us
+PRESSURE_ROWS = 64  # who may grow in a full pool is sorted out again each 1 + running / PRESSURE_ROWS steps
 PEAK_ROWS = 32  # the peak for the world outside is computed again each 1 + running / PEAK_ROWS steps
 
 
@@ -60,11 +62,28 @@ class Limits(msgspec.Struct, frozen=True):
     # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
 
 
+What = Literal["start", "first", "pause", "resume", "preempt", "end"]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Something that happened to one continuation, for who keeps a record of it."""
+
+    what: What
+    id: str  # of the request
+    index: int
+    step: int  # the plan it belongs to; "end": the last plan made
+    count: int  # start: blocks found in the prefix cache; pause, resume, preempt: blocks held; first (token), end:
+    # output tokens
+    reason: str = ""  # end: of its Finish; "": it was dropped
+    digests: list[bytes] = []  # end: of its full blocks, where a prefix cache asked for them
+
+
 class Outputs(msgspec.Struct):
     """What a commit has for the world outside."""
 
     deltas: dict[str, list[Delta]]  # by gateway
     finished: list[str]  # ids of requests all of whose continuations have ended
+    decisions: list[Decision]  # in the order in which they were made
 
 
 class Totals(msgspec.Struct):
@@ -75,6 +94,7 @@ class Totals(msgspec.Struct):
     generated_tokens: int = 0
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
+    pauses: int = 0  # times a row waited in place, with its blocks, because the pool was full
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
 
@@ -95,6 +115,7 @@ class Scheduler:
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by arrival
+        self._paused: list[Sequence] = []  # by arrival
         self._decoding = 0  # rows that compute one token each step without being named
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
         self._requests: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
@@ -109,9 +130,11 @@ class Scheduler:
         self._sources: Counter[int] = Counter()  # references that this plan's copies hold on their sources
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
+        self._decisions: list[Decision] = []
         self.lengths = LengthModel()  # of outputs, by cache salt
         self._demand: Demand | None = None  # of what runs, while a plan is made
         self._ask_again = 0  # before this step the forecast, having said no, is not asked again
+        self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
         self._peak, self._peak_step = 0, -1  # predicted_peak() and the step it was computed in
 
     # ------------------------------------------------------------------------------------------------ coming and going
@@ -156,7 +179,7 @@ class Scheduler:
                 if seq in leader.siblings:
                     leader.siblings.remove(seq)
             self._say(seq, Finish("cancelled"))
-            self._end(seq)
+            self._end(seq, "cancelled")
             if seq.siblings:  # it led, and none has forked yet: the next one leads
                 heir, *heir.siblings = seq.siblings
                 heir.seated_before, heir.cached_tokens = seq.seated_before, seq.cached_tokens
@@ -166,14 +189,14 @@ class Scheduler:
         """Forget a request without a word: another engine answers it now.  Unknown ids are ignored."""
         group = list(self._requests.get(request_id, ()))
         for seq in group:
-            self._end(seq)
+            self._end(seq, "")
         if group:
             self._finished.remove(request_id)
 
     def fail_running(self, message: str) -> None:
         """The executor lost a step and every row with it: end what was seated, empty the cache, keep the queue."""
         for group in list(self._requests.values()):
-            if any(seq.row >= 0 or seq.state is State.ENDING for seq in group):
+            if any(seq.row >= 0 or seq.state in (State.ENDING, State.PAUSED) for seq in group):
                 self._end_request(group[0].request.id, "error", message)
         self.pool.forget_all()
         self.committed = self.step
@@ -201,7 +224,12 @@ class Scheduler:
                 budget -= self._advance(seq, budget, step, slices, forks)
         self._reclaim_rows()
         self._demand = None
-        while budget > 0 and self.waiting and self._may_start(self.waiting[0]):
+        for seq in self._resumable():
+            if budget <= 0:
+                break
+            starts.append(self._resume(seq))
+            budget -= self._advance(seq, budget, step, slices, forks)
+        while budget > 0 and self.waiting and not self._paused and self._may_start(self.waiting[0]):
             seq = self.waiting[0]
             self._dequeue(seq)
             starts.append(self._seat(seq))
@@ -249,6 +277,8 @@ class Scheduler:
                 finish = None
             request = seq.request
             first = known - 1 - len(request.token_ids)
+            if first == 0:
+                self._note("first", seq, 1)
             if first == 0 or row in result.logprobs:
                 delta = self._full_delta(seq, first, finish, result.logprobs.get(row))
             else:
@@ -259,14 +289,14 @@ class Scheduler:
                 self._seal(seq, known - 1)
             if finish is not None:
                 self._learn(seq, ended=finish.reason == "stop")
-                self._end(seq)
+                self._end(seq, finish.reason)
         self.totals.generated_tokens += generated
         self._reclaim_rows()
 
     def outputs(self) -> Outputs:
         """Everything said since the last call: deltas by gateway, and the requests that are over."""
-        out = Outputs(dict(self._deltas), self._finished)
-        self._deltas, self._finished = defaultdict(list), []
+        out = Outputs(dict(self._deltas), self._finished, self._decisions)
+        self._deltas, self._finished, self._decisions = defaultdict(list), [], []
         return out
 
     # --------------------------------------------------------------------------------------------------- what is held
@@ -288,6 +318,8 @@ class Scheduler:
             return self.pool.total * self.pool.block_size, rows
         if self.limits.allocation == "static":
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
+        if self._paused:
+            return 0, max(0, rows)
         if self.waiting and self._ask_again > self.step:  # the head was refused, and who comes now stands behind it
             return 0, max(0, rows)
         waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
@@ -333,7 +365,7 @@ class Scheduler:
                 raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
-        reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0)
+        reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
         if reserved != self.reserved_blocks:
             raise BooksError(f"{reserved} blocks would be reserved, {self.reserved_blocks} are counted")
         decoding = sum(seq.state is State.DECODING for seq in live)
@@ -380,7 +412,7 @@ class Scheduler:
         pool, size = self.pool, self.pool.block_size
         demand = Demand(size, CAUTION)
         common: set[int] = set()  # blocks in several tables: taken as held whoever ends, since some other may go on
-        for seq in self._seats:
+        for seq in (*self._seats, *self._paused):
             if seq is None:
                 continue
             if seq.state is State.PREFILLING:
@@ -466,10 +498,9 @@ class Scheduler:
             self.totals.prompt_tokens += seq.prompt_len
             self.totals.cached_prompt_tokens += seq.computed
         for member in (seq, *seq.siblings):
-            member.row = self._free_rows.pop()
-            self._seats[member.row] = member
-            self.reserved_blocks += self._greatest(member)
+            self._take_seat(member)
         insort(self._prefilling, seq, key=lambda s: s.arrival)
+        self._note("start", seq, seq.computed // self.pool.block_size)
         return Start(seq.row, list(seq.table))
 
     def _advance(self, seq: Sequence, budget: int, step: int, slices: list[Slice], forks: list[Fork]) -> int:
@@ -533,6 +564,9 @@ class Scheduler:
             return
         index = seq.computed // self.pool.block_size
         if index == len(seq.table):
+            if not self._may_grow(seq):
+                self._pause(seq)
+                return
             if not self._grow(seq, 1):
                 return
         elif self._is_shared(seq.table[index]) and not self._copy_on_write(seq, index):
@@ -549,6 +583,57 @@ class Scheduler:
             self._growth.append((seq, len(seq.table), block))
             seq.table.append(block)
         return True
+
+    def _press(self) -> Pressure:
+        if self._pressure_step <= self.step:
+            rows = [s for s in (*self._seats, *self._paused) if s is not None and s.table]
+            self._pressure = Pressure((len(s.table), self._greatest(s) - len(s.table)) for s in rows)
+            self._pressure_step = self.step + 1 + len(rows) // PRESSURE_ROWS
+        return self._pressure
+
+    def _may_grow(self, seq: Sequence) -> bool:
+        """Whether a decoding row takes its next block now, or pauses until others have ended."""
+        if self.limits.admission != "forecast":
+            return True
+        left = self.pool.available - 1
+        return left >= 0 and self._press().may_take(len(seq.table), left)
+
+    def _pause(self, seq: Sequence) -> None:
+        """Leave the row, keep the blocks: all of its tokens but the one sampled last are computed."""
+        self.totals.pauses += 1
+        self._note("pause", seq, len(seq.table))
+        self._unseat(seq)
+        seq.state = State.PAUSED
+        self.reserved_blocks += self._greatest(seq)
+        insort(self._paused, seq, key=lambda s: s.arrival)
+
+    def _leave_pause(self, seq: Sequence) -> None:
+        self._paused.remove(seq)
+        self.reserved_blocks -= self._greatest(seq)
+
+    def _resumable(self) -> Iterator[Sequence]:
+        """Paused ones that may go on in this step, oldest first.  Where everybody waits for everybody, the newest give
+        up their blocks."""
+        if self._paused and not self.running and self.committed == self.step:
+            while not self.pool.available:
+                self._preempt(self._paused[-1])
+        for seq in list(self._paused):
+            if self._free_rows and seq.sampled_in <= self.committed and self._may_grow(seq):
+                yield seq
+
+    def _resume(self, seq: Sequence) -> Start:
+        """Seat it again, with the table it has."""
+        self._note("resume", seq, len(seq.table))
+        self._leave_pause(seq)
+        seq.state = State.PREFILLING
+        self._take_seat(seq)
+        insort(self._prefilling, seq, key=lambda s: s.arrival)
+        return Start(seq.row, list(seq.table))
+
+    def _take_seat(self, seq: Sequence) -> None:
+        seq.row = self._free_rows.pop()
+        self._seats[seq.row] = seq
+        self.reserved_blocks += self._greatest(seq)
 
     def _copy_on_write(self, seq: Sequence, index: int) -> bool:
         """Give the sequence its own copy of a shared, partly filled block before it writes there.
@@ -572,8 +657,8 @@ class Scheduler:
     def _make_room(self, seq: Sequence, count: int) -> bool:
         """Preempt the newest until `count` blocks are available.  False: the newest was `seq` itself."""
         while self.pool.available < count:
-            seated = (s for s in self._live() if s.state is State.PREFILLING or s.state is State.DECODING)
-            victim = max(seated, key=lambda s: s.arrival)
+            holders = (s for s in self._live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
+            victim = max(holders, key=lambda s: s.arrival)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -582,6 +667,9 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """All or nothing: take every block and the seat; what it knows stays, and is computed again later."""
         self.totals.preemptions += 1
+        self._note("preempt", seq, len(seq.table))
+        if seq.state is State.PAUSED:
+            self._leave_pause(seq)
         self._unseat(seq)
         self._release(seq)
         self._enqueue(seq)
@@ -620,6 +708,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------------- the endings
 
+    def _note(self, what: What, seq: Sequence, count: int, reason: str = "", digests: Iterable[bytes] = ()) -> None:
+        step = self.step + (what not in ("first", "end"))
+        self._decisions.append(Decision(what, seq.request.id, seq.index, step, count, reason, list(digests)))
+
     def _expire(self, now_ms: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             self._end_request(heapq.heappop(self._deadlines)[1], "deadline")
@@ -628,7 +720,7 @@ class Scheduler:
         """End every continuation that is still open, with a Finish each."""
         for seq in list(self._requests.get(request_id, ())):
             self._say(seq, Finish(reason, message=message))
-            self._end(seq)
+            self._end(seq, reason)
 
     def _say(self, seq: Sequence, finish: Finish) -> None:
         """Tell whoever asked that nothing more will come, though it might have gone on."""
@@ -636,10 +728,13 @@ class Scheduler:
         delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
         self._deltas[seq.request.gateway].append(delta)
 
-    def _end(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence, reason: str) -> None:
         """Its Finish is said: give back the seat and every block."""
+        self._note("end", seq, seq.known - seq.prompt_len, reason, seq.digests)
         if seq.queued_tokens:
             self._dequeue(seq)
+        if seq.state is State.PAUSED:
+            self._leave_pause(seq)
         self._unseat(seq)
         self.totals.released_blocks += len(seq.table)
         self._release(seq)

@@ -7,8 +7,9 @@ One rule drives everything: *computed catches up with known*.  `known - computed
 prefilling, 1 while decoding, and everything not found in the prefix cache after a preemption.
 
     waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
-       ^                  |                               | |                                              ^
-       +---- preempt -----+-------------------------------+ +-------------------- stop --------------------+
+       ^                  |   ^                           | | |                                            ^
+       |                  |   +--resume-- paused <-pause--+ | |                                            |
+       +---- preempt -----+--------------------+------------+ +------------------ stop --------------------+
                                                            cancel, deadline, error: from any state to finished
 """
 
@@ -26,6 +27,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    PAUSED = "paused"  # no seat, but all its blocks: it goes on when somebody else has ended
     ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
     FINISHED = "finished"
 
