@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
-from engine.wire import settings
+from engine.wire import ready, settings
 from engine.wire.bus import BusDown
 
 log = logging.getLogger("quire.engine")
@@ -26,12 +27,29 @@ log = logging.getLogger("quire.engine")
 SWITCH_S = 0.0002
 
 
-def load(config: EngineConfig) -> Executor:
+class Stopwatch:
+    """What the parts of a start took, for the log: a crashed engine's streams pause for as long."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        # CPU time of this process so far: there is no portable way to ask when it began.
+        self._laps = {"interpreter": time.process_time()}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._laps.items())
+
+
+def load(config: EngineConfig, watch: Stopwatch) -> Executor:
     """Raises ModelLoadError."""
     if config.executor == "scripted":
         return ScriptedExecutor.load(config)
     from engine.executor import local  # torch, seconds to import: only for a configuration found good
 
+    watch.lap("imports")
     return local.load(config)
 
 
@@ -46,8 +64,9 @@ def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a drain; 2 with one line on stderr when configuration, model or Redis make a start impossible; 1 when
-    another engine took this one's name, or the GPU failed."""
+    """0 after a drain, with what is not finished back in the queue; 2 with one line on stderr when configuration, model
+    or Redis make a start impossible; 1 when another engine took this one's name, or the GPU failed."""
+    watch = Stopwatch()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = settings.load(
         EngineConfig, sys.argv[1:] if argv is None else argv, os.environ, prog="quire engine", positional="model"
@@ -59,10 +78,12 @@ def main(argv: list[str] | None = None) -> int:
     bus = BusThread(config)
     flight: Recorder | None = None
     try:
-        executor = load(config)
+        executor = load(config, watch)
         flight = recorder(config, executor)
         engine = Engine(config, executor, bus, bus, flight=flight)
+        watch.lap("model")
         bus.start()
+        watch.lap("queue")
     except (ModelLoadError, ConfigError, BusDown) as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
@@ -80,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         executor.info.kv_bytes_per_token,
         executor.info.fingerprint,
     )
+    log.info("started: %s", watch)
+    ready.tell()
     try:
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone

@@ -1,6 +1,8 @@
 """Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
 
     python -m engine.bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
+    python -m engine.bench MODEL --swap 512          what a preemption costs by block size: a swap, or to compute again
+    python -m engine.bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins (A29)
 
 and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
 a line, and "at_s" where a request comes later than at once.
@@ -46,10 +48,12 @@ class Options(msgspec.Struct):
     latency: list[int]  # batch sizes
     compare_prefix_cache: bool
     slots: bool
+    swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
+    long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
 
 
 def bench(config: EngineConfig, options: Options) -> dict[str, float]:
-    """Load once, measure everything asked for."""
+    """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
     begin = time.perf_counter()
     llm = LLM.over(config, local.load(all_cores(config)))
     figures = {"start_s": time.perf_counter() - begin}
@@ -77,6 +81,10 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     for batch in options.latency:
         figures |= latency(llm, batch, vocab)
     llm.close()
+    if options.swap:
+        figures |= swap(config, options.swap)
+    if options.long_prompt:
+        figures |= stall(config, options.long_prompt)
     return figures
 
 
@@ -142,6 +150,89 @@ def latency(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     }
 
 
+def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
+    """By block size: what it takes to move the blocks of `tokens` to the host's memory and back, and to compute them
+    again in one prompt; what "auto" would do."""
+    figures: dict[str, float] = {}
+    say("block size   GB/s   swap ms   recompute ms   auto")
+    for size in (8, 16, 32, 64):
+        config = msgspec.structs.replace(config, block_size=size, prefix_cache=False, preempt="auto")
+        executor = local.load(all_cores(config))
+        llm, info = LLM.over(config, executor), executor.info
+        times = []
+        for turn in range(6):  # the first is to warm up
+            begin = time.perf_counter()
+            llm.generate([prompt(tokens, info.vocab_size, seed=turn)], GREEDY, max_new_tokens=1)
+            times.append(time.perf_counter() - begin)
+        again = statistics.median(times[1:])
+        moved = 2 * -(-tokens // size) * size * info.kv_bytes_per_token
+        there_and_back = moved / executor.swap_bytes_per_s
+        pays = llm.engine.core.costs.swap_pays(moved, tokens)
+        rate, kind = executor.swap_bytes_per_s / 1e9, "swap" if pays else "recompute"
+        say(f"{size:>10} {rate:>6.2f} {there_and_back * 1e3:>9.2f} {again * 1e3:>14.2f}   {kind}")
+        figures |= {
+            f"swap{size}_gb_per_s": rate,
+            f"swap{size}_ms": there_and_back * 1e3,
+            f"recompute{size}_ms": again * 1e3,
+            f"auto{size}_swaps": float(pays),
+        }
+        llm.close()
+    return figures
+
+
+def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
+    """The time between tokens, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is
+    computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none", max_seqs=rows + 1)
+    normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
+    executor = local.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
+    figures: dict[str, float] = {}
+    llm = LLM.over(config, executor)
+    core = llm.engine.core
+    ways = {"bounded": (config.itl_stretch, normal), "budget": (0.0, normal), "unchunked": (0.0, executor.step_tokens)}
+    for turn in range(2):  # the first is to warm up
+        for name, (stretch, step_tokens) in ways.items():
+            core.limits = msgspec.structs.replace(
+                core.limits, itl_stretch=stretch, step_tokens=step_tokens, chunk_tokens=step_tokens
+            )
+            alone, beside = beside_a_prompt(llm, length, rows, steps, seed=turn)
+            figures |= {
+                f"{name}_alone_p50_ms": alone[len(alone) // 2] * 1e3,
+                f"{name}_alone_p99_ms": alone[len(alone) * 99 // 100] * 1e3,
+                f"{name}_beside_p50_ms": beside[len(beside) // 2] * 1e3,
+                f"{name}_beside_p99_ms": beside[len(beside) * 99 // 100] * 1e3,
+                f"{name}_prompt_s": sum(beside),
+            }
+    llm.close()
+    return figures
+
+
+def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, sorted: of `rows` that decode, `steps` times; then until a long prompt has its first
+    token."""
+    vocab = llm.executor.info.vocab_size
+    most = llm.executor.info.max_model_len - PROMPT
+    for row in range(rows):
+        llm.submit(prompt(PROMPT, vocab, seed=seed * 1000 + row), GREEDY, max_new_tokens=most)
+    for _ in range(20):
+        llm.step()
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        llm.step()
+        return time.perf_counter() - begin
+
+    alone = sorted(timed() for _ in range(steps))
+    joined = llm.submit(prompt(length, vocab, seed=seed - 1), GREEDY, max_new_tokens=1)
+    beside = []
+    while not joined.outputs[0].token_ids:
+        beside.append(timed())
+        if joined.outputs[0].message:
+            raise ConfigError(joined.outputs[0].message)
+    llm.cancel()
+    return alone, sorted(beside)
+
+
 def prompt(length: int, vocab: int, seed: int) -> list[int]:
     """Random ids, other ones for every seed."""
     return random.Random(seed).choices(range(vocab), k=length)
@@ -164,6 +255,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--compare-prefix-cache", action="store_true")
     parser.add_argument("--slots", action="store_true")
+    parser.add_argument("--swap", type=int, default=0)
+    parser.add_argument("--long-prompt", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:

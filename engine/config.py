@@ -102,6 +102,30 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(gt=0, le=1, description="Mode threshold: highest KV utilisation, a fraction, that a start may lead to."),
     ] = 0.90
+    preempt: Annotated[
+        Literal["recompute", "swap", "auto"],
+        Meta(
+            description="What becomes of the KV blocks of a sequence that has to yield. recompute: dropped, and "
+            "computed again; swap: copied to the host's memory and back, while there is room in swap_memory_gib; "
+            "auto: what takes less time, by the rates measured so far."
+        ),
+    ] = "auto"
+    swap_memory_gib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GiB of the host's memory, pinned for a GPU, for the KV blocks of sequences that had to yield; "
+            "at most twice what the KV cache has. 0: none, everything is computed again.",
+        ),
+    ] = 1.0
+    itl_stretch: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A prompt beside sequences that decode may make a step so many times as long as it would be "
+            "without, by the times measured so far, and more where many wait; 0: step_tokens alone bounds it.",
+        ),
+    ] = 2.0
     graph_seconds: Annotated[
         float,
         Meta(
@@ -122,6 +146,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     flight_log_mib: Annotated[
         int, Meta(ge=1, description="MiB that the flight log and the one before it (.1) may have together.")
     ] = 64
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that what runs may go on after SIGTERM while no other engine can take it over; then "
+            "it waits in the queue for one that starts.",
+        ),
+    ] = 30.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

@@ -4,6 +4,11 @@
 
 The loop never waits for Redis: bus I/O has a thread of its own behind two plain queues.  It never waits for the
 executor either while there is something to plan: plan N+1 is issued before result N is in (`Executor.depth`).
+
+While Redis is away generation goes on, up to BUFFER_TOKENS that have not been sent.
+
+Draining (SIGTERM): another engine that could go on takes over what is here, from the tokens it has, at once.  Without
+one it is finished here, for at most `grace_s`; what is left then waits in the queue for an engine that starts.
 """
 
 from __future__ import annotations
@@ -21,14 +26,17 @@ from typing import Protocol
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.scheduler import Decision, Limits, Outputs, Scheduler
 from engine.executor.base import Executor, StepError
 from engine.flight import Recorder
-from engine.wire.bus import EngineSide
-from engine.wire.messages import Abort, Delta, EngineLoad, Generate, Order, TokenBatch
+from engine.wire.bus import BusDown, EngineSide
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
+FULL_S = 0.05  # the same of one that may not generate more before Redis is back
+BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
 
 
 class ConfigError(Exception):
@@ -53,6 +61,9 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
+        preempt=config.preempt,
+        block_bytes=info.kv_bytes_per_token * config.block_size,
+        itl_stretch=config.itl_stretch,
         allocation=config.allocation,
     )
     pool = BlockPool(
@@ -61,11 +72,23 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         caching=config.prefix_cache and config.allocation == "paged",
         note_discarded=config.poison_free_blocks,
     )
-    return Scheduler(pool, limits)
+    return Scheduler(pool, limits, HostPool(executor.host_blocks), Costs(executor.swap_bytes_per_s))
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request that an earlier engine began."""
+
+    request: Generate
+    outputs: list[list[int] | None]  # of each continuation so far; None: it is over
+
+
+Order = Generate | Resume | Abort
 
 
 class Inbox(Protocol):
     """Where orders come from."""
+
+    relieved: bool  # another engine would go on with all that is here
 
     def drain(self, wait_s: float) -> list[Order]:
         """Everything that has arrived; waits up to `wait_s` seconds for the first."""
@@ -73,6 +96,10 @@ class Inbox(Protocol):
 
 class Outbox(Protocol):
     """Where tokens go."""
+
+    @property
+    def full(self) -> bool:
+        """No more of them for now."""
 
     def put(self, outputs: Outputs, report: Report) -> None:
         """Hand over what a turn said.  Never blocks."""
@@ -104,7 +131,8 @@ class Engine:
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
-        self.draining = False  # set from outside: finish what is here, claim nothing more
+        self.draining = False  # set from outside: claim nothing more, and leave when that costs nobody a token
+        self._leave_at = math.inf  # monotonic seconds at which it leaves in any case
         self._inbox = inbox
         self._outbox = outbox
         self._in_flight = 0
@@ -117,9 +145,14 @@ class Engine:
         self._prompts: deque[int] = deque()  # prompt tokens of each step in flight, for the record
 
     def run(self) -> None:
-        """Until drained."""
-        while not (self.draining and self.core.idle):
-            self.turn(IDLE_S if self._idle else 0.0)
+        """Until drained.  What is still here then has to be given back by whoever owns the inbox."""
+        while not (self.draining and self._may_leave()):
+            self.turn(IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
+
+    def _may_leave(self) -> bool:
+        now = time.monotonic()
+        self._leave_at = min(self._leave_at, now + self.config.grace_s)
+        return self.core.idle or self._inbox.relieved or now >= self._leave_at
 
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
@@ -128,6 +161,9 @@ class Engine:
             if isinstance(order, Generate):
                 self.core.accept(order)
                 self._accepted += 1
+            elif isinstance(order, Resume):
+                self.core.accept(order.request, order.outputs)
+                self._accepted += 1
             elif order.lost:
                 self.core.drop(order.id)
             else:
@@ -135,7 +171,8 @@ class Engine:
         now_ms, begun = self._clock(), time.monotonic()
         rows, prompt_tokens, took, failed = 0, 0, 0.0, False
         try:
-            if plan := self.core.plan(now_ms):
+            plan = None if self._outbox.full else self.core.plan(now_ms)
+            if plan is not None:
                 self.executor.submit(plan)
                 self._in_flight += 1
                 if self._flight:
@@ -194,6 +231,10 @@ class Engine:
             draining=self.draining,
             predicted_peak_blocks=core.predicted_peak(),
             step_s=self._pace.value,
+            swapped=core.swapping.sequences,
+            swap_preemptions=totals.swap_preemptions,
+            swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
+            swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
         outputs = core.outputs()
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))
@@ -253,9 +294,11 @@ class BusThread:
     has gathered and brings what there is room for."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.relieved = False
         self._config = config
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._outputs: deque[Outputs] = deque()
+        self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
@@ -290,8 +333,14 @@ class BusThread:
         except queue.Empty:
             return orders
 
+    @property
+    def full(self) -> bool:
+        return self._put - self._sent >= BUFFER_TOKENS
+
     def put(self, outputs: Outputs, report: Report) -> None:
-        self._outputs.append(outputs)
+        if outputs.deltas or outputs.finished:
+            self._put += sum(map(len, outputs.deltas.values()))
+            self._outputs.append(outputs)
         self._report = report
         self._ring()
 
@@ -320,9 +369,17 @@ class BusThread:
                 await self._wait(config.lease_ms / 3000)
                 if self._report is not None:
                     await self._exchange(bus, self._report)
+                    if self._report.load.draining:
+                        self.relieved = await self._could_go_on_elsewhere(bus, self._report.load.fingerprint)
         finally:
             bell.cancel()
             await bus.close()
+
+    async def _could_go_on_elsewhere(self, bus: EngineSide, fingerprint: str) -> bool:
+        try:
+            return any(load.fingerprint == fingerprint and not load.draining for load in await bus.others())
+        except BusDown:
+            return False
 
     async def _wait(self, seconds: float) -> None:
         timer = self._loop.call_later(seconds, self._wake.set)
@@ -338,29 +395,59 @@ class BusThread:
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
         deltas: dict[str, list[Delta]] = {}
         finished: list[str] = []
-        while self._outputs:
+        steps, count = len(self._outputs), 0
+        for _ in range(steps):
             outputs = self._outputs.popleft()
             finished += outputs.finished
             for gateway, said in outputs.deltas.items():
+                count += len(said)
                 deltas.setdefault(gateway, []).extend(said)
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
         room_tokens = max(0, report.room_tokens - sum(tokens for _, tokens in self._claimed))
         room_requests = max(0, report.room_requests - len(self._claimed))
-        batches = [(gateway, TokenBatch(self._config.engine_id, said, report.load)) for gateway, said in deltas.items()]
+        batches = [
+            (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, report.load))
+            for gateway, said in deltas.items()
+        ]
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        self._sent += count
         for request in claimed.generates:
             self._claims += 1
-            self._claimed.append((self._claims, len(request.token_ids)))
-            self._orders.put(request)
+            so_far = claimed.resumed.get(request.id, [])
+            tokens = len(request.token_ids) + sum(len(said.token_ids) for said in so_far if said.finish is None)
+            self._claimed.append((self._claims, tokens))
+            known = [said.token_ids if said.finish is None else None for said in so_far]
+            self._orders.put(Resume(request, known) if known else request)
         for order in claimed.aborts:
             self._orders.put(order)
         for request_id in claimed.lost:
             self._orders.put(Abort(request_id, lost=True))
 
 
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """One Delta for each continuation: what several steps said, when they go out together."""
+    found: dict[tuple[str, int], Delta] = {}
+    for delta in deltas:
+        key = delta.id, delta.index
+        before = found.get(key)
+        if before is None:
+            found[key] = delta
+        else:
+            probs = None if before.logprobs is None else before.logprobs + (delta.logprobs or [])
+            found[key] = msgspec.structs.replace(
+                before,
+                token_ids=before.token_ids + delta.token_ids,
+                finish=delta.finish,
+                logprobs=delta.logprobs if before.logprobs is None else probs,
+            )
+    return list(found.values())
+
+
 class LocalBox:
     """Inbox and Outbox in memory, for a caller in the same process."""
+
+    relieved = full = False
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
         self.orders: list[Order] = []  # what the caller wants done

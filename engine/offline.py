@@ -20,7 +20,7 @@ from engine.executor import local
 from engine.executor.base import Executor
 from engine.executor.models import builtin, hf
 from engine.loop import Engine, LocalBox
-from engine.wire.messages import Delta, FinishReason, Generate, Sampling, TokenLogprob
+from engine.wire.messages import Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 FOREVER_MS = 2**62
 
@@ -110,6 +110,12 @@ class LLM:
             for output in (output for completion in completions for output in completion.outputs):
                 output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         return completions
+
+    def cancel(self) -> None:
+        """End whatever is unfinished."""
+        self._box.orders += [Abort(request) for request in self.unfinished]
+        while not self.engine.core.idle or self._box.orders:
+            self.step()
 
     def close(self) -> None:
         self.executor.close()

@@ -1,24 +1,33 @@
-"""The load harness: `python -m loadtest replay` asks and measures, `python -m loadtest report` shows and compares."""
+"""The load harness: `replay` asks and measures, `report` shows and compares; `burst`, `capacity` start servers too."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
+from types import FrameType
 
-from loadtest import replay, report
+from loadtest import burst, capacity, replay, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    raw = argparse.RawDescriptionHelpFormatter
-    replay.add_arguments(commands.add_parser("replay", description=replay.__doc__, formatter_class=raw))
-    report.add_arguments(commands.add_parser("report", description=report.__doc__, formatter_class=raw))
+    for name, module in (("replay", replay), ("report", report), ("burst", burst), ("capacity", capacity)):
+        raw = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(commands.add_parser(name, description=module.__doc__, formatter_class=raw))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
     if args.command == "report":
         return report.main(args)
-    return replay.main(args, f"python -m loadtest {shlex.join(sys.argv[1:])}")
+    command = f"python -m loadtest {shlex.join(sys.argv[1:])}"
+    return {"replay": replay, "burst": burst, "capacity": capacity}[args.command].main(args, command)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """The servers that a measurement has started must not outlive it."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

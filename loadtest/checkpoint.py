@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
 VOCAB = 16_000
+SOURCES = 200  # files to learn words from: enough for so many tokens
 
 
-def make_llama_42m(directory: Path) -> None:
-    """Hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536; byte-level BPE over the standard library."""
+def make_llama_42m(directory: Path, context: int = 4096) -> None:
+    """Hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536; byte-level BPE over the standard library.
+
+    A greedy model of random weights runs in circles, and clients measure when text comes: so every token it may choose
+    has text of its own.  The others (single bytes of longer characters, the end of sequence) have a row of zeros in the
+    last layer, and among 16,000 logits the largest is never 0.  They can still be forced with `logit_bias`."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,15 +28,37 @@ def make_llama_42m(directory: Path) -> None:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=0,
         dtype="bfloat16",
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     trainer = ByteLevelBPETokenizer()
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
+    sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))[:SOURCES]
     trainer.train([str(path) for path in sources], vocab_size=VOCAB, special_tokens=["<|end|>"])
     words = PreTrainedTokenizerFast(tokenizer_object=trainer._tokenizer, bos_token="<|end|>", eos_token="<|end|>")
+    if len(words) != VOCAB:
+        raise RuntimeError(f"the tokenizer got {len(words)} tokens of {VOCAB}: too little to read")
     words.save_pretrained(directory)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    mute = [token for token in range(VOCAB) if not has_text(words.decode([token], skip_special_tokens=True))]
+    with torch.no_grad():
+        model.lm_head.weight[mute] = 0
+    model.save_pretrained(directory)
+
+
+def prepare(directory: Path) -> tuple[int, int]:
+    """What a client must know of the model there: vocabulary size and end of sequence.  Makes the 42M model where there
+    is none."""
+    if not (directory / "config.json").exists():
+        print(f"making the 42M model in {directory}", flush=True)
+        make_llama_42m(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    end = config.get("eos_token_id") or 0
+    return int(config["vocab_size"]), int(end[0] if isinstance(end, list) else end)
+
+
+def has_text(decoded: str) -> bool:
+    """Whether a server can send it at once: a part of a character waits for the rest."""
+    return bool(decoded) and "\ufffd" not in decoded

@@ -27,9 +27,14 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
 
 
 class _Error(msgspec.Struct):
@@ -59,6 +64,7 @@ class Answer:
         self.gaps: list[float] = []  # between events with text of the same choice
         self.text: list[str] = []
         self.tokens: int | None = None  # as the server counts them; None until it says so
+        self.cached: int | None = None  # prompt tokens found in the server's prefix cache; None until it says so
         self.error: str | None = None
         self.done = False  # [DONE] has come
         self._rest = b""
@@ -84,6 +90,8 @@ class Answer:
                 self.error = f"{event.error.code or 'error'}: {event.error.message}"
             if event.usage is not None:
                 self.tokens = event.usage.completion_tokens
+                if event.usage.prompt_tokens_details is not None:
+                    self.cached = event.usage.prompt_tokens_details.cached_tokens
             for choice in event.choices:
                 text = choice.text or (choice.delta.content if choice.delta is not None else None)
                 if text:

@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.askers import ANYBODY, Asker
+
 MIN_PAUSE_S = 1.0  # the smallest Retry-After there is
+REFUSED = (429, 503)
 
 
 def gaps(times: Sequence[float]) -> list[float]:
@@ -44,8 +47,10 @@ class Record:
     times: list[float] = field(default_factory=list)  # of the events with text
     end_s: float = 0.0
     tokens: int = 0  # out
-    outcome: str = "lost"  # ok, refused (429 or 503 to the end), error
+    outcome: str = "lost"  # ok, refused (429 or 503 to the end), expired (its own deadline passed), error
     error: str = ""
+    cached: int | None = None  # prompt tokens that the server had in its prefix cache; None where it does not say
+    asker: Asker = ANYBODY
 
     @property
     def ttft_s(self) -> float | None:
@@ -107,14 +112,14 @@ def summarise(records: list[Record], samples: list[Sample], slo: Slo, windows: d
     ok = [record for record in records if record.outcome == "ok"]
     good = [record for record in records if slo.met(record)]
     span = max(end, 1e-9)
+    outcomes = Counter(_outcome(record) for record in records)
     figures: dict[str, Any] = {
         "requests": len(records),
-        "completed": len(ok),
-        "refused_for_good": sum(record.outcome == "refused" for record in records),
-        "failed": sum(record.outcome not in ("ok", "refused") for record in records),
-        "errors": dict(
-            Counter(r.error.partition(":")[0] for r in records if r.outcome not in ("ok", "refused")).most_common(5)
-        ),
+        "completed": outcomes["ok"],
+        "refused_for_good": outcomes["refused"],
+        "expired": outcomes["expired"],
+        "failed": outcomes["failed"],
+        "errors": dict(Counter(r.error.partition(":")[0] for r in records if _outcome(r) == "failed").most_common(5)),
         "seconds": round(end, 3),
         "output_tokens": sum(record.tokens for record in records),
         "output_tokens_per_s": round(sum(record.tokens for record in records) / span, 2),
@@ -129,8 +134,10 @@ def summarise(records: list[Record], samples: list[Sample], slo: Slo, windows: d
             "fraction": round(len(good) / len(records), 4) if records else 0.0,
             "requests_per_s": round(len(good) / span, 3),
         },
-        "refusals": refusals(records),
+        "refusals": refusals(records, samples),
+        "prefix_hits": prefix_hits(records),
         "server": server(samples),
+        "groups": groups(records, slo),
         "phases": {name: _phase(records, samples, slo, window) for name, window in windows.items()},
     }
     if {"base", "burst", "after"} <= windows.keys():
@@ -176,31 +183,108 @@ def recovery(records: list[Record], base: tuple[float, float], after: tuple[floa
     return None
 
 
-def refusals(records: list[Record]) -> dict[str, Any]:
+def _outcome(record: Record) -> str:
+    return record.outcome if record.outcome in ("ok", "refused", "expired") else "failed"
+
+
+def prefix_hits(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Prompt tokens that needed no computing, of all prompts for which the server says so; None where it never does."""
+    told = [record for record in records if record.cached is not None]
+    if not told:
+        return None
+    prompts, cached = sum(record.prompt_len for record in told), sum(record.cached or 0 for record in told)
+    return {"prompt_tokens": prompts, "cached_tokens": cached, "rate": round(cached / max(prompts, 1), 4)}
+
+
+def groups(records: list[Record], slo: Slo) -> dict[str, dict[str, Any]]:
+    """Figures of each tenant, priority, deadline and kind of client, for the fields in which requests differ."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("tenant", "priority", "timeout_s", "retry"):
+        members: dict[str, list[Record]] = {}
+        for record in records:
+            value = getattr(record.asker, name)
+            members.setdefault("none" if value in ("", None) else str(value), []).append(record)
+        if len(members) > 1:
+            found[name] = {value: _group(members[value], slo) for value in sorted(members)}
+    return found
+
+
+def _group(records: list[Record], slo: Slo) -> dict[str, Any]:
+    outcomes = Counter(_outcome(record) for record in records)
+    turned = refusals(records, ())
+    return {
+        "requests": len(records),
+        "completed": outcomes["ok"],
+        "refused_for_good": outcomes["refused"],
+        "expired": outcomes["expired"],
+        "failed": outcomes["failed"],
+        "output_tokens": sum(record.tokens for record in records),
+        "ttft_s": spread(t for record in records if (t := record.ttft_s) is not None),
+        "itl_s": spread(gap for record in records for gap in record.gaps_s),
+        "e2e_s": spread(record.end_s - record.due_s for record in records if record.outcome == "ok"),
+        "goodput_fraction": round(sum(map(slo.met, records)) / len(records), 4),
+        "prefix_hits": prefix_hits(records),
+        **{key: turned[key] for key in ("attempts_per_success", "requests_refused", "first_retry_success")},
+    }
+
+
+def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[tuple[int, int], float]:
+    """(index of the record, of the attempt that was refused) -> seconds after which it would have been let in.
+
+    Nobody can observe this: had the client come back earlier, it might have met room, but room that somebody else then
+    took instead.  What can be observed is how fast the server let in *anyone*.  So clients turned away are taken to
+    stand in a line in the order in which they first asked, and the needed pause ends
+
+    * when, since the refusal, as many attempts had been let in as stood in line before it, and one more.  This is the
+      pause by which all of them together would have got in, one after the other, no sooner than room came up; or
+    * when the server was next seen, twice running, without anybody waiting, if that was earlier: then nobody had to
+      be kept away, and a pause beyond it was idle, however few came.  (Without this a server that tells everyone to
+      come in a minute would be right: nobody is let in until then.)
+
+    Who is never let in holds no place.  A refusal after which neither happens is left out."""
+    entered = sorted(r.attempts[-1].sent_s for r in records if r.attempts and r.attempts[-1].status == 200)
+    idle = [b.at_s for a, b in itertools.pairwise(samples) if a.waiting == b.waiting == 0]
+    line = sorted(  # (first refusal, let in) of those that were turned away at first and got in later
+        (r.attempts[0].sent_s, r.attempts[-1].sent_s)
+        for r in records
+        if len(r.attempts) > 1 and r.attempts[0].status in REFUSED and r.attempts[-1].status == 200
+    )
+    pauses = {}
+    for i, record in enumerate(records):
+        for j, attempt in enumerate(record.attempts):
+            if attempt.status not in REFUSED:
+                continue
+            at, first = attempt.sent_s, record.attempts[0].sent_s
+            before = sum(asked < first and let_in > at for asked, let_in in line)
+            turn = bisect.bisect_right(entered, at) + before
+            room = bisect.bisect_right(idle, at)
+            ends = [*entered[turn : turn + 1], *idle[room : room + 1]]
+            if ends:
+                pauses[i, j] = min(ends) - at
+    return pauses
+
+
+def refusals(records: Sequence[Record], samples: Sequence[Sample]) -> dict[str, Any]:
     """How many attempts were turned away, and what it cost to heed the answer.
 
-    first_retry_success: of the requests refused with a pause that tried once more, how many got in at that attempt.
-    retry_after_error: |announced - needed| / needed.  `needed` is the time from the refusal to the next attempt of any
-    client that was let in with at least as many prompt tokens, and at least 1 s, the smallest pause there is."""
+    first_retry_success: of the requests whose first attempt was refused with a pause and whose client then waited that
+    long, how many got in at the second attempt.  Clients that don't listen say nothing about what the pause was worth.
+    retry_after_error: |announced - needed| / needed, over refusals of such clients; `needed` as needed_pauses() has it,
+    and at least 1 s, the smallest pause that Retry-After can say."""
     statuses = Counter(attempt.status for record in records for attempt in record.attempts)
-    turned_away = {status: count for status, count in sorted(statuses.items()) if status in (429, 503)}
-    entered = sorted(
-        (r.attempts[-1].sent_s, r.prompt_len) for r in records if r.attempts and r.attempts[-1].status == 200
-    )
-    sent = [at for at, _ in entered]
+    turned_away = {status: count for status, count in sorted(statuses.items()) if status in REFUSED}
+    needed = needed_pauses(records, samples)
     retried = got_in = 0
     errors, announced = [], []
-    for record in records:
-        for attempt in record.attempts:
-            if attempt.announced_s is None or attempt.status not in (429, 503):
+    for i, record in enumerate(records):
+        for j, attempt in enumerate(record.attempts):
+            if attempt.announced_s is None or attempt.status not in REFUSED:
                 continue
             announced.append(attempt.announced_s)
-            later = entered[bisect.bisect_right(sent, attempt.sent_s) :]
-            admitted = next((at for at, tokens in later if tokens >= record.prompt_len), None)
-            if admitted is not None:
-                needed = max(MIN_PAUSE_S, admitted - attempt.sent_s)
-                errors.append(abs(attempt.announced_s - needed) / needed)
-        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None:
+            if record.asker.retry == "obey" and (i, j) in needed:
+                truth = max(MIN_PAUSE_S, needed[i, j])
+                errors.append(abs(attempt.announced_s - truth) / truth)
+        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None and record.asker.retry == "obey":
             retried += 1
             got_in += record.attempts[1].status == 200
     attempts = sum(map(len, (record.attempts for record in records)))
@@ -209,7 +293,7 @@ def refusals(records: list[Record]) -> dict[str, Any]:
         "attempts": attempts,
         "attempts_per_success": round(attempts / completed, 3) if completed else None,
         "by_status": {str(status): count for status, count in turned_away.items()},
-        "requests_refused": sum(any(a.status in (429, 503) for a in r.attempts) for r in records),
+        "requests_refused": sum(any(a.status in REFUSED for a in r.attempts) for r in records),
         "retried": retried,
         "first_retry_success": round(got_in / retried, 4) if retried else None,
         "retry_after_s": spread(announced),
@@ -254,7 +338,7 @@ def series(records: list[Record], samples: list[Sample], slo: Slo) -> dict[str, 
         at = int(record.due_s / width)
         if record.ttft_s is not None:
             ttft[at].append(record.ttft_s)
-        if record.outcome == "ok":
+        if record.outcome in ("ok", "expired"):
             outcomes["good" if slo.met(record) else "late"][at] += 1
         else:
             outcomes["refused" if record.outcome == "refused" else "failed"][at] += 1

@@ -22,7 +22,8 @@ import gevent
 from locust import FastHttpUser, LoadTestShape, between, events, task
 
 from loadtest.client import Answer, announced_pause, pause
-from loadtest.replay import REFUSED, WORDS
+from loadtest.figures import REFUSED
+from loadtest.replay import WORDS
 from loadtest.trace import lognormal
 from loadtest.workloads import MEANS, users_at
 

@@ -18,9 +18,6 @@ RESULTS = ROOT / "loadtest" / "results"
 
 def describe() -> dict[str, Any]:
     """Commit, processors, cores, versions, time."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     versions = {}
     for package in ("torch", "transformers", "triton", "aiohttp", "redis"):
         try:
@@ -28,7 +25,7 @@ def describe() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -36,6 +33,14 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def commit() -> str:
+    """As git has it, with "-dirty" behind it where files have changed since."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return said.stdout.strip() or "unknown"
 
 
 def cpu_name() -> str:

@@ -93,8 +93,8 @@ def look_up(figures: dict[str, Any], path: str) -> float | None:
 def same_work(a: dict[str, Any], b: dict[str, Any]) -> None:
     """Raises ResultError where two results were not asked for the same.  Seeds may differ, and with them the tokens."""
     one, other = a["config"]["work"], b["config"]["work"]
-    for field in ("workload", "phases", "burstiness", "scale", "context"):
-        if one.get(field) != other.get(field):
+    for field in ("workload", "phases", "burstiness", "scale", "context", "ask_tokens", "only"):
+        if (one.get(field) or None) != (other.get(field) or None):
             raise ResultError(f"not the same work: {field} is {one.get(field)} in A, {other.get(field)} in B")
     for field in ("slo_ttft_s", "slo_mean_itl_s"):
         limit, given = a["figures"]["goodput"].get(field), b["figures"]["goodput"].get(field)

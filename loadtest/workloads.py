@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from loadtest import trace
+from loadtest import askers, trace
+from loadtest.askers import ANYBODY, Asker, AskerError
 from loadtest.trace import Job
 
 Shape = Literal["steady", "ramp", "burst", "soak"]
@@ -34,6 +35,7 @@ class Arrival:
     at_s: float  # since the run began
     phase: str
     job: Job
+    asker: Asker = ANYBODY
 
 
 @dataclass(frozen=True)
@@ -50,28 +52,65 @@ class Phase:
 # Mean tokens in and out.  ShareGPT's and Alpaca's are those of the PagedAttention paper (SOSP 2023, section 6.1).
 MEANS = {"sharegpt": (161, 338), "alpaca": (19, 58)}
 UNIFORM = 50
-SHARED_PREFIX, SHARED_GROUPS = 512, 4
-WORKLOADS = (*MEANS, "uniform-50", "shared-prefix")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Prompts that begin alike: one of `groups` beginnings of `prefix` tokens, then a prompt and an answer of its own
+    with these mean lengths."""
+
+    prefix: int
+    groups: int
+    prompt: int
+    output: int
+
+
+# chat: one system prompt.  rag: a few long documents, short questions and answers.  translation: five examples, as in
+# the PagedAttention paper (section 6.4), then a sentence and its translation.
+SHARED = {
+    "shared-prefix": Shared(512, 4, *MEANS["sharegpt"]),
+    "chat": Shared(300, 1, *MEANS["sharegpt"]),
+    "rag": Shared(2000, 8, 20, 80),
+    "translation": Shared(341, 1, 30, 30),
+}
+# agents: TALKS conversations at a time under one system prompt; a turn's prompt is the turn before and what was said
+# since, so it grows by TURN tokens, of which the answer is ANSWER.
+SYSTEM, TALKS, TURNS, TURN, ANSWER = 300, 8, 6, 140, 80
+WORKLOADS = (*MEANS, "uniform-50", *SHARED, "agents")
 
 
 def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
     """`count` requests of one of WORKLOADS; `scale` multiplies the lengths, for servers that are small.
 
-    sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.  shared-prefix: one of
-    four prefixes of 512 tokens, then ShareGPT-like questions and answers."""
+    sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.  Those of SHARED: as said
+    there, the groups in turn.  agents: conversations that grow; what an answer said is made up (the replay is open, a
+    turn does not wait for the one before), so a prefix cache finds the prompt of the turn before, not its answer."""
+
+    def scaled(tokens: int) -> int:
+        return max(1, round(tokens * scale))
+
     if workload in MEANS:
         prompt_mean, output_mean = MEANS[workload]
         return trace.lognormal(count, prompt_mean * scale, output_mean * scale, seed)
     if workload == "uniform-50":
-        length = max(1, round(UNIFORM * scale))
-        return [Job(length, length, seed + i) for i in range(count)]
-    if workload == "shared-prefix":
-        prefix = max(1, round(SHARED_PREFIX * scale))
-        own = jobs("sharegpt", count, seed, scale)
+        return [Job(scaled(UNIFORM), scaled(UNIFORM), seed + i) for i in range(count)]
+    if shared := SHARED.get(workload):
+        prefix = scaled(shared.prefix)
+        own = trace.lognormal(count, shared.prompt * scale, shared.output * scale, seed)
         return [
-            SharedJob(prefix + job.prompt_len, job.output_len, job.prompt_seed, prefix, seed - 1 - i % SHARED_GROUPS)
+            SharedJob(prefix + job.prompt_len, job.output_len, job.prompt_seed, prefix, seed - 1 - i % shared.groups)
             for i, job in enumerate(own)
         ]
+    if workload == "agents":
+        system, turn, answer = scaled(SYSTEM), scaled(TURN), scaled(ANSWER)
+        made = []
+        for i in range(count):
+            generation, place = divmod(i, TALKS * TURNS)
+            talk = seed + generation * TALKS + place % TALKS
+            # Ids are drawn one by one, so a longer prompt of the same seed begins with the shorter one.
+            own_tokens = turn * (place // TALKS + 1) - answer
+            made.append(SharedJob(system + max(1, own_tokens), answer, talk, system, seed - 1))
+        return made
     raise ValueError(f"workload is {workload!r}; must be one of {', '.join(WORKLOADS)}")
 
 
@@ -85,11 +124,14 @@ def gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
         yield rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
 
 
-def phases(rate: float, seconds: float, peak: float | None, peak_seconds: float) -> list[Phase]:
-    """One steady phase, or with a peak three: base, burst, after.  `seconds` is the length of all but the burst."""
+def phases(
+    rate: float, seconds: float, peak: float | None, peak_seconds: float, after_seconds: float | None = None
+) -> list[Phase]:
+    """One steady phase, or with a peak three: base, burst, after.  The last takes as long as the first unless told."""
     if peak is None:
         return [Phase("steady", rate, seconds)]
-    return [Phase("base", rate, seconds), Phase("burst", peak, peak_seconds), Phase("after", rate, seconds)]
+    after = Phase("after", rate, seconds if after_seconds is None else after_seconds)
+    return [Phase("base", rate, seconds), Phase("burst", peak, peak_seconds), after]
 
 
 def arrival_times(plan: list[Phase], burstiness: float, seed: int) -> list[tuple[float, str]]:
@@ -145,43 +187,61 @@ class TraceError(ValueError):
 
 
 # field -> (smallest, whether a line must have it)
-_FIELDS: dict[str, tuple[int, bool]] = {
+_LENGTHS: dict[str, tuple[int, bool]] = {
     "prompt_len": (1, True),
     "output_len": (1, True),
     "prompt_seed": (0, False),
     "prefix_len": (0, False),
     "prefix_seed": (0, False),
 }
+_ASKERS = ("tenant", "priority", "timeout_s")
 _MOST = 10_000_000  # tokens; more is a slip of the pen
 
 
-def read_trace(path: Path) -> list[tuple[float | None, Job]]:
-    """JSON lines with `prompt_len` and `output_len` in tokens and, as they like, `prompt_seed` (else the number of the
-    line), `prefix_len` and `prefix_seed` of a shared beginning, and `at_s`, the second of arrival: in every line or in
-    none, and never before the line above.  Raises TraceError naming the line and the field, OSError."""
-    work: list[tuple[float | None, Job]] = []
+@dataclass(frozen=True)
+class Line:
+    """One request of a trace."""
+
+    at_s: float | None  # None: the trace leaves arrivals to the run
+    job: Job
+    asker: Asker
+
+
+def read_trace(path: Path) -> list[Line]:
+    """JSON lines with `prompt_len` and `output_len` in tokens and, as they like:
+
+    prompt_seed                 else the number of the line
+    prefix_len, prefix_seed     of a beginning that lines with the same seed share
+    at_s                        second of arrival: in every line or in none, never before the line above
+    tenant, priority, timeout_s who asks (loadtest/askers.py)
+
+    Raises TraceError naming the line and the field, OSError."""
+    lines: list[Line] = []
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                work.append(
-                    _parse(line, f"{path.name}, line {number}", number, work[-1][0] if work else None, not work)
-                )
-    if not work:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                lines.append(_parse(text, f"{path.name}, line {number}", number, lines[-1] if lines else None))
+    if not lines:
         raise TraceError(f"{path.name}: no requests in it")
-    return work
+    return lines
 
 
-def _parse(line: str, where: str, number: int, before: float | None, first: bool) -> tuple[float | None, Job]:
+def _parse(text: str, where: str, number: int, before: Line | None) -> Line:
     try:
-        fields = json.loads(line)
+        fields = json.loads(text)
     except ValueError as error:
         raise TraceError(f"{where}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: must be an object with prompt_len and output_len")
-    if strange := sorted(fields.keys() - _FIELDS.keys() - {"at_s", "id"}):
-        raise TraceError(f"{where}: {strange[0]} is not a field; there are {', '.join(_FIELDS)}, at_s, id")
+    known = (*_LENGTHS, "at_s", *_ASKERS, "id")
+    if strange := sorted(fields.keys() - set(known)):
+        raise TraceError(f"{where}: {strange[0]} is not a field; there are {', '.join(known)}")
+    return Line(_time(fields, where, before), _job(fields, where, number), _asker(fields, where))
+
+
+def _job(fields: dict[str, Any], where: str, number: int) -> Job:
     values = {"prompt_seed": number}
-    for name, (least, needed) in _FIELDS.items():
+    for name, (least, needed) in _LENGTHS.items():
         if name not in fields:
             if needed:
                 raise TraceError(f"{where}: {name} is missing")
@@ -194,28 +254,56 @@ def _parse(line: str, where: str, number: int, before: float | None, first: bool
     prefix = values.get("prefix_len", 0)
     if prefix > values["prompt_len"]:
         raise TraceError(f"{where}: prefix_len is {prefix}; must be <= prompt_len, {values['prompt_len']}")
-    at = _time(fields, where, before, first)
-    return at, SharedJob(**values) if prefix else Job(*(values[n] for n in ("prompt_len", "output_len", "prompt_seed")))
+    return SharedJob(**values) if prefix else Job(*(values[n] for n in ("prompt_len", "output_len", "prompt_seed")))
 
 
-def _time(fields: dict[str, Any], where: str, before: float | None, first: bool) -> float | None:
+def _asker(fields: dict[str, Any], where: str) -> Asker:
+    """JSON's own types; the values are checked as those of the command line are."""
+    readers: dict[str, tuple[tuple[type, ...], str, Callable[[str], Any]]] = {
+        "tenant": ((str,), "a name", askers.tenant),
+        "priority": ((str, int), "a name or a whole number", askers.priority),
+        "timeout_s": ((int, float), "a number of seconds > 0", askers.deadline),
+    }
+    found = {}
+    for name, (types, kind, read) in readers.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise TraceError(f"{where}: {name} is {value!r}; must be {kind}")
+        try:
+            found[name] = read(str(value))
+        except AskerError as error:
+            raise TraceError(f"{where}: {name} is {error}") from None
+    return Asker(**found)
+
+
+def _time(fields: dict[str, Any], where: str, before: Line | None) -> float | None:
     at = fields.get("at_s")
-    if not first and (at is None) != (before is None):
+    if before is not None and (at is None) != (before.at_s is None):
         raise TraceError(f"{where}: at_s is {'missing' if at is None else 'there'}, but the lines above differ")
     if at is None:
         return None
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
         raise TraceError(f"{where}: at_s is {at!r}; must be a number of seconds, >= 0")
-    if before is not None and at < before:
-        raise TraceError(f"{where}: at_s is {at:g}; must not be before the line above, {before:g}")
+    if before is not None and before.at_s is not None and at < before.at_s:
+        raise TraceError(f"{where}: at_s is {at:g}; must not be before the line above, {before.at_s:g}")
     return float(at)
 
 
 def from_trace(path: Path, plan: list[Phase], burstiness: float, seed: int) -> list[Arrival]:
     """A trace as it was written down; one without times arrives as `plan` says, for as long as either lasts.
     Raises TraceError, OSError."""
-    work = read_trace(path)
-    if work[0][0] is not None:
-        return [Arrival(at or 0.0, "trace", job) for at, job in work]
-    times = islice(arrival_times(plan, burstiness, seed), len(work))
-    return [Arrival(at, phase, job) for (at, phase), (_, job) in zip(times, work, strict=False)]
+    lines = read_trace(path)
+    if lines[0].at_s is not None:
+        return [Arrival(line.at_s or 0.0, "trace", line.job, line.asker) for line in lines]
+    times = islice(arrival_times(plan, burstiness, seed), len(lines))
+    return [Arrival(at, phase, line.job, line.asker) for (at, phase), line in zip(times, lines, strict=False)]
+
+
+def ask_as(arrivals: list[Arrival], mix: askers.Mix, seed: int, only: str = "") -> list[Arrival]:
+    """The same work, asked by whom `mix` draws.  `only` keeps one tenant's requests and leaves their times and lengths
+    as they are beside the others: what that tenant's life is like alone."""
+    drawn = mix.draw([arrival.asker for arrival in arrivals], seed)
+    asked = [replace(arrival, asker=asker) for arrival, asker in zip(arrivals, drawn, strict=True)]
+    return [arrival for arrival in asked if not only or arrival.asker.tenant == only]

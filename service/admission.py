@@ -19,8 +19,9 @@ from operator import sub
 
 import msgspec
 
-from engine.wire.bus import STALE_MS, Fleet
+from engine.wire.bus import Fleet
 from engine.wire.messages import EngineLoad
+from engine.wire.scripts import STALE_MS
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 

@@ -29,7 +29,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import settings
+from engine.wire import ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide
 from engine.wire.messages import Finish
 from service import admission, api, sse, text
@@ -357,7 +357,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace)
+        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s)
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
@@ -378,6 +378,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
             reason = error.strerror or str(error)
             raise StartError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
+        ready.tell()
         await stopping.wait()
         gateway.refuse_new()
         await site.stop()

@@ -2,6 +2,7 @@
 
 quire serve [MODEL]   Redis, one engine and some gateways under one supervisor, for one machine
 quire gateway | engine   one process of a larger deployment, around a Redis of your own
+quire quarantine         requests that were set aside because they killed their engine
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.wire import settings
+from engine.wire import ready, settings
 from engine.wire.bus import BusDown, GatewaySide
 from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
 from service.config import GatewayConfig
@@ -31,6 +31,7 @@ from service.config import GatewayConfig
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
        quire gateway [MODEL] [options]  one gateway, around a Redis of your own
        quire engine [MODEL] [options]   one engine, around a Redis of your own
+       quire quarantine list | show ID | drop ID   requests that killed their engine
 Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
@@ -38,9 +39,9 @@ PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 BOTH = {"model", "served_name", "namespace"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
 FAILURES = 5  # starts in a row that may fail
-BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart
-STEADY_S = 60.0  # a child that ran for so long has not failed to start
-ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL; its gateways have gone by then, so it has nothing to finish
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
+ENGINE_GRACE_S = 5.0  # its gateways have gone by then: what is left has lost its clients, and may wait in the queue
+ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
 POLL_S = 0.2
 
 Children = list["Child"]
@@ -58,6 +59,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where `quire quarantine` looks."""
+
+    redis_url: Annotated[str, Meta(description="redis://, rediss:// or unix:// URL.")] = "redis://127.0.0.1:6379/0"
+    namespace: Annotated[str, Meta(description="Prefix of every Redis key.")] = "quire"
+
+
 class GivenUp(Exception):
     """Serving cannot go on; one line an operator can act on."""
 
@@ -68,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest = rest[:-1]  # the "" only stands in for a missing command
     if command == "serve":
         return serve(rest)
+    if command == "quarantine":
+        return quarantine(rest)
     if command in PROCESSES:
         os.execv(sys.executable, [sys.executable, "-m", PROCESSES[command], *rest])
     asked = command in ("-h", "--help")
@@ -127,7 +137,8 @@ def serve(argv: Sequence[str]) -> int:
         name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
-        engine = Child("engine", ["-m", "engine", "--engine-id", name, *engine_words, *shared], ENGINE_STOP_S)
+        grace = ["--grace-s", str(ENGINE_GRACE_S)]
+        engine = Child("engine", ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared], ENGINE_STOP_S)
         ident = gateway.gateway_id or name
         gateways = [
             Child(
@@ -180,6 +191,37 @@ async def check_redis(url: str, namespace: str) -> None:
         await bus.close()
 
 
+def quarantine(words: Sequence[str]) -> int:
+    """`list`, `show ID` or `drop ID` (`drop all`).  Prints JSON, one request a line for list; 1 for an unknown id."""
+    prog = "quire quarantine"
+    action, *rest = [*words, ""]
+    wanted = rest.pop(0) if action in ("show", "drop") else ""
+    if action not in ("list", "show", "drop") or (action != "list" and (not wanted or wanted.startswith("-"))):
+        print(USAGE, file=sys.stderr)
+        return 2
+    config = settings.load(QuarantineConfig, [word for word in rest if word], os.environ, prog=prog)
+
+    async def run() -> int:
+        bus = GatewaySide(config.redis_url, "quarantine", namespace=config.namespace)
+        try:
+            found = [one for one in await bus.quarantined() if wanted in ("", "all", one.request.id)]
+            for one in found:
+                request = msgspec.to_builtins(one.request)
+                if action == "list":
+                    request["token_ids"] = f"{len(one.request.token_ids)} tokens"
+                print(msgspec.json.encode({**msgspec.to_builtins(one), "request": request}).decode())
+                if action == "drop":
+                    await bus.quarantined(drop=one.request.id)
+        finally:
+            await bus.close()
+        return 0 if found or action == "list" or wanted == "all" else 1
+
+    try:
+        return asyncio.run(run())
+    except BusDown as error:
+        settings.stop(prog, str(error), 1)
+
+
 class Child:
     """One supervised process, restarted when it ends by itself."""
 
@@ -193,15 +235,19 @@ class Child:
 
     async def keep(self) -> None:
         """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
-        FAILURES runs in a row that ended early."""
+        FAILURES starts in a row after which it was not up.  One that had been up is started again for ever, at once."""
+        with ready.Ear() as ear:
+            await self._keep(ear)
+
+    async def _keep(self, ear: ready.Ear) -> None:
         failures, first = 0, True
         while not self._stopping.is_set():
-            began = time.monotonic()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self._words,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
+                env={**os.environ, ready.VARIABLE: ear.address},
                 process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
                 preexec_fn=die_with_parent(),
             )
@@ -211,11 +257,11 @@ class Child:
             if first and status == CONFIG_ERROR:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
             first = False
-            failures = 0 if time.monotonic() - began > STEADY_S else failures + 1
+            failures = 0 if ear.heard() else failures + 1
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if failures == FAILURES:
                 raise GivenUp(f"the {self._name} {how} {failures} times in a row")
-            pause = min(BACKOFF_S[0] * 2 ** max(failures - 1, 0), BACKOFF_S[1])
+            pause = min(BACKOFF_S[0] * 2 ** (failures - 1), BACKOFF_S[1]) if failures else 0.0
             print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
             await asyncio.sleep(pause)
 

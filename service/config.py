@@ -56,3 +56,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue_wait_s: Annotated[
         float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
     ] = 20.0
+    retain_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, and what "
+            "was asked for beside it (logprobs). A request that never ends leaves a minute after its deadline.",
+        ),
+    ] = 60.0

@@ -31,6 +31,10 @@ _ENGINE = {
     "quire_engine_cached_prompt_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     "quire_engine_generated_tokens": ("generated_tokens", "Output tokens since the engine started."),
     "quire_engine_recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
+    "quire_engine_requests_swapped": ("swapped", "Waiting sequences whose KV blocks are in the host's memory."),
+    "quire_engine_swap_preemptions": ("swap_preemptions", "Preemptions that copied KV blocks to the host's memory."),
+    "quire_engine_swapped_out_bytes": ("swapped_out_bytes", "Bytes of KV blocks copied to the host's memory."),
+    "quire_engine_swapped_in_bytes": ("swapped_in_bytes", "Bytes of KV blocks copied back from the host's memory."),
 }
 
 

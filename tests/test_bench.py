@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.bench import Options, bench
+from engine.bench import Options, bench, stall, swap
 from engine.config import EngineConfig
 from loadtest import shapes, trace
 from loadtest.roofline import Machine, Shape
@@ -48,3 +48,13 @@ def test_bench_measures_a_trace_and_the_latency_of_batches(tmp_path: Path) -> No
     assert figures["output_tokens_without_prefix_cache"] == figures["output_tokens"]
     assert figures["batch2_ms_per_token"] > 0
     assert 0 < figures["slots_filled"] <= 1
+
+
+def test_bench_measures_swaps_and_stalls() -> None:
+    config = EngineConfig(threads=1, kv_blocks=128, max_model_len=1000)
+    figures = swap(config, tokens=40)
+    for size in (8, 16, 32, 64):
+        assert figures[f"swap{size}_ms"] > 0 < figures[f"recompute{size}_ms"]
+    figures = stall(config, length=100, rows=2, steps=5)
+    for way in ("bounded", "budget", "unchunked"):
+        assert figures[f"{way}_prompt_s"] > 0

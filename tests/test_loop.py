@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
 from engine.core.plan import StepResult
 from engine.core.scheduler import Outputs
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
-from engine.loop import ConfigError, Engine, LocalBox, Rate, Report, build_scheduler
+from engine.loop import ConfigError, Engine, LocalBox, Rate, Report, Resume, build_scheduler, merged
 from engine.offline import LLM
-from engine.wire.messages import Generate, Sampling
+from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenLogprob
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)
@@ -87,3 +89,84 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
         time.sleep(0.3)
         engine.turn()
     assert box.said[-1].load.step_s == load.step_s
+
+
+class Shut(Reports):
+    """Redis is away: what the engine says stays here, as far as it fits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.deltas = most, 0
+        self.away = True
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]
+        return self.away and self.deltas >= self.most
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        super().put(outputs, report)
+        self.deltas += sum(map(len, outputs.deltas.values()))
+
+
+def test_generation_goes_on_without_redis_up_to_a_bound() -> None:
+    box = Shut(most=100)
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
+    box.orders += [Generate(f"r{i}", "g", [5], 50, Sampling(ignore_eos=True), 2**60) for i in range(8)]
+    for _ in range(60):
+        engine.turn()
+    assert 100 <= box.deltas < 100 + 8 * (1 + ScriptedExecutor.depth)
+    box.away = False
+    while not engine.core.idle:
+        engine.turn()
+    assert box.deltas == 8 * 50
+
+
+def test_a_draining_engine_leaves_when_another_can_go_on_or_its_grace_is_over() -> None:
+    for relieved, grace_s in ((True, 1000.0), (False, 0.0)):
+        box = Reports()
+        engine = Engine(
+            msgspec.structs.replace(CONFIG, grace_s=grace_s), ScriptedExecutor(INFO, 64, step_seconds=0.01), box, box
+        )
+        box.orders.append(Generate("r", "g", [5], 200, Sampling(ignore_eos=True), 2**60))
+        while engine.core.totals.generated_tokens < 3:
+            engine.turn()
+        box.relieved, engine.draining = relieved, True
+        engine.run()
+        assert not engine.core.idle
+    box.orders.append(Generate("q", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
+    engine._leave_at = math.inf
+    engine.config = msgspec.structs.replace(CONFIG, grace_s=1000.0)
+    engine.run()
+    assert engine.core.idle  # alone it finishes what it has
+
+
+def test_a_request_begun_elsewhere_goes_on() -> None:
+    said: list[Delta] = []
+    box = LocalBox(said.append)
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
+    request = Generate("r", "g", [5], 6, Sampling(ignore_eos=True, seed=3), 2**60, n=3)
+    outputs = [[scripted_token(3, 0, at, 100) for at in range(4)], None, [scripted_token(3, 2, 0, 100)]]
+    box.orders.append(Resume(request, outputs))
+    while box.orders or not engine.core.idle:
+        engine.turn()
+    assert [delta.first for delta in said if delta.index == 0] == [4, 5]
+    assert [delta.first for delta in said if delta.index == 2] == [1, 2, 3, 4, 5]
+    assert all(delta.token_ids == [scripted_token(3, delta.index, delta.first, 100)] for delta in said)
+
+
+def test_deltas_that_go_out_together_are_merged() -> None:
+    probs = [TokenLogprob(-1.0)]
+    deltas = [
+        Delta("a", 0, [1], None, 0, probs, 16),
+        Delta("b", 7, [2]),
+        Delta("a", 1, [3], None, 0, probs),
+        Delta("b", 8, [4], Finish("length")),
+        Delta("a", 0, [5], None, 1),
+        Delta("a", 2, [], Finish("cancelled")),
+    ]
+    assert merged(deltas) == [
+        Delta("a", 0, [1, 3], Finish("cancelled"), 0, probs * 2, 16),
+        Delta("b", 7, [2, 4], Finish("length")),
+        Delta("a", 0, [5], None, 1),
+    ]
+    assert deltas[0].token_ids == [1]

@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 
 class OutOfBlocks(Exception):
@@ -205,3 +206,48 @@ class BlockPool:
         self._free.append(block)
         if self._note_discarded:
             self.discarded.append(block)
+
+
+class HostPool:
+    """Blocks of the host's memory, which keep what preempted sequences computed.
+
+    A block is free or held by exactly one sequence: nothing is shared here, so there is nothing to count.  The lowest
+    free numbers go first, so that a sequence mostly gets neighbours, which travel as one copy."""
+
+    def __init__(self, total: int = 0) -> None:
+        self.total = total
+        self._free = list(range(total))  # a heap
+        self._held: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with undefined content; all or nothing.  Raises OutOfBlocks.  O(count log total)."""
+        if count > len(self._free):
+            raise OutOfBlocks(f"{count} host blocks wanted, {len(self._free)} of {self.total} available")
+        taken = [heappop(self._free) for _ in range(count)]
+        self._held.update(taken)
+        return taken
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Their holder needs them no more."""
+        for block in blocks:
+            if block not in self._held:
+                raise BooksError(f"host block {block} released more often than it was taken")
+            self._held.remove(block)
+            heappush(self._free, block)
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Audit against every table of host blocks.  Raises BooksError naming the block.  O(total)."""
+        named = Counter(block for table in tables for block in table)
+        places = Counter(self._free)
+        for block in range(self.total):
+            holders, held = named[block], block in self._held
+            if holders != held:
+                raise BooksError(f"host block {block} is in {holders} tables and {'held' if held else 'free'}")
+            if places[block] == held:
+                raise BooksError(f"host block {block} stands {places[block]} times in free, held: {held}")
+        if len(named) > len(self._held):
+            raise BooksError(f"host blocks {sorted(named.keys() - self._held)} do not exist")

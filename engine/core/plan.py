@@ -13,8 +13,17 @@ A *row* is a seat in the executor's tables.  It moves through three states, and 
     step costs core and wire what changed, not what runs.
   * A `Fork` seats a sibling that samples its own next token from the logits its parent produces in this very step.
   * `edits` set single table entries: growth (one past the end) and copy-on-write.
+  * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
-Within a step the executor applies, in this order: freed_rows, copies, starts, edits, slices, forks; then it computes.
+Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_rows, copies, starts, edits, slices,
+forks; then it computes.  Plans run one after another, so a block swapped out in plan N+1 holds what step N wrote even
+if plan N+1 was issued before result N was in, and whoever gets that block in plan N+1 writes it after it was read:
+
+    step N (in flight)    row 3 computes token 41, its KV into the last block of its table; samples token 42
+    plan N+1              freed_rows [3] · swap_out: its table, 42 slots · the blocks go to older rows
+    result N              token 42 is appended: known 43, computed 42, as for any row that decodes
+    plan M                swap_in: into other blocks · Start(row 5, that table) · Slice(start 42, [token 42], sampler)
+
 A row is not reused before every step that may still report it has been committed, so a late token is never mistaken.
 """
 
@@ -66,7 +75,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     edits: list[tuple[int, int, int]] = []  # (row, table index, block id)
     slices: list[Slice] = []
     forks: list[Fork] = []
-    poison: list[int] = []  # tests: blocks whose content is garbage now; filled with NaN before anything else
+    poison: list[int] = []  # tests: blocks whose content is garbage now; filled with NaN
+    swap_out: list[tuple[int, int]] = []  # (block, host block), all layers; no host block twice
+    swap_in: list[tuple[int, int]] = []  # (host block, block); the host block is free from the next plan on
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -78,3 +89,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[int, TokenLogprob] = {}  # by row, where asked for
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by row, for this step's targets
     failed: dict[int, str] = {}  # by row: the sample is not usable (say, NaN logits) and the request must end
+    step_s: float = 0.0  # seconds the step took; 0: not measured
+    swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
+    swap_s: float = 0.0  # seconds they took

@@ -21,11 +21,13 @@ from typing import Literal
 
 import msgspec
 
-from engine.core.blocks import BlockPool, BooksError
+from engine.core.blocks import BlockPool, BooksError, HostPool
+from engine.core.costs import Costs
 from engine.core.forecast import Demand, Held, LengthModel
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
 from engine.core.pressure import Pressure
 from engine.core.sequence import Sequence, State
+from engine.core.swapping import Preempt, Swapping
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
 Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
@@ -60,6 +62,9 @@ class Limits(msgspec.Struct, frozen=True):
     allocation: Allocation = "paged"  # how a sequence comes by its blocks:
     # paged: as it grows
     # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
+    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
+    block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
+    itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
 
 What = Literal["start", "first", "pause", "resume", "preempt", "end"]
@@ -95,6 +100,9 @@ class Totals(msgspec.Struct):
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
     pauses: int = 0  # times a row waited in place, with its blocks, because the pool was full
+    swap_preemptions: int = 0  # of these, with what was computed kept in the host's memory
+    swapped_out_blocks: int = 0  # copied to the host's memory
+    swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
 
@@ -102,20 +110,26 @@ class Totals(msgspec.Struct):
 class Scheduler:
     """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        """Raises ValueError: static allocation shares nothing, so its pool must not cache."""
+    def __init__(
+        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, costs: Costs | None = None
+    ) -> None:
+        """`host`: where preempted sequences may leave what they computed; none: everything is computed again.
+
+        Raises ValueError: static allocation shares nothing, so its pool must not cache."""
         if limits.allocation == "static" and pool.caching:
             raise ValueError("static allocation needs a pool without a prefix cache")
         self.pool = pool
         self.limits = limits
+        self.costs = costs or Costs()
+        self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
         self.totals = Totals()
-        self.waiting: deque[Sequence] = deque()  # by arrival: preempted ones return to the front
+        self.waiting: deque[Sequence] = deque()  # preempted ones before all that never ran, then by rank
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
-        self._prefilling: list[Sequence] = []  # by arrival
-        self._paused: list[Sequence] = []  # by arrival
+        self._prefilling: list[Sequence] = []  # by rank
+        self._paused: list[Sequence] = []  # by rank
         self._decoding = 0  # rows that compute one token each step without being named
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
         self._requests: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
@@ -128,6 +142,7 @@ class Scheduler:
         self._growth: list[tuple[Sequence, int, int]] = []  # this plan's edits: (sequence, table index, block)
         self._copies: list[tuple[Sequence, int, int]] = []  # this plan's copies: (sequence, from, to)
         self._sources: Counter[int] = Counter()  # references that this plan's copies hold on their sources
+        self._issued: deque[tuple[int, int, bool]] = deque()  # plans without a result: rows, prompt tokens, with swaps
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
         self._decisions: list[Decision] = []
@@ -139,8 +154,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
-    def accept(self, request: Generate) -> None:
-        """Queue a request.  One that can never run is finished with an error naming limit and value."""
+    def accept(self, request: Generate, outputs: list[list[int] | None] | None = None) -> None:
+        """Queue a request.  One that can never run is finished with an error naming limit and value.
+
+        `outputs`: what an earlier engine has said of it, one entry for each continuation.  They stand here as if they
+        had been preempted: what they know is computed again, and what they say next follows it.  None: that one is
+        over."""
         if request.id in self._requests:  # delivered twice: it is running already
             return
         limits, prompt = self.limits, request.token_ids
@@ -150,23 +169,51 @@ class Scheduler:
             stops |= limits.eos_ids
         limit = min(len(prompt) + request.max_new_tokens, room)
         order = self._arrivals = self._arrivals + 1
-        group = [Sequence(request, i, (order, i), stops, limit, list(prompt)) for i in range(request.n)]
+        group = [
+            Sequence(
+                request,
+                i,
+                (order, i),
+                stops,
+                limit,
+                prompt + output,
+                seated_before=bool(output),
+                lost=len(prompt + output) - 1 if output else 0,
+            )
+            for i, output in enumerate(outputs or [[]] * request.n)
+            if output is not None
+        ]
+        if not group:
+            self._finished.append(request.id)
+            return
         self._requests[request.id] = list(group)
+        tokens = [prompt, *(output for output in outputs or () if output)]
         if len(prompt) >= room:
             refusal = f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
-        elif not prompt or max(prompt) >= limits.vocab_size or min(prompt) < 0:
+        elif not prompt or max(map(max, tokens)) >= limits.vocab_size or min(map(min, tokens)) < 0:
             refusal = f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
         elif request.n > limits.max_seqs:
             refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
         else:
-            if limits.allocation == "paged":
-                leader, *leader.siblings = group
-                group = [leader]
-            for seq in group:  # each that leads computes the prompt for itself
-                self._enqueue(seq)
             heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+            self._enqueue_group(group)
             return
         self._end_request(request.id, "error", refusal)
+
+    def _enqueue_group(self, group: list[Sequence]) -> None:
+        """Those that have said nothing share one prefill, led by the first; the others have forked already.
+
+        Static runs share nothing: each computes the prompt for itself."""
+        fresh = [seq for seq in group if seq.known == seq.prompt_len and self.limits.allocation == "paged"]
+        if fresh:
+            leader, *leader.siblings = fresh
+            self._enqueue(leader)
+        for seq in group:
+            if seq.known >= seq.limit:  # it comes from an engine that could hold more
+                self._say(seq, Finish("length"))
+                self._end(seq)
+            elif seq not in fresh:
+                self._enqueue(seq)
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """End one continuation of a request now, or every one (-1); unknown and finished ones are ignored."""
@@ -198,8 +245,13 @@ class Scheduler:
         for group in list(self._requests.values()):
             if any(seq.row >= 0 or seq.state in (State.ENDING, State.PAUSED) for seq in group):
                 self._end_request(group[0].request.id, "error", message)
+        for seq in self.waiting:  # a copy to the host may have been in a step that never ran
+            if seq.host:
+                seq.lost = seq.computed
+                self._release(seq)
         self.pool.forget_all()
         self.committed = self.step
+        self._issued.clear()
         self._freed_rows = []
         self._cooling.clear()
         self._seats = [None] * self.limits.max_seqs
@@ -215,10 +267,10 @@ class Scheduler:
         slices: list[Slice] = []
         forks: list[Fork] = []
 
-        for seq in sorted(self._due.pop(step, ()), key=lambda s: s.arrival):  # oldest first: the newest yields
+        for seq in sorted(self._due.pop(step, ()), key=lambda s: s.rank):  # the last in rank yields
             if seq.due == step:
                 self._attend(seq, step)
-        budget = self.limits.step_tokens - self._decoding
+        budget, decoding = self._prompt_budget(), self._decoding
         for seq in list(self._prefilling):
             if seq.state is State.PREFILLING:  # an older one may just have taken its blocks
                 budget -= self._advance(seq, budget, step, slices, forks)
@@ -241,11 +293,14 @@ class Scheduler:
         poison, self.pool.discarded = self.pool.discarded, []  # not the sources: they are read by this plan
         self.pool.release(list(self._sources.elements()))
         self._growth, self._copies, self._sources = [], [], Counter()
-        if not slices and not self._decoding:
+        if not slices and not self._decoding and not self.swapping.planned:
             self.pool.discarded += poison
             return None
         self.step = step
-        plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison)
+        prompt_tokens = sum(len(piece.token_ids) for piece in slices)
+        self._issued.append((decoding, prompt_tokens, self.swapping.planned))
+        swaps = self.swapping.take()
+        plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison, *swaps)
         self._freed_rows = []
         return plan
 
@@ -254,6 +309,7 @@ class Scheduler:
         if result.step != self.committed + 1:
             raise BooksError(f"result of step {result.step} after step {self.committed}")
         self.committed = result.step
+        self._measure(result)
         seats, deltas, block_size, generated = self._seats, self._deltas, self.pool.block_size, 0
         for row, logprobs in result.prompt_logprobs.items():
             if (seq := seats[row]) is not None:
@@ -316,6 +372,8 @@ class Scheduler:
         rows = len(self._free_rows) - len(self.waiting)
         if not self._requests:
             return self.pool.total * self.pool.block_size, rows
+        if self.swapping.sequences:  # until they are back nothing new starts
+            return 0, 0
         if self.limits.allocation == "static":
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
         if self._paused:
@@ -363,6 +421,10 @@ class Scheduler:
                     )
             elif seq.table:
                 raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
+            want = -(-seq.computed // self.pool.block_size) if seq.state is State.WAITING else 0
+            if len(seq.host) != want:
+                raise BooksError(f"{seq.request.id}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
+        self.swapping.check(live)
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
         reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
@@ -406,6 +468,22 @@ class Scheduler:
             return True
         self._ask_again = self.step + 2 + self.running // ASK_ROWS
         return False
+
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that the step may have beside the rows that decode (A29)."""
+        budget = self.limits.step_tokens - self._decoding
+        if not self._decoding or not self.limits.itl_stretch:
+            return budget
+        pending = len(self._prefilling) + len(self.waiting)
+        fair = self.costs.prompt_tokens(self._decoding, pending, self.limits.itl_stretch)
+        return budget if fair is None else min(budget, fair)
+
+    def _measure(self, result: StepResult) -> None:
+        rows, prompt_tokens, swaps = self._issued.popleft()
+        if result.step_s and not swaps:
+            self.costs.step(result.step_s, rows, prompt_tokens)
+        if result.swap_s:
+            self.costs.swapped(result.swapped_bytes, result.swap_s)
 
     def _running_demand(self, step: int) -> Demand:
         """What the seated sequences will hold from the end of `step` on."""
@@ -483,23 +561,29 @@ class Scheduler:
 
     def _seat(self, seq: Sequence) -> Start:
         if self.limits.allocation == "static":
-            seq.table, seq.computed = self.pool.allocate_run(self._greatest(seq)), 0
+            hits, seq.table = [], self.pool.allocate_run(self._greatest(seq))
         else:
             hits = self._lookup(seq)
             self.pool.acquire(hits)
-            seq.table, seq.computed = hits, len(hits) * self.pool.block_size
+            seq.table = list(hits)
         seq.state = State.PREFILLING
-        seq.prompt_logprobs = []
-        if seq.seated_before:
-            self.totals.recomputed_tokens += seq.known - seq.computed
+        if seq.host:
+            self.totals.swapped_in_blocks += self.swapping.back(seq)
+            for full in range(len(hits) + 1, seq.computed // self.pool.block_size + 1):
+                self._seal(seq, full * self.pool.block_size)
         else:
+            seq.computed = len(hits) * self.pool.block_size
+            seq.prompt_logprobs = []
+            self.totals.recomputed_tokens += max(0, seq.lost - seq.computed)
+            seq.lost = 0
+        if not seq.seated_before:
             seq.seated_before = True
             seq.cached_tokens = seq.computed
             self.totals.prompt_tokens += seq.prompt_len
             self.totals.cached_prompt_tokens += seq.computed
         for member in (seq, *seq.siblings):
             self._take_seat(member)
-        insort(self._prefilling, seq, key=lambda s: s.arrival)
+        insort(self._prefilling, seq, key=lambda s: s.rank)
         self._note("start", seq, seq.computed // self.pool.block_size)
         return Start(seq.row, list(seq.table))
 
@@ -534,6 +618,7 @@ class Scheduler:
                 self.pool.acquire(seq.table)
                 sibling.table, sibling.computed = list(seq.table), end
                 sibling.digests = list(seq.digests)
+                sibling.seated_before = True
                 forks.append(Fork(sibling.row, seq.row, list(seq.table), self._sampler(sibling)))
                 self._decode_from(sibling, step + 1, forked=True)
             self._decode_from(seq, step + 1, forked=bool(seq.siblings))
@@ -605,7 +690,7 @@ class Scheduler:
         self._unseat(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += self._greatest(seq)
-        insort(self._paused, seq, key=lambda s: s.arrival)
+        insort(self._paused, seq, key=lambda s: s.rank)
 
     def _leave_pause(self, seq: Sequence) -> None:
         self._paused.remove(seq)
@@ -627,7 +712,7 @@ class Scheduler:
         self._leave_pause(seq)
         seq.state = State.PREFILLING
         self._take_seat(seq)
-        insort(self._prefilling, seq, key=lambda s: s.arrival)
+        insort(self._prefilling, seq, key=lambda s: s.rank)
         return Start(seq.row, list(seq.table))
 
     def _take_seat(self, seq: Sequence) -> None:
@@ -655,23 +740,36 @@ class Scheduler:
         return self.pool.refs(block) - self._sources[block] > 1
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Preempt the newest until `count` blocks are available.  False: the newest was `seq` itself."""
+        """Preempt until `count` blocks are available.  False: the one to yield was `seq` itself.
+
+        Who yields: of the least urgent class, whoever came last.  It has had the least done for it, so least is lost,
+        and the others keep the order in which they were promised service: with the same rank deciding who is planned
+        first and who returns first, a victim is never in the way of one that yielded before it, and cannot drive out
+        whoever drove it out."""
         while self.pool.available < count:
             holders = (s for s in self._live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
-            victim = max(holders, key=lambda s: s.arrival)
+            victim = max(holders, key=lambda s: s.rank)
             self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """All or nothing: take every block and the seat; what it knows stays, and is computed again later."""
+        """All or nothing: take every block and the seat.  What it knows stays; what it has computed is copied to the
+        host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
         self._note("preempt", seq, len(seq.table))
         if seq.state is State.PAUSED:
             self._leave_pause(seq)
         self._unseat(seq)
-        self._release(seq)
+        if self.swapping.pays(seq):
+            # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
+            planned = {target: source for owner, source, target in self._copies if owner is seq}
+            self.totals.swap_preemptions += 1
+            self.totals.swapped_out_blocks += self.swapping.away(seq, planned)
+        else:
+            seq.lost = seq.computed
+            self._release(seq)
         self._enqueue(seq)
 
     def _sampler(self, seq: Sequence) -> Sampler:
@@ -746,14 +844,19 @@ class Scheduler:
             self._finished.append(seq.request.id)
 
     def _enqueue(self, seq: Sequence) -> None:
-        """Join the queue where its arrival says: what was preempted stands before all that never ran."""
+        """Join the queue where its rank says; what was preempted stands before all that never ran, whatever their rank:
+        while somebody waits to go on, nothing new takes the room (A26)."""
+
+        def place(s: Sequence) -> tuple[bool, tuple[int, tuple[int, int]]]:
+            return not s.seated_before, s.rank
+
         seq.state = State.WAITING
         seq.queued_tokens = seq.known
         self.waiting_tokens += seq.known
-        if not self.waiting or self.waiting[-1].arrival < seq.arrival:
+        if not self.waiting or place(self.waiting[-1]) < place(seq):
             self.waiting.append(seq)
         else:
-            self.waiting.insert(next(i for i, s in enumerate(self.waiting) if s.arrival > seq.arrival), seq)
+            self.waiting.insert(next(i for i, s in enumerate(self.waiting) if place(s) > place(seq)), seq)
 
     def _dequeue(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
@@ -791,6 +894,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.table)
+        self.swapping.forget(seq)
         seq.table, seq.computed = [], 0
 
     def _live(self) -> Iterator[Sequence]:

@@ -4,7 +4,7 @@
     KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
 
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
-prefilling, 1 while decoding, and everything not found in the prefix cache after a preemption.
+prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
 
     waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
@@ -52,7 +52,9 @@ class Sequence(msgspec.Struct, eq=False):
     due: int = 0  # the next step in which a decoding row needs the scheduler's attention
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
-    seated_before: bool = False  # then whatever it computes again counts as recomputed
+    host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
+    seated_before: bool = False  # it ran, and was preempted if it waits now
+    lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
@@ -60,6 +62,11 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def prompt_len(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def rank(self) -> tuple[int, tuple[int, int]]:
+        """Who goes first, and who yields last: the more urgent class, then the older; the less goes first."""
+        return self.request.priority, self.arrival
 
     @property
     def known(self) -> int:

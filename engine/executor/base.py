@@ -39,6 +39,8 @@ class Executor(Protocol):
     max_seqs: int  # rows and
     step_tokens: int  # tokens that a step may have, where the configuration leaves it open
     blocks: int  # KV blocks in the pool, fixed at start
+    host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
+    swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
     def submit(self, plan: StepPlan) -> None:
@@ -63,10 +65,12 @@ class ScriptedExecutor:
 
     depth = 2
     max_seqs, step_tokens = 256, 1024
+    swap_bytes_per_s = 0.0
 
-    def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0) -> None:
+    def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0, host_blocks: int = 0) -> None:
         self.info = info
         self.blocks = blocks
+        self.host_blocks = host_blocks
         self.step_seconds = step_seconds  # how long a step takes
         self._plans: deque[StepPlan] = deque()
         self._decoding: dict[int, tuple[Sampler, int]] = {}  # row -> (sampler, next output position)
@@ -84,7 +88,9 @@ class ScriptedExecutor:
             eos_ids=[0],
             kv_bytes_per_token=0,
         )
-        return cls(info, config.kv_blocks or 4096, step_seconds=config.scripted_step_ms / 1000)
+        blocks = config.kv_blocks or 4096
+        host_blocks = blocks if config.swap_memory_gib > 0 else 0  # a block is nothing here, so all fit
+        return cls(info, blocks, step_seconds=config.scripted_step_ms / 1000, host_blocks=host_blocks)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)

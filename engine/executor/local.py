@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -31,6 +32,12 @@ log = logging.getLogger(__name__)
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
+def device_kind(config: EngineConfig) -> str:
+    """ "cpu" or "cuda"."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return auto if config.device == "auto" else config.device
+
+
 class LocalExecutor:
     """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
@@ -43,8 +50,7 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         """Load the model, take the KV memory, start.  Raises ModelLoadError."""
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        kind = auto if config.device == "auto" else config.device
+        kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = load_model(
@@ -64,7 +70,8 @@ class LocalExecutor:
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
         )
         self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
-        self.blocks = self._worker.blocks
+        self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
+        self.swap_bytes_per_s = self._worker.swap.measure()
         log.info("model in %.1f s, memory and graphs in %.1f s", loaded - started, time.monotonic() - loaded)
         if kind == "cuda":
             log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
@@ -73,6 +80,8 @@ class LocalExecutor:
         # stop token, and lets whoever arrives during step N wait for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Pending | Exception] = deque()
+        self._begun: deque[float] = deque()  # when each was submitted
+        self._ended = 0.0  # when the last one was collected
         # What is loaded stays: the collector need not walk through it again and again while tokens wait.
         gc.collect()
         gc.freeze()
@@ -81,6 +90,7 @@ class LocalExecutor:
         """Start one step; on a GPU returns at once.  At most `depth` may be in flight."""
         if len(self._in_flight) >= self.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
+        self._begun.append(time.perf_counter())
         if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its rows are lost: what follows is void
             self._in_flight.append(self._in_flight[-1])
             return
@@ -99,19 +109,28 @@ class LocalExecutor:
         if not self._in_flight:
             raise RuntimeError("no step in flight")
         assert self._worker is not None
-        step = self._in_flight.popleft()
+        step, begun = self._in_flight.popleft(), self._begun.popleft()
         if isinstance(step, Pending):
             try:
-                return self._worker.collect(step)
+                return self._timed(self._worker.collect(step), begun)
             except Exception as error:
                 log.exception("step %d failed", step.step)
                 step = error
         self._in_flight.clear()
+        self._begun.clear()
         try:
             self._worker.reset()
         except RuntimeError as error:  # after a fault in a kernel every call fails, for as long as the process lives
             raise ExecutorLost(f"the GPU is lost to this process: {one_line(step)}") from error
         raise StepError(one_line(step)) from step
+
+    def _timed(self, result: StepResult, begun: float) -> StepResult:
+        """With how long the step took: from when it could begin, since steps run one after another."""
+        assert self._worker is not None
+        seconds = (now := time.perf_counter()) - max(begun, self._ended)
+        self._ended = now
+        size, swap_s = self._worker.swap.moved()
+        return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
 
     def close(self) -> None:
         """Drop the steps in flight and let go of all memory."""

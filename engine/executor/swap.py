@@ -5,14 +5,18 @@
 
 Everything runs on a stream of its own.  Why the detour through `staging`, in device memory: a kernel that reads or
 writes the host's memory itself is as fast, but takes room and bandwidth on the chip for as long as the bus is busy, and
-one copy for each block and layer reaches a fifth of the bus (csrc/README.md has the table).
+one copy for each block and layer reaches a fifth of the bus (csrc/notes/layers.md has the table).
 
-Nobody decides here what to swap: see PagedAttention (SOSP 2023, section 4.5) for why one would.
+Nobody decides here what to swap: `engine/core/scheduler.py` does, and `engine/core/costs.py` says when it pays
+(PagedAttention, SOSP 2023, section 4.5).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,75 +25,125 @@ from engine.executor import ops
 from engine.executor.kv_cache import Caches
 
 
-class Out(NamedTuple):
-    """How far a copy to the host is."""
-
-    read: torch.cuda.Event  # the blocks were read: soon, if they fit the staging buffer
-    done: torch.cuda.Event  # the host has them
-
-
 class Swap:
-    """Moves blocks for one stream of computation: the one that is current when `out` and `back` are called."""
+    """Moves blocks for one stream of computation: the one that is current when `out` and `back` are called.
 
-    def __init__(self, caches: Caches, *, at_once: int = 32) -> None:
-        """`at_once`: blocks that the staging buffer holds.  More are moved in turns."""
+    For that stream both happen where they are called: what was launched before sees nothing of them, what is launched
+    afterwards sees them done.  It waits until blocks on their way out have been read (with more of them than are staged
+    at once, for all turns but the last) and until those on their way back are there."""
+
+    def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
+        """Takes the host's memory, pinned for a GPU.  `at_once`: blocks that the staging buffer holds; more are moved
+        in turns."""
         self._caches = [tensor for cache in caches for tensor in (cache.k, cache.v)]
         first = self._caches[0]
         self._device = first.device
-        shape = (at_once, len(self._caches), first[0].numel() * first.element_size())
-        self._staging = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        shape = (len(self._caches), first[0].numel() * first.element_size())
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        staged = min(at_once, host_blocks) if self._stream else 0
+        self._staging = torch.empty(staged, *shape, dtype=torch.uint8, device=self._device)
+        # [host blocks, caches, bytes of a block in one of them].  On a CPU pages come into being when first written.
+        self.host = torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._block_bytes = shape[0] * shape[1]
+        self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
+        self._moved, self._seconds = 0, 0.0  # since last asked
 
-    def host_buffer(self, blocks: int) -> Tensor:
-        """Room for so many blocks in the host's memory, [blocks, caches, bytes of a block] uint8; pinned for a GPU."""
-        return torch.empty(blocks, *self._staging.shape[1:], dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def out(self, blocks: list[int], host: Tensor) -> Out | None:
-        """Copy blocks, as what was launched so far leaves them, to `host` [len(blocks), ...].
-
-        None: it is done already.  Else nothing may write the blocks before `read`, or read `host` before `done`.
-        """
+    def out(self, pairs: list[tuple[int, int]]) -> torch.cuda.Event | None:
+        """Copy block -> host block for each pair.  None: `host` has them; else it will at that event."""
+        begun = time.perf_counter()
         if self._stream is None:
-            ops.block_gather(self._caches, torch.tensor(blocks, dtype=torch.int64), host)
+            for blocks, host in runs([block for block, _ in pairs], [there for _, there in pairs]):
+                ops.block_gather(self._caches, torch.tensor(blocks, dtype=torch.int64), self.host[host])
+            self._count(len(pairs), begun)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # they may still be written
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)  # they may still be written
         with torch.cuda.stream(self._stream):
-            ids = self._on_device(blocks)
-            read = self._now()
-            for part in self._parts(len(blocks)):
-                staged = self._staging[: part.stop - part.start]
-                ops.block_gather(self._caches, ids[part], staged)
+            begin = self._now()
+            read = begin
+            for part in self._parts(pairs):
+                blocks, there = [block for block, _ in part], [host for _, host in part]
+                staged = self._staging[: len(part)]
+                ops.block_gather(self._caches, self._on_device(blocks), staged)
                 read = self._now()
-                host[part].copy_(staged, non_blocking=True)
-            return Out(read, self._now())
+                for places, host in runs(list(range(len(part))), there):
+                    self.host[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
+            end = self._now()
+        computing.wait_event(read)  # whoever is given these blocks writes them
+        self._moving.append((len(pairs), begin, end))
+        return end
 
-    def back(self, host: Tensor, blocks: list[int]) -> torch.cuda.Event | None:
-        """Copy `host` [len(blocks), ...] into blocks that nothing launched later touches before the event returned.
-
-        None: they are there already.  `host` must stay as it is until the event.
-        """
+    def back(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy host block -> block for each pair.  No block may be named twice."""
+        begun = time.perf_counter()
         if self._stream is None:
-            ops.block_scatter(host, torch.tensor(blocks, dtype=torch.int64), self._caches)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # their old content may still be read
+            for blocks, host in runs([block for _, block in pairs], [there for there, _ in pairs]):
+                ops.block_scatter(self.host[host], torch.tensor(blocks, dtype=torch.int64), self._caches)
+            self._count(len(pairs), begun)
+            return
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)  # their old content may still be read
         with torch.cuda.stream(self._stream):
-            ids = self._on_device(blocks)
-            for part in self._parts(len(blocks)):
-                staged = self._staging[: part.stop - part.start]
-                staged.copy_(host[part], non_blocking=True)
-                ops.block_scatter(staged, ids[part], self._caches)
-            return self._now()
+            begin = self._now()
+            for part in self._parts(pairs):
+                blocks, there = [block for _, block in part], [host for host, _ in part]
+                staged = self._staging[: len(part)]
+                for places, host in runs(list(range(len(part))), there):
+                    staged[places[0] : places[-1] + 1].copy_(self.host[host], non_blocking=True)
+                ops.block_scatter(staged, self._on_device(blocks), self._caches)
+            end = self._now()
+        computing.wait_event(end)
+        self._moving.append((len(pairs), begin, end))
+
+    def moved(self) -> tuple[int, float]:
+        """(bytes, seconds) of the copies that have ended since this was last asked.  Never waits."""
+        while self._moving and self._moving[0][2].query():  # type: ignore[no-untyped-call]
+            count, begin, end = self._moving.popleft()
+            self._moved += count * self._block_bytes
+            self._seconds += begin.elapsed_time(end) / 1e3
+        moved, self._moved, self._seconds = (self._moved, self._seconds), 0, 0.0
+        return moved
+
+    def measure(self) -> float:
+        """Bytes per second, there and back.  Leaves every block as it is; the host's are written to."""
+        count = min(32, len(self.host), len(self._caches[0]))
+        if not count:
+            return 0.0
+        blocks = random.Random(0).sample(range(len(self._caches[0])), count)
+        best = 0.0
+        for _ in range(4):  # the first one brings pages into being
+            begun = time.perf_counter()
+            self.out([(block, at) for at, block in enumerate(blocks)])
+            self.back([(at, block) for at, block in enumerate(blocks)])
+            if self._stream is not None:
+                self._stream.synchronize()
+            best = max(best, 2 * count * self._block_bytes / (time.perf_counter() - begun))
+        self.moved()
+        return best
+
+    def _count(self, blocks: int, begun: float) -> None:
+        self._moved += blocks * self._block_bytes
+        self._seconds += time.perf_counter() - begun
 
     def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
-    def _parts(self, count: int) -> list[slice]:
+    def _parts(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         size = len(self._staging)
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        return (pairs[start : start + size] for start in range(0, len(pairs), size))
 
     def _on_device(self, blocks: list[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+
+
+def runs(blocks: list[int], host: list[int]) -> Iterator[tuple[list[int], slice]]:
+    """The same pairs, those with neighbouring host blocks together: (blocks, where they lie on the host)."""
+    start = 0
+    for at in range(1, len(host) + 1):
+        if at == len(host) or host[at] != host[at - 1] + 1:
+            yield blocks[start:at], slice(host[start], host[at - 1] + 1)
+            start = at

@@ -26,11 +26,12 @@ from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors
 from engine.executor.graphs import Graphs, Where, capture_all, ladder, mixed_ladder, rung, urgent
-from engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from engine.executor.models.fused import logits_of
 from engine.executor.models.hf import LoadedModel
 from engine.executor.sampling import Logprobs, SamplerBank, logprobs_of
 from engine.executor.staging import Staging
+from engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,9 @@ class Worker:
         if self._gpu and not config.kv_blocks and not config.kv_memory_gib:
             self._batch = batch(allocate(model.layers, 1, config.block_size, kv_dtype, device))
             activations = self._activation_bytes()
+        token_bytes = bytes_per_token(model.layers, kv_dtype)
         self.blocks = blocks_that_fit(
-            token_bytes=bytes_per_token(model.layers, kv_dtype),
+            token_bytes=token_bytes,
             block_size=config.block_size,
             max_model_len=model.max_model_len,
             kv_blocks=config.kv_blocks,
@@ -104,6 +106,11 @@ class Worker:
         caches = allocate(model.layers, self.blocks, config.block_size, kv_dtype, device, fill)
         self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
         self._batch = batch(caches)
+        # Nothing new starts while anything is swapped: no more than what the cache held can ever want to go, twice if
+        # most of it was shared, since each holder takes a copy.
+        wanted = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
+        self.host_blocks = min(wanted // (token_bytes * config.block_size), 2 * self.blocks)
+        self.swap = Swap(caches, self.host_blocks)
         self._sizes: list[int] = []  # of decode steps that have graphs
         if graphs:
             self._capture(config.graph_seconds)
@@ -138,8 +145,12 @@ class Worker:
         staging.send()
 
         samplers.flush()
+        if plan.swap_out:
+            self.swap.out(plan.swap_out)
         if poison is not None:
             ops.block_fill(self._flat, poison, float("nan"))
+        if plan.swap_in:
+            self.swap.back(plan.swap_in)
         if copies is not None:
             ops.block_copy(self._flat, copies)
         if staged is None:

@@ -1,51 +1,4 @@
-"""Every Redis key, command, script, TTL and retry of Quire: the two ends of the bus, next to each other.
-
-Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that one deployment shares one cluster slot.
-
-    key              type     what                                           written by        goes away
-    arrivals         string   number of the last request queued              submit            never
-    queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
-    waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
-    queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
-    turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
-    counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
-    weights          hash     tenant -> weight                               submit            never
-    left             string   the tenant whose queue emptied last            as queue:TENANT   never
-    req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
-                              tenant, deadline (unix ms), engine (who                          after its deadline
-                              claimed it), dropped (indices of the
-                              continuations nobody wants any more)           cancel
-                     hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
-                              bring it back
-    engines          set      engines that may have a lease                  exchange          lapse, close
-    lease:ENGINE     string   msgpack EngineLoad                             exchange          lease_ms
-    engine:ENGINE    hash     session, seq and reply of its last exchange,   open, exchange    close, MEMORY
-                              room (prompt tokens it would still claim
-                              after it), heard (unix ms of it)
-    held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
-    lost:ENGINE      zset     what a lapsed lease took from it               lapse             next exchange, MEMORY
-    orders:ENGINE    list     to abort: "ID", or "ID INDEX" for one of its   cancel, claim     next exchange, MEMORY
-                              continuations
-    out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
-                                                                                               STREAM after the last
-    bell             channel  "there may be something to claim"              submit, lapse..
-    bell:ENGINE      channel  "there may be an order for you"                cancel
-
-Order.  Within a tenant a request's place is PLACES * its priority + its arrival number, so what a dead engine held goes
-back to exactly where it stood.  Between tenants the one with the smallest counter goes first: the Virtual Token Counter
-(VTC) of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.  A counter grows by (prompt tokens, when
-they are claimed, + OUTPUT_COST * output tokens, as they are produced) / weight.  A tenant that had nothing waiting is
-lifted to the smallest counter of those that have, or to that of the last to leave when nobody has: idleness saves
-nothing up.  Whoever is first is served while there is room, so no room stays empty.
-
-Reservations.  What is queued is what is booked: an engine's exchange says how much room it has, less what it claims in
-it, and submit queues only while all that is queued stays within all that room plus the excess its caller allows.  Both
-happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
-and end with its requests.
-
-All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
-reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange
-carries a sequence number whose last reply the server remembers.
+"""The two ends of the bus, next to each other: every command and retry.  What stands in Redis is in `scripts.py`.
 
 Durability is the server's: with `appendfsync everysec` a server crash loses nothing, a power cut up to a second.
 Needs Redis 6.2 or later, or Valkey; nothing here is pickled.
@@ -55,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import random
@@ -73,7 +25,23 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from engine.wire.messages import Abort, EngineLoad, Generate, TokenBatch
+from engine.wire import tokenlog
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
+from engine.wire.scripts import (
+    ADOPT,
+    ATTACH,
+    CANCEL,
+    CLOSE,
+    EXCHANGE,
+    FLEET,
+    OPEN,
+    OTHERS,
+    QUARANTINED,
+    SUBMIT,
+    TWIN,
+    Script,
+)
+from engine.wire.tokenlog import Said
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
@@ -84,14 +52,7 @@ BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of ea
 BLOCK_MS = 5_000  # a gateway's longest wait for the next batch, and an engine's for the bell, in one command
 CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
 READ_COUNT = 256  # most stream entries in one read
-EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
-TOMBSTONE_MS = 10_000  # longer than any retry of a submit
-STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
-MEMORY_MS = 3_600_000  # how long a silent engine is remembered
-OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
-PLACES = 2**40  # arrivals before a priority class would run into the next; times 2**13 classes a double is exact
 PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
-STALE_MS = 3_000  # an engine not heard of for so long has no room, though its lease still runs
 
 
 class BusDown(Exception):
@@ -125,6 +86,38 @@ class Queue(msgspec.Struct, frozen=True):
     queued_tokens: int
     room_tokens: int
     tenants: dict[str, Turn]
+    twin: Twin | None = None  # nothing was queued: this request came before, under the same idempotency key
+
+
+class Once(msgspec.Struct, frozen=True):
+    """An idempotency key: the first request to bring it is computed, every later one shares its answer."""
+
+    key: str  # digest of the client's key and of whoever may use it
+    body: str  # digest of all that must be equal for two requests to be the same
+
+
+class Twin(msgspec.Struct, frozen=True):
+    """The request that came first under an idempotency key."""
+
+    request_id: str  # of the first of its prompts
+    same_body: bool
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """A request as its log has it."""
+
+    record: bytes  # what submit() was given with it; empty but for the first of a client's prompts
+    continuations: list[Said]
+
+
+class Quarantined(msgspec.Struct, frozen=True):
+    """A request that killed its engine too often."""
+
+    request: Generate
+    attempts: int  # engines that died while they held it, at the same token
+    said: int  # its tokens in the log by then, all continuations together
+    engine: str  # the last of them
+    time_ms: int  # unix time of the verdict
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -133,304 +126,11 @@ class Claimed(msgspec.Struct, frozen=True):
     generates: list[Generate]
     aborts: list[Abort]  # to be carried out after `generates` are accepted: they may concern each other
     # Requests another engine took over, or a client withdrew, after this engine's lease had lapsed: drop them without a
-    # word, no Delta and no `finished`, for they are somebody else's now.  (A late one does no harm: see `first`.)
+    # word, no Delta and no `finished`, for they are somebody else's now.  What this exchange said of them was dropped.
     lost: list[str] = []
-
-
-# ---------------------------------------------------------------------------------------------------------- scripts
-# KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
-# write takes memory, and none that began with a delete.  So submit is refused before it did anything, and the others,
-# which make room in the end, always run.
-
-_PRELUDE = f"""
-local P = KEYS[1]
-local call = redis.call
-
-local function charge(tenant, tokens)  -- negative: a refund
-  local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
-  call('ZADD', P .. 'turns', 'XX', counter, tenant)
-end
-
-local function enqueue(id)
-  local tokens, place, tenant = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant'))
-  if not call('ZSCORE', P .. 'turns', tenant) then
-    local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
-    local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
-                  or call('HGET', P .. 'counters', call('GET', P .. 'left') or '') or 0
-    if counter < tonumber(floor) then
-      counter = floor
-      call('HSET', P .. 'counters', tenant, floor)
-    end
-    call('ZADD', P .. 'turns', counter, tenant)
-  end
-  call('ZADD', P .. 'queue:' .. tenant, place, id)
-  call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
-  call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
-end
-
-local function dequeue(id)  -- says whether it was waiting
-  local entry = call('HGET', P .. 'waiting', id)
-  if not entry then return false end
-  local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
-  call('ZREM', P .. 'queue:' .. tenant, id)
-  call('HDEL', P .. 'waiting', id)
-  if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
-    call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
-  else
-    call('HDEL', P .. 'queued_tokens', tenant)
-    call('ZREM', P .. 'turns', tenant)
-    call('SET', P .. 'left', tenant)
-  end
-  return true
-end
-
-local function alive(id)
-  return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
-end
-
-local function bury(id)
-  local key = P .. 'req:' .. id
-  call('DEL', key)
-  call('HSET', key, 'gone', 1)
-  call('PEXPIRE', key, {TOMBSTONE_MS})
-end
-
-local function now_ms()
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
-end
-
-local function tell_expired(id, payload)  -- what an engine would say to its gateway: TokenBatch, Delta, Finish
-  local request, deltas = cmsgpack.unpack(payload), {{}}
-  for index = 0, (request.n or 1) - 1 do
-    deltas[index + 1] = {{id, 0, {{}}, {{'deadline'}}, index}}
-  end
-  local out = P .. 'out:' .. request.gateway
-  call('XADD', out, '*', 'b', cmsgpack.pack({{engine = '', deltas = deltas}}))
-  call('PEXPIRE', out, {STREAM_MS})
-end
-
-local function head()  -- the id whose turn it is; those whose time ran out leave here
-  local now = now_ms()
-  while true do
-    local tenant = call('ZRANGE', P .. 'turns', 0, 0)[1]
-    if not tenant then return nil end
-    local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
-    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-    if payload and tonumber(deadline) > now then return id end
-    dequeue(id)
-    if payload then
-      bury(id)
-      tell_expired(id, payload)
-    end
-  end
-end
-
-local function room()  -- prompt tokens that the engines would still claim
-  local oldest, room = now_ms() - {STALE_MS}, 0
-  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-    local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
-    if heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
-      room = room + left
-    end
-  end
-  return room
-end
-
-local function turns()  -- [tenant, its counter] ..., [tokens] ... and [weight] ... of those with a queue
-  local tenants, names = call('ZRANGE', P .. 'turns', 0, -1, 'WITHSCORES'), {{}}
-  for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
-  if #names == 0 then return {{tenants, names, names}} end
-  return {{tenants, call('HMGET', P .. 'queued_tokens', unpack(names)), call('HMGET', P .. 'weights', unpack(names))}}
-end
-
-local function order_abort(engine, what)  -- "ID" or "ID INDEX"
-  local key = P .. 'orders:' .. engine
-  call('RPUSH', key, what)
-  call('PEXPIRE', key, {MEMORY_MS})
-  call('PUBLISH', P .. 'bell:' .. engine, '')
-end
-
-local function hold(engine, id)
-  local key = P .. 'req:' .. id
-  local place, tenant, tokens, dropped = unpack(call('HMGET', key, 'place', 'tenant', 'tokens', 'dropped'))
-  call('ZADD', P .. 'held:' .. engine, place, id)
-  call('HSET', key, 'engine', engine)
-  charge(tenant, tokens)
-  for index in string.gmatch(dropped or '', '%d+') do  -- before an earlier engine died
-    order_abort(engine, id .. ' ' .. index)
-  end
-end
-
-local function give_back(engine)  -- all it holds goes back to where it stood; returns those requests
-  local ids = {{}}
-  local held = call('ZRANGE', P .. 'held:' .. engine, 0, -1)
-  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
-  call('SREM', P .. 'engines', engine)
-  for _, id in ipairs(held) do
-    if alive(id) then
-      local key = P .. 'req:' .. id
-      call('HDEL', key, 'engine')
-      charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
-      enqueue(id)
-      ids[#ids + 1] = id
-    end
-  end
-  if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
-  return ids
-end
-"""
-
-# tenant, weight, priority, deadline, most tokens queued beyond the room ('' for any number), then (id, payload, prompt
-# tokens) ...: all or none of them
-_SUBMIT = f"""
-local tenant, weight, priority, deadline, excess = unpack(ARGV, 1, 5)
-local room = room()
-local accepted = call('EXISTS', P .. 'req:' .. ARGV[6]) == 1  -- a retry: only the reply did not arrive
-if not accepted then
-  local tokens = 0
-  for _, queued in ipairs(call('HVALS', P .. 'queued_tokens')) do tokens = tokens + queued end
-  for i = 8, #ARGV, 3 do tokens = tokens + ARGV[i] end
-  accepted = excess == '' or tokens <= room + excess
-  if accepted then
-    for i = 6, #ARGV, 3 do
-      local id, payload, size = unpack(ARGV, i, i + 2)
-      local key = P .. 'req:' .. id
-      call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
-           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'))
-      call('PEXPIREAT', key, deadline + {EXPIRY_MS})
-      call('HSET', P .. 'weights', tenant, weight)
-      enqueue(id)
-    end
-    call('PUBLISH', P .. 'bell', '')
-  end
-end
-return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns()}}
-"""
-
-# (id, index) ...; index -1: every continuation
-_CANCEL = """
-for i = 1, #ARGV, 2 do
-  local id, index = ARGV[i], ARGV[i + 1]
-  local key = P .. 'req:' .. id
-  local engine, dropped = unpack(call('HMGET', key, 'engine', 'dropped'))
-  if index == '-1' then
-    bury(id)
-    if not dequeue(id) and engine then order_abort(engine, id) end
-  elseif alive(id) then
-    call('HDEL', key, 'dropped')  -- a first write that memory never refuses
-    call('HSET', key, 'dropped', (dropped or '') .. ' ' .. index)
-    if engine then order_abort(engine, id .. ' ' .. index) end
-  end
-end
-"""
-
-_FLEET = f"""
-for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-  if call('EXISTS', P .. 'lease:' .. engine) == 0 then
-    local lost = P .. 'lost:' .. engine
-    for order, id in ipairs(give_back(engine)) do call('ZADD', lost, order, id) end
-    call('PEXPIRE', lost, {MEMORY_MS})
-  end
-end
-head()
-local loads = {{}}
-for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-  loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
-end
-return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns()}}
-"""
-
-# engine, session: a new process under this name; what an earlier one held, it does not have any more
-_OPEN = f"""
-local engine, session = unpack(ARGV)
-give_back(engine)
-call('DEL', P .. 'lost:' .. engine, P .. 'orders:' .. engine)
-call('HSET', P .. 'engine:' .. engine, 'session', session, 'seq', 0)
-call('PEXPIRE', P .. 'engine:' .. engine, {MEMORY_MS})
-"""
-
-# engine, session
-_CLOSE = """
-local engine, session = unpack(ARGV)
-if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
-give_back(engine)
-call('DEL', P .. 'engine:' .. engine, P .. 'lost:' .. engine, P .. 'orders:' .. engine)
-"""
-
-# engine, session, seq, lease ms, load, room in tokens, room in requests, n, n finished ids, m, m (tenant, output
-# tokens), then (gateway, batch) ...
-_EXCHANGE = f"""
-local me, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
-local state = P .. 'engine:' .. me
-local known = call('HMGET', state, 'session', 'seq', 'reply')
-if known[1] and known[1] ~= session then return redis.error_reply('SUPERSEDED') end
-
-local claimed, aborts, lost = {{}}, {{}}, {{}}
-if known[2] == seq then  -- all done already, only the reply did not arrive
-  claimed, aborts, lost = unpack(cmsgpack.unpack(known[3]))
-else
-  call('HDEL', state, 'reply')  -- a first write that memory never refuses: exchanges are what empties a full Redis
-  local room_tokens, room_requests, after = tonumber(ARGV[6]), tonumber(ARGV[7]), 8 + tonumber(ARGV[8])
-  for i = 9, after do
-    local id = ARGV[i]
-    local holder = call('HGET', P .. 'req:' .. id, 'engine')
-    bury(id)
-    call('ZREM', P .. 'held:' .. me, id)
-    call('ZREM', P .. 'lost:' .. me, id)
-    dequeue(id)
-    if holder and holder ~= me then order_abort(holder, id) end  -- it took over, but this engine came first
-  end
-  local charged = after + 1 + 2 * ARGV[after + 1]
-  for i = after + 2, charged, 2 do charge(ARGV[i], {OUTPUT_COST} * ARGV[i + 1]) end
-  for i = charged + 1, #ARGV, 2 do
-    local out = P .. 'out:' .. ARGV[i]
-    call('XADD', out, '*', 'b', ARGV[i + 1])
-    call('PEXPIRE', out, {STREAM_MS})
-  end
-  for _, id in ipairs(call('ZRANGE', P .. 'lost:' .. me, 0, -1)) do  -- back before anyone took them: carry on
-    if alive(id) and dequeue(id) then hold(me, id) else lost[#lost + 1] = id end
-  end
-  call('DEL', P .. 'lost:' .. me)
-  -- A burst is shared, not won by who asks first: each exchange takes a fair part of what waits, and the next one comes
-  -- with the next step.
-  local share = math.ceil(call('HLEN', P .. 'waiting') / math.max(1, call('SCARD', P .. 'engines')))
-  while #claimed < math.min(room_requests, share) do
-    local id = head()
-    if not id then break end
-    local tokens = tonumber(call('HGET', P .. 'req:' .. id, 'tokens'))
-    if tokens > room_tokens then break end
-    room_tokens = room_tokens - tokens
-    dequeue(id)
-    hold(me, id)
-    claimed[#claimed + 1] = id
-  end
-  local room = #claimed < room_requests and room_tokens or 0  -- without a seat the room is of no use
-  aborts = call('LRANGE', P .. 'orders:' .. me, 0, -1)
-  call('DEL', P .. 'orders:' .. me)
-  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, aborts, lost}}),
-       'room', room, 'heard', now_ms())
-end
-call('SADD', P .. 'engines', me)
-call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
-call('PEXPIRE', state, {MEMORY_MS})
-local payloads = {{}}
-for _, id in ipairs(claimed) do  -- one withdrawn since the lost reply has none, and an abort on its way
-  payloads[#payloads + 1] = call('HGET', P .. 'req:' .. id, 'payload') or nil
-end
-return {{payloads, aborts, lost}}
-"""
-
-
-class _Script:
-    """Lua source behind the prelude, and the SHA-1 by which the server knows it."""
-
-    def __init__(self, body: str) -> None:
-        self.source = _PRELUDE + body
-        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
-
-
-SUBMIT, CANCEL, FLEET, OPEN, CLOSE, EXCHANGE = map(_Script, (_SUBMIT, _CANCEL, _FLEET, _OPEN, _CLOSE, _EXCHANGE))
+    # For those of `generates` that an earlier engine has begun, by id: every continuation so far.  They go on from
+    # there: the next Delta of one without a Finish has first == len(token_ids); one with a Finish says nothing more.
+    resumed: dict[str, list[Said]] = {}
 
 
 # --------------------------------------------------------------------------------------------------------- both ends
@@ -471,7 +171,7 @@ class _Link:
         if info.get("maxmemory_policy") != "noeviction":
             log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
 
-    async def script(self, script: _Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
+    async def script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
         """Run one script.  Raises BusDown when it did not succeed within `patience_s`; it may have run all the same."""
 
         async def once() -> Any:
@@ -530,11 +230,6 @@ def _refuses(error: ResponseError) -> bool:
     return any(word in str(error) for word in ("OOM ", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY "))
 
 
-def _read_abort(order: bytes) -> Abort:
-    request_id, _, index = order.decode().partition(" ")
-    return Abort(request_id, index=int(index or -1))
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
 
@@ -543,9 +238,15 @@ def _one_line(error: Exception) -> str:
 class GatewaySide:
     """One gateway's end.  All methods belong to one asyncio loop."""
 
-    def __init__(self, url: str, gateway: str, *, namespace: str = "quire") -> None:
-        """`url`: redis://, rediss:// or unix://.  Connects to nothing yet.  Raises BusDown for a malformed URL."""
+    def __init__(
+        self, url: str, gateway: str, *, namespace: str = "quire", retain_s: float = 60.0, grace_s: float = 30.0
+    ) -> None:
+        """`url`: redis://, rediss:// or unix://.  Connects to nothing yet.  Raises BusDown for a malformed URL.
+
+        `retain_s`: how long the logs of its requests stay after their end.  `grace_s`: how long a request that no live
+        gateway listens to waits for one to attach, before it is withdrawn."""
         self._gateway = gateway
+        self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         self._link = _Link(url, namespace, reply_s=PATIENCE_S)
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
@@ -553,41 +254,99 @@ class GatewaySide:
         self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
 
     async def open(self) -> None:
-        """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines."""
+        """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines.
+
+        What an earlier process of this name had open is nobody's now: it waits for `grace_s` to be attached to."""
         await self._link.check()
+        await self._link.script(ADOPT, self._gateway, self._grace_ms)
 
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
         await self._link.close()
         await self._reader.close()
 
-    async def submit(self, *requests: Generate, excess_tokens: int | None = None) -> Queue:
+    async def submit(
+        self, *requests: Generate, excess_tokens: int | None = None, record: bytes = b"", once: Once | None = None
+    ) -> Queue:
         """Queue the prompts of one client's request, durably, all or none, and ring the engines.
 
-        They share tenant, weight, priority and deadline.  None is queued (`accepted` is False) when the prompt tokens
-        in the queue, these included, would pass the room the engines report by more than `excess_tokens`; None: never.
+        They share gateway, tenant, weight, priority and deadline.  None is queued (`accepted` is False) when the prompt
+        tokens in the queue, these included, would pass the room the engines report by more than `excess_tokens` (None:
+        never), or when a request came before with the key of `once`: then `twin` says which, to be attached to.
+        `record` is kept with the log of the first of them, as long as the log: see attach().
         Raises BusDown after PATIENCE_S: not queued.  (If only the reply was lost it may be for a moment; it is
         withdrawn as soon as Redis is back.)
         """
         first = requests[0]
         words: list[bytes | str | int] = []
         for request in requests:
-            words += (request.id, self._encode(request), len(request.token_ids))
-        excess = "" if excess_tokens is None else excess_tokens
+            words += (request.id, self._encode(request), len(request.token_ids), request.n)
         try:
-            accepted, queued, room_tokens, turns = await self._link.script(
-                SUBMIT, first.tenant, repr(first.weight), first.priority, first.deadline_ms, excess, *words
+            accepted, queued, room_tokens, turns, twin = await self._link.script(
+                SUBMIT,
+                first.gateway,
+                first.tenant,
+                repr(first.weight),
+                first.priority,
+                first.deadline_ms,
+                "" if excess_tokens is None else excess_tokens,
+                self._retain_ms,
+                once.key if once is not None else "",
+                once.body if once is not None else "",
+                record,
+                *words,
             )
         except BusDown:
             self._owed.update((request.id, -1) for request in requests)
             raise
         tenants = _read_turns(*turns)
-        return Queue(bool(accepted), queued, sum(turn.queued_tokens for turn in tenants.values()), room_tokens, tenants)
+        return Queue(
+            bool(accepted),
+            queued,
+            sum(turn.queued_tokens for turn in tenants.values()),
+            room_tokens,
+            tenants,
+            _read_twin(twin, once),
+        )
+
+    async def twin(self, once: Once) -> Twin | None:
+        """The request that came first under this key, as submit() would find it; None: it would be the first.
+
+        Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
+        return _read_twin(await self._link.script(TWIN, once.key), once)
+
+    async def attach(self, request_id: str) -> Attached | None:
+        """Listen to a request of whatever gateway, from now on, and read all it has said; None: its log is not kept, or
+        never was.
+
+        Every Delta that is not in the reply comes through batches(), with two exceptions to be ready for: some may come
+        a second time (see `first`), and after the attachment some are missing.  Then an empty Delta follows whose
+        `first` lies beyond what is known: read the rest with log().  A request that is over is read all the same: it
+        has a Finish for each continuation.  Raises BusDown after PATIENCE_S."""
+        return await self._attach(request_id, self._gateway)
+
+    async def log(self, request_id: str, index: int, first: int) -> Said | None:
+        """What one continuation has said from output position `first` on; None as for attach().  The finish comes with
+        its last token.  Raises BusDown after PATIENCE_S."""
+        found = await self._attach(request_id, "")
+        if found is None or not 0 <= index < len(found.continuations):
+            return None
+        said = found.continuations[index]
+        logprobs = said.logprobs[first:] if said.logprobs is not None else None
+        return msgspec.structs.replace(said, token_ids=said.token_ids[first:], logprobs=logprobs)
+
+    async def _attach(self, request_id: str, listener: str) -> Attached | None:
+        reply = await self._link.script(ATTACH, request_id, listener)
+        if reply is None:
+            return None
+        record, found = reply
+        return Attached(record, [tokenlog.read(*one) for one in found])
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
-        """Withdraw: an unclaimed request leaves the queue, a claimed one gets an Abort at its engine.  Idempotent.
+        """This gateway listens no more.  If nobody else does the request is withdrawn: an unclaimed one leaves the
+        queue, a claimed one gets an Abort at its engine.  Idempotent.
 
-        With an `index` only that continuation is withdrawn, from whoever computes the request now or later.
+        With an `index` that continuation is withdrawn, from whoever computes the request now or later.
         Never raises BusDown: a withdrawal that does not get through in PATIENCE_S goes along with the next fleet().
         """
         self._owed.add((request_id, index))
@@ -596,8 +355,17 @@ class GatewaySide:
 
     async def _withdraw(self) -> None:
         if owed := list(self._owed):
-            await self._link.script(CANCEL, *(word for pair in owed for word in pair))
+            await self._link.script(CANCEL, self._gateway, *(word for pair in owed for word in pair))
             self._owed.difference_update(owed)
+
+    async def quarantined(self, drop: str = "") -> list[Quarantined]:
+        """Requests set aside because they killed their engine, oldest first, after the one of id `drop` was deleted.
+        Raises BusDown after PATIENCE_S."""
+        decode = msgspec.msgpack.Decoder(Generate).decode
+        return [
+            Quarantined(decode(payload), int(attempts), int(said), engine.decode(), int(time_ms))
+            for payload, attempts, said, engine, time_ms in await self._link.script(QUARANTINED, drop)
+        ]
 
     async def batches(self) -> AsyncIterator[TokenBatch]:
         """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
@@ -624,10 +392,11 @@ class GatewaySide:
     async def fleet(self) -> Fleet:
         """Read the fleet in one round trip, and put what engines with lapsed leases held back at the queue's head.
 
-        Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine.
+        Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine or gateway,
+        and what says that this gateway lives.
         """
         await self._withdraw()
-        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET)
+        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET, self._gateway, self._grace_ms)
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -647,6 +416,12 @@ def _read_turns(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) 
     }
 
 
+def _read_twin(found: list[bytes | None], once: Once | None) -> Twin | None:
+    if once is None or not found or found[0] is None or found[1] is None:
+        return None
+    return Twin(found[0].decode(), found[1].decode() == once.body)
+
+
 # -------------------------------------------------------------------------------------------------------- the engine
 class EngineSide:
     """One engine's end.  All methods belong to one asyncio loop (the loop's I/O thread)."""
@@ -659,8 +434,10 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
+        self._epoch = "0"  # of the lease; another one at Redis means that it lapsed
         self._registered = False
-        self._tenants: dict[str, str] = {}  # claimed id -> who pays for its tokens
+        self._tenants: dict[str, str] = {}  # what it holds, as far as it knows: id -> who pays for its tokens
+        self._routes: dict[str, list[str]] = {}  # id -> who listens, where that is not the request's own gateway alone
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
 
@@ -670,7 +447,7 @@ class EngineSide:
         The engine counts as one of the fleet from its first exchange on.
         """
         await self._link.check()
-        await self._link.script(OPEN, self._engine, self._session)
+        self._epoch = (await self._link.script(OPEN, self._engine, self._session)).decode()
         self._registered = True
         await self._link.run(self._listen, PATIENCE_S)
 
@@ -692,55 +469,120 @@ class EngineSide:
         room_tokens: int,
         room_requests: int,
     ) -> Claimed:
-        """One round trip: append each (gateway, batch) to its stream, forget `finished` requests, renew the lease
-        with `load`, charge the tenants for the batches' tokens, claim in the queue's order while prompts fit
-        `room_tokens` and `room_requests` (0 claims none) and at most a fair share of the queue (all of it over the
-        number of engines, rounded up), and take the aborts waiting here.  Nothing past its deadline is claimed: its
-        gateway hears so.  Retries with backoff while Redis is away, never loses or repeats a batch.
+        """One round trip: append each (gateway, batch) to its stream and its tokens to the log, forget `finished`
+        requests, renew the lease with `load`, charge the tenants for the batches' tokens, claim in the queue's order
+        while prompts fit `room_tokens` and `room_requests` (0 claims none) and at most a fair share of the queue (all
+        of it over the number of engines, rounded up), and take the aborts waiting here.  Nothing past its deadline is
+        claimed: its gateway hears so.  Retries with backoff while Redis is away, never loses or repeats a batch.
+
+        If the lease has lapsed since the last exchange, what this engine holds no more is left out (see `lost`).
 
         Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
         it leaves open what it did, and only close() may follow.
         """
+        lost: list[str] = []
+        while True:
+            reply = await self._send(batches, finished, load, room_tokens, room_requests)
+            if reply[0] != b"FENCED":
+                break
+            _, epoch, ids = reply
+            self._epoch = epoch.decode()
+            held = {request_id.decode() for request_id in ids}
+            gone = [request_id for request_id in self._tenants if request_id not in held]
+            self._forget(gone)
+            lost += gone
+            batches = [
+                (gateway, msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id in held]))
+                for gateway, batch in batches
+            ]
+            finished = [request_id for request_id in finished if request_id in held]
+        self._forget(finished)
+        works, orders = reply
+        claimed = Claimed([], [], lost)
+        for payload, listeners, outputs in works:
+            request = self._decode(payload)
+            claimed.generates.append(request)
+            self._tenants[request.id] = request.tenant
+            if listeners.decode() != request.gateway:
+                self._route(request.id, listeners.decode())
+            if any(tokens or finish for tokens, finish in outputs):
+                claimed.resumed[request.id] = [tokenlog.read(tokens, finish) for tokens, finish in outputs]
+        for order in orders:
+            request_id, _, what = order.decode().partition(" ")
+            if what.startswith(">"):
+                self._route(request_id, what[1:])
+            else:
+                claimed.aborts.append(Abort(request_id, index=int(what or -1)))
+        return claimed
+
+    async def _send(
+        self,
+        batches: list[tuple[str, TokenBatch]],
+        finished: list[str],
+        load: EngineLoad,
+        room_tokens: int,
+        room_requests: int,
+    ) -> Any:
+        """One exchange with a number of its own; Redis' reply."""
         self._seq += 1
-        outgoing: list[bytes | str] = []
         produced: dict[str, int] = {}
-        for gateway, batch in batches:
-            outgoing += (gateway, self._encode(batch))
+        for _, batch in batches:
             for delta in batch.deltas:
                 if (tenant := self._tenants.get(delta.id)) is not None:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
-        for request_id in finished:
-            self._tenants.pop(request_id, None)
+        logged = tokenlog.entries(batches)
         try:
-            payloads, aborts, lost = await self._link.script(
+            return await self._link.script(
                 EXCHANGE,
                 self._engine,
                 self._session,
                 self._seq,
+                self._epoch,
                 self._lease_ms,
                 self._encode(load),
                 room_tokens,
                 room_requests,
-                len(finished),
-                *finished,
-                len(produced),
-                *(word for pair in produced.items() for word in pair),
-                *outgoing,
+                self._encode(finished),
+                self._encode(produced),
+                self._encode(logged.pieces),
+                logged.tokens,
+                len(logged.extras),
+                *(word for extra in logged.extras for word in extra),
+                *(word for gateway, batch in self._routed(batches) for word in (gateway, self._encode(batch))),
                 patience_s=math.inf,
             )
         except ResponseError as error:
             if "SUPERSEDED" in str(error):
                 raise BusDown(f"engine id {self._engine!r} is in use by a newer process") from None
             raise
-        claimed = Claimed(
-            [self._decode(payload) for payload in payloads],
-            [_read_abort(order) for order in aborts],
-            [request_id.decode() for request_id in lost],
-        )
-        self._tenants.update((request.id, request.tenant) for request in claimed.generates)
-        for request_id in claimed.lost:
+
+    def _forget(self, ids: list[str]) -> None:
+        for request_id in ids:
             self._tenants.pop(request_id, None)
-        return claimed
+            self._routes.pop(request_id, None)
+
+    def _route(self, request_id: str, listeners: str) -> None:
+        if request_id in self._tenants:
+            self._routes[request_id] = listeners.split("\n") if listeners else []
+
+    def _routed(self, batches: list[tuple[str, TokenBatch]]) -> list[tuple[str, TokenBatch]]:
+        """The same batches by who listens now."""
+        if not self._routes:
+            return batches
+        deltas: dict[str, list[Delta]] = {}
+        for gateway, batch in batches:
+            for delta in batch.deltas:
+                for listener in self._routes.get(delta.id, (gateway,)):
+                    deltas.setdefault(listener, []).append(delta)
+        _, some = batches[0] if batches else ("", None)
+        return (
+            [(gateway, msgspec.structs.replace(some, deltas=said)) for gateway, said in deltas.items()] if some else []
+        )
+
+    async def others(self) -> list[EngineLoad]:
+        """The other engines with a live lease.  Raises BusDown after PATIENCE_S."""
+        loads = await self._link.script(OTHERS, self._engine)
+        return [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
 
     async def bell(self) -> None:
         """Return when there may be something to claim or an abort to take; spurious returns are fine.

@@ -117,6 +117,10 @@ class EngineLoad(msgspec.Struct, frozen=True):
     draining: bool = False  # takes no new work
     predicted_peak_blocks: int = 0  # most blocks that what runs now is expected to hold at once, if nothing joins
     step_s: float = 0.0  # seconds from one step's results to the next one's, moving average over steps; 0: not known
+    swapped: int = 0  # the waiting sequences whose KV blocks are in the host's memory
+    swap_preemptions: int = 0  # the preemptions since start that kept what was computed there
+    swapped_out_bytes: int = 0  # since start, to the host's memory
+    swapped_in_bytes: int = 0  # and back
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

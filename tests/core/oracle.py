@@ -32,8 +32,9 @@ def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: fro
 
 
 class OracleExecutor:
-    def __init__(self, blocks: int, block_size: int, max_seqs: int, depth: int = 2) -> None:
+    def __init__(self, blocks: int, block_size: int, max_seqs: int, depth: int = 2, host_blocks: int = 0) -> None:
         self.depth = depth
+        self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: nobody's
         self.size = block_size
         self.plans: deque[StepPlan] = deque()
         self.slots: list[int | None] = [None] * (blocks * block_size)  # None: garbage
@@ -49,8 +50,17 @@ class OracleExecutor:
     def collect(self) -> StepResult:
         plan = self.plans.popleft()
         size = self.size
+        assert len({there for _, there in plan.swap_out}) == len(plan.swap_out)
+        assert len({block for _, block in plan.swap_in}) == len(plan.swap_in)
+        for block, there in plan.swap_out:
+            self.host[there] = self.slots[block * size : (block + 1) * size]
         for block in plan.poison:
             self.slots[block * size : (block + 1) * size] = [None] * size
+        for there, block in plan.swap_in:
+            content = self.host[there]
+            assert content is not None, f"host block {there} was never written"
+            self.slots[block * size : (block + 1) * size] = content
+            self.host[there] = None
         for row in plan.freed_rows:
             del self.tables[row]
             self.decoding.pop(row, None)

@@ -11,9 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import Admission, Allocation, Limits, Scheduler
+from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
@@ -37,9 +39,14 @@ class Rig:
         caching: bool = True,
         max_model_len: int = 10_000,
         admission: Admission = "threshold",
+        preempt: Preempt = "recompute",
+        host_blocks: int = 0,
         allocation: Allocation = "paged",
     ) -> None:
-        self.pool = BlockPool(blocks, size, caching=caching and allocation == "paged", note_discarded=True)
+        self._caching, self._shape = (
+            caching and allocation == "paged",
+            (blocks, size, max_seqs, depth, host_blocks),
+        )
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -50,10 +57,11 @@ class Rig:
             eos_ids=frozenset([EOS]),
             fingerprint="oracle",
             admission=admission,
+            preempt=preempt,
+            block_bytes=64,
             allocation=allocation,
         )
-        self.core = Scheduler(self.pool, self.limits)
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth)
+        self.start()
         self.requests: dict[str, Generate] = {}
         self.answers: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
@@ -62,8 +70,33 @@ class Rig:
         self.plans: list[StepPlan] = []
         self.now = 0
 
+    def start(self) -> None:
+        blocks, size, max_seqs, depth, host_blocks = self._shape
+        self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
+        self.host, self.costs = HostPool(host_blocks), Costs(swap_bytes_per_s=64e3)
+        self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
+
+    def crash(self) -> None:
+        """The engine dies with all it knew; a new one gets what was said."""
+        self.start()
+        for request in self.requests.values():
+            keys = [(request.id, index) for index in range(request.n)]
+            if request.id not in self.over:
+                said = [None if key in self.finishes else list(self.answers[key]) for key in keys]
+                self.core.accept(request, said if any(one != [] for one in said) else None)
+        self.collect_outputs()
+
     def add(
-        self, prompt: list[int], new: int, *, n: int = 1, salt: str = "", deadline: int = FAR, **sampling: Any
+        self,
+        prompt: list[int],
+        new: int,
+        *,
+        n: int = 1,
+        salt: str = "",
+        deadline: int = FAR,
+        priority: int = 0,
+        **sampling: Any,
     ) -> str:
         request = Generate(
             id=f"r{len(self.requests)}",
@@ -74,6 +107,7 @@ class Rig:
             deadline_ms=deadline,
             cache_salt=salt,
             n=n,
+            priority=priority,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -125,6 +159,7 @@ class Rig:
                 break
         assert self.core.idle
         assert self.pool.available == self.pool.total
+        assert self.host.available == self.host.total
         self.verify()
 
     def verify(self) -> None:
@@ -149,18 +184,34 @@ PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes, siblings, salts and stops come and go on a pool too small for them."""
+    """Requests with shared prefixes, siblings, salts and stops come and go on a pool too small for them, with room on
+    the host for all, some or none of what preempted ones have computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
 
     @initialize(
-        admission=st.sampled_from(get_args(Admission)), allocation=st.sampled_from(["paged", "paged", "static"])
+        admission=st.sampled_from(get_args(Admission)),
+        allocation=st.sampled_from(["paged", "paged", "paged", "static"]),
+        preempt=st.sampled_from(get_args(Preempt)),
+        host_blocks=st.sampled_from([0, 6, 40]),
+        caching=st.booleans(),
     )
-    def choose(self, admission: Admission, allocation: Allocation) -> None:
+    def choose(
+        self, admission: Admission, allocation: Allocation, preempt: Preempt, host_blocks: int, caching: bool
+    ) -> None:
         self.rig = Rig(
-            blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, admission=admission, allocation=allocation
+            blocks=18,
+            size=4,
+            max_seqs=5,
+            step_tokens=16,
+            chunk_tokens=7,
+            admission=admission,
+            allocation=allocation,
+            preempt=preempt,
+            host_blocks=host_blocks,
+            caching=caching,
         )
 
     @rule(
@@ -172,12 +223,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         life=st.sampled_from([FAR, FAR, 40]),
+        priority=st.sampled_from([0, 0, 5]),
     )
     def add(
-        self, prefix: list[int], tail: list[int], new: int, n: int, seed: int, salt: str, ignore_eos: bool, life: int
+        self,
+        prefix: list[int],
+        tail: list[int],
+        new: int,
+        n: int,
+        seed: int,
+        salt: str,
+        ignore_eos: bool,
+        life: int,
+        priority: int,
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
-        self.rig.add(prefix + tail, new, n=n, salt=salt, deadline=deadline, seed=seed, ignore_eos=ignore_eos)
+        who = {"salt": salt, "deadline": deadline, "priority": priority}
+        self.rig.add(prefix + tail, new, n=n, seed=seed, ignore_eos=ignore_eos, **who)
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
     @rule()
@@ -198,6 +260,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.rig.executor.plans and (not submitted or len(self.rig.executor.plans) == 2):
                 self.rig.commit()
 
+    @rule(bytes_per_s=st.sampled_from([1.0, 64e3, 64e6]), prompt_tokens=st.integers(0, 16))
+    def measured(self, bytes_per_s: float, prompt_tokens: int) -> None:
+        """In mode "auto" sometimes the one is cheaper, sometimes the other."""
+        self.rig.costs.swapped(int(bytes_per_s), 1.0)
+        self.rig.costs.step(0.01, 3, prompt_tokens)
+
+    @rule()
+    def crash(self) -> None:
+        self.rig.crash()
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
     def abort(self, data: st.DataObject, index: int) -> None:
@@ -208,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def executor_fails(self) -> None:
         old = self.rig.executor
-        self.rig.executor = OracleExecutor(18, 4, old.max_seqs)
+        self.rig.executor = OracleExecutor(18, 4, old.max_seqs, host_blocks=len(old.host))
         self.rig.core.fail_running("the device fell off the bus")
         self.rig.collect_outputs()
 
@@ -221,6 +293,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert core.predicted_peak() >= 0
         if core._requests:
             assert tokens <= core.pool.available * core.pool.block_size
+
+    @invariant()
+    def nothing_new_starts_while_somebody_waits_to_go_on(self) -> None:
+        """A26."""
+        core = self.rig.core
+        if core.swapping.sequences:
+            assert core.room() == (0, 0)
+        fresh = [not seq.seated_before for seq in core.waiting]
+        assert fresh == sorted(fresh)
 
     @invariant()
     def static_tables_are_runs_nobody_shares(self) -> None:
@@ -569,6 +650,62 @@ def test_a_request_that_went_to_another_engine_is_dropped_without_a_word() -> No
     assert len(rig.deltas) == said
     rig.run()
     assert rig.over == {kept}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 9, 14])
+def test_who_was_begun_elsewhere_goes_on_from_its_last_token(steps: int, caching: bool) -> None:
+    rig = Rig(size=4, caching=caching)
+    three = rig.add(list(range(1, 9)), 20, n=3, seed=1, ignore_eos=True)
+    rig.add([5] * 3, 30, seed=2)
+    rig.add([5] * 3, 30, seed=3, ignore_eos=True)
+    rig.core.abort(three, 1)
+    for _ in range(3):
+        for _ in range(steps):
+            if rig.submit():
+                rig.commit()
+        rig.crash()
+    rig.run()
+    assert rig.finishes[three, 1] == Finish("cancelled")
+
+
+@pytest.mark.parametrize(("caching", "computed"), [(True, 12 + 4), (False, 12 + 12)])
+def test_recompute_is_one_prefill_and_shared_blocks_are_found(caching: bool, computed: int) -> None:
+    rig = Rig(size=4, caching=caching)
+    rig.add(list(range(1, 9)), 20, n=2, seed=1, ignore_eos=True)
+    for _ in range(4):
+        rig.submit()
+        rig.commit()
+    rig.crash()
+    rig.submit()
+    rig.commit()
+    assert rig.executor.forward_tokens == computed
+    assert {len(tokens) for tokens in rig.answers.values()} == {5}
+    totals = rig.core.totals
+    assert (totals.prompt_tokens, totals.generated_tokens) == (0, 2)  # its prompt was counted where it began
+    rig.run()
+
+
+def test_what_another_engine_said_is_taken_as_it_is() -> None:
+    rig = Rig(blocks=8, size=4, max_model_len=16)
+    request = Generate("r", "gw", [1, 2, 3], 50, Sampling(), FAR, n=3)
+    rig.requests["r"] = request
+    rig.core.accept(request, [None, None, None])
+    rig.collect_outputs()
+    assert rig.over == {"r"}  # it had ended, and nobody knew
+    assert rig.core.idle
+
+    long = [1 + i % (VOCAB - 1) for i in range(13)]
+    rig.over, rig.requests = set(), {}
+    rig.core.accept(request, [long, None, None])  # it comes from an engine that could hold more
+    out = rig.core.outputs()
+    assert out.deltas["gw"] == [Delta("r", 13, [], Finish("length"), 0)]
+    assert out.finished == ["r"]
+    rig.core.accept(request, [[VOCAB], None, None])
+    [delta] = rig.core.outputs().deltas["gw"]
+    assert delta.finish is not None
+    assert delta.finish.reason == "error"
+    assert rig.core.idle
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from engine.executor import ops
 from engine.executor.kv_cache import Caches, KVShape, allocate
-from engine.executor.swap import Swap
+from engine.executor.swap import Swap, runs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -33,26 +33,26 @@ def as_bytes(caches: Caches) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("layers", "count"), [(1, 1), (3, 5), (3, 11), (150, 4)])
 def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int) -> None:
-    """More blocks than are staged at once, more caches than one launch takes; all other blocks stay as they were."""
+    """More blocks than are staged at once, more caches than one launch takes, host blocks in any order, some of them
+    neighbours; all other blocks stay as they were."""
     caches = random_caches(device, dtype, layers, 40, size=80 if layers < 10 else 8)
-    swap = Swap(caches, at_once=4)
+    swap = Swap(caches, 2 * count, at_once=4)
+    swap.host.fill_(77)
     before = as_bytes(caches)
     blocks = torch.randperm(40)[: 2 * count].tolist()
     away, others = blocks[:count], blocks[count:]
-    host = swap.host_buffer(count).fill_(77)
-    going = swap.out(away, host)
-    if going:
-        torch.cuda.current_stream().wait_event(going.read)
+    there = [*range(count // 2), *reversed(range(count, 2 * count - count // 2))]
+    going = swap.out(list(zip(away, there, strict=True)))
     for cache in flat(caches):
         cache[away] = 0  # after they were read: must not be what is seen
     if going:
-        going.done.synchronize()
-    assert torch.equal(host, before[:, away].transpose(0, 1).cpu())
-    done = swap.back(host, others)
-    if done:
-        torch.cuda.current_stream().wait_event(done)
+        going.synchronize()
+    assert torch.equal(swap.host[there], before[:, away].transpose(0, 1).cpu())
+    untouched = [at for at in range(2 * count) if at not in there]
+    assert (swap.host[untouched] == 77).all()
+    swap.back(list(zip(there, others, strict=True)))
     before[:, away] = 0
-    before[:, others] = host.to(device).transpose(0, 1)
+    before[:, others] = swap.host[there].to(device).transpose(0, 1)
     assert torch.equal(as_bytes(caches), before)
 
 
@@ -60,16 +60,14 @@ def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int
 def test_back_waits_for_who_still_reads(device: str) -> None:
     """A block is swapped in over one that an earlier launch has yet to copy."""
     caches = random_caches(device, torch.bfloat16, 2, 400, size=128)
-    swap = Swap(caches)
+    swap = Swap(caches, 1)
     tensors = flat(caches)
-    host = swap.host_buffer(1).fill_(1)
+    swap.host.fill_(1)
     before = as_bytes(caches)
     pairs = torch.stack([torch.arange(200), torch.arange(200, 400)], 1).to(device)
     for _ in range(20):
         ops.block_copy(tensors, pairs)
-    done = swap.back(host, [199])
-    if done:
-        torch.cuda.current_stream().wait_event(done)
+    swap.back([(0, 199)])
     after = as_bytes(caches)
     assert torch.equal(after[:, 399], before[:, 199])
     assert (after[:, 199] == 1).all()
@@ -78,17 +76,42 @@ def test_back_waits_for_who_still_reads(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_to_move(device: str) -> None:
     caches = random_caches(device, torch.float32, 1, 4)
-    swap = Swap(caches)
+    swap = Swap(caches, 0)
     before = as_bytes(caches)
-    swap.out([], swap.host_buffer(0))
-    swap.back(swap.host_buffer(0), [])
+    swap.out([])
+    swap.back([])
+    assert swap.measure() == 0.0
     assert torch.equal(as_bytes(caches), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_measures_itself_and_leaves_the_blocks_alone(device: str) -> None:
+    caches = random_caches(device, torch.bfloat16, 2, 20)
+    swap = Swap(caches, 9, at_once=4)
+    before = as_bytes(caches)
+    assert swap.measure() > 0
+    assert torch.equal(as_bytes(caches), before)
+    assert swap.moved() == (0, 0.0)
+    swap.out([(3, 0), (7, 5)])
+    swap.back([(5, 8)])
+    if device == "cuda":
+        torch.cuda.synchronize()
+    moved, seconds = swap.moved()
+    assert moved == 3 * 2 * 2 * 3 * 16 * 80 * 2  # blocks, keys and values, layers, heads, tokens, head size, bytes
+    assert seconds > 0
+    assert swap.moved() == (0, 0.0)
+
+
+def test_neighbours_on_the_host_travel_together() -> None:
+    assert list(runs([5, 9, 2, 7], [3, 4, 6, 7])) == [([5, 9], slice(3, 5)), ([2, 7], slice(6, 8))]
+    assert list(runs([5, 9], [4, 3])) == [([5], slice(4, 5)), ([9], slice(3, 4))]
+    assert list(runs([], [])) == []
 
 
 def test_shapes_and_indices_are_checked() -> None:
     caches = random_caches("cpu", torch.float32, 1, 4)
-    swap = Swap(caches)
+    swap = Swap(caches, 2)
     with pytest.raises(IndexError, match=r"blocks\[1\] is 4, not in \[0, 4\)"):
-        swap.out([0, 4], swap.host_buffer(2))
-    with pytest.raises(ValueError, match="buffer: blocks is 1, blocks said 2"):
-        swap.back(swap.host_buffer(1), [0, 1])
+        swap.out([(0, 0), (4, 1)])
+    with pytest.raises(ValueError, match="buffer: blocks is 0, blocks said 1"):
+        swap.back([(2, 0)])

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.askers import Asker
 from loadtest.figures import (
     Attempt,
     Record,
     Sample,
     Slo,
+    needed_pauses,
     percentile,
     recovery,
     refusals,
@@ -22,6 +24,8 @@ from loadtest.figures import (
     spread,
     summarise,
 )
+
+DEAF = Asker(retry="ignore")
 
 
 def record(due: float, ttft: float = 0.1, gap: float = 0.05, tokens: int = 5, **fields: Any) -> Record:
@@ -106,22 +110,74 @@ def test_phases_share_out_all_preemptions() -> None:
 
 def test_refusals_and_how_true_the_announced_pause_was() -> None:
     records = [
-        record(0.0, attempts=[Attempt(0.0, 429, 4.0), Attempt(4.0, 200)]),  # needed 4
-        record(1.0, attempts=[Attempt(1.0, 429, 6.0), Attempt(7.0, 429, 2.0), Attempt(9.0, 200)]),  # 3, then 2
-        refused(8.5, Attempt(8.5, 503), prompt_len=5),
-        refused(8.6, Attempt(8.6, 429, 1.0), prompt_len=11),  # nobody as large got in afterwards
+        record(0.0, attempts=[Attempt(0.0, 429, 4.0), Attempt(4.0, 200)]),  # first in line, and first let in: 4
+        record(1.0, attempts=[Attempt(1.0, 429, 6.0), Attempt(7.0, 429, 2.0), Attempt(9.0, 200)]),  # second: 8, then 2
+        refused(8.5, Attempt(8.5, 503)),
+        refused(9.6, Attempt(9.6, 429, 1.0)),  # nobody got in afterwards
+        record(2.0, attempts=[Attempt(2.0, 429, 0.5), Attempt(2.5, 429, 0.5), Attempt(9.1, 200)], asker=DEAF),
     ]
-    figures = refusals(records)
-    assert figures["by_status"] == {"429": 4, "503": 1}
-    assert (figures["requests_refused"], figures["retried"], figures["first_retry_success"]) == (4, 2, 0.5)
-    assert figures["attempts_per_success"] == 3.5
+    figures = refusals(records, [])
+    assert figures["by_status"] == {"429": 6, "503": 1}
+    assert (figures["requests_refused"], figures["retried"], figures["first_retry_success"]) == (5, 2, 0.5)
+    assert figures["attempts_per_success"] == pytest.approx(10 / 3, abs=1e-3)
     errors = figures["retry_after_error"]
-    assert (errors["p50"], errors["max"]) == (0.0, 1.0)  # of [0, 1, 0]
+    assert (errors["p50"], errors["max"]) == (0.0, 0.25)  # of [0, |6 - 8| / 8, 0]; who doesn't listen isn't asked
+
+
+def test_the_line_of_refused_clients_is_served_in_the_order_in_which_they_first_asked() -> None:
+    """Newcomers that are let in before them used up room which the line could have had."""
+    line = [record(i / 10, attempts=[Attempt(i / 10, 429, 9.0), Attempt(9.0 + i, 200)]) for i in range(3)]
+    newcomers = [record(float(at)) for at in (2, 4, 6)]
+    pauses = needed_pauses([*newcomers, *line], [])
+    assert pauses == {(3, 0): pytest.approx(2.0), (4, 0): pytest.approx(3.9), (5, 0): pytest.approx(5.8)}
+
+
+def test_a_pause_ends_at_the_latest_when_nobody_waits() -> None:
+    """Everybody is told a minute and comes after a minute: that does not make it true."""
+    told = [record(i / 10, attempts=[Attempt(i / 10, 429, 60.0), Attempt(60.0 + i / 10, 200)]) for i in range(3)]
+    assert refusals(told, [])["retry_after_error"]["max"] == pytest.approx(0.0, abs=0.01)
+    waiting = [3.0, 0.0, 3.0, 0.0, 0.0, 0.0]  # the first 0 is alone: a gauge read between two steps
+    samples = [Sample(float(at), waiting=count) for at, count in enumerate(waiting)]
+    assert needed_pauses(told, samples)[0, 0] == 4.0
+    assert refusals(told, samples)["retry_after_error"]["p50"] == pytest.approx(60 / 3.9 - 1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.1, 20), st.booleans()), max_size=20))
+def test_clients_that_come_when_it_is_their_turn_prove_the_server_right(asked: list[tuple[float, float, bool]]) -> None:
+    """Served strictly in the order of asking, with nobody else let in: the announced pause is the needed one."""
+    asked.sort()
+    free, records = 0.0, []
+    for at, takes, refused_first in asked:
+        free = max(free, at)
+        if refused_first and free > at:
+            records.append(record(at, attempts=[Attempt(at, 429, free - at), Attempt(free, 200)]))
+        else:
+            records.append(record(at, attempts=[Attempt(free, 200)]))
+        free += takes
+    for (i, j), pause in needed_pauses(records, []).items():
+        assert pause <= records[i].attempts[j].announced_s + 1e-6
 
 
 def test_a_pause_below_the_smallest_there_is_is_no_error() -> None:
     records = [record(0.0, attempts=[Attempt(0.0, 429, 1.0), Attempt(1.0, 200)]), record(0.2)]
-    assert refusals(records)["retry_after_error"]["max"] == 0.0
+    assert refusals(records, [])["retry_after_error"]["max"] == 0.0
+
+
+def test_groups() -> None:
+    """Only of fields in which requests differ."""
+    loud, quiet = Asker("loud", "low"), Asker("quiet", "low", 5.0)
+    late = record(0.0, asker=quiet, outcome="expired")
+    records = [record(0.0, asker=loud), record(1.0, asker=loud, cached=5), record(2.0, ttft=3.0, asker=quiet), late]
+    figures = summarise(records, [], Slo(), {"all": (0.0, 10.0)})
+    assert set(figures["groups"]) == {"tenant", "timeout_s"}
+    tenants = figures["groups"]["tenant"]
+    assert (tenants["loud"]["completed"], tenants["loud"]["goodput_fraction"]) == (2, 1.0)
+    assert (tenants["quiet"]["completed"], tenants["quiet"]["expired"], tenants["quiet"]["failed"]) == (1, 1, 0)
+    assert tenants["quiet"]["goodput_fraction"] == 0.0
+    assert set(figures["groups"]["timeout_s"]) == {"none", "5.0"}
+    assert tenants["loud"]["prefix_hits"] == {"prompt_tokens": 10, "cached_tokens": 5, "rate": 0.5}
+    assert tenants["quiet"]["prefix_hits"] is None
+    assert (figures["completed"], figures["expired"], figures["failed"]) == (3, 1, 0)
 
 
 def test_recovery() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from engine.wire.embedded import EmbeddedRedis
+from loadtest.askers import Asker
 from loadtest.figures import Slo, summarise
 from loadtest.replay import Options, replay
 from loadtest.trace import Job
@@ -97,7 +99,7 @@ async def test_refused_clients_obey_or_don_t(aiohttp_server: Any, retry: Any, at
     app.router.add_post("/v1/completions", complete)
     server = await aiohttp_server(app)
     url = str(server.make_url("")).rstrip("/")
-    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1))], options(url, retry=retry))
+    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1), Asker(retry=retry))], options(url))
     assert samples == []  # it has no metrics
     assert len(record.attempts) == attempts
     assert record.outcome == ("refused" if retry == "never" else "ok")
@@ -120,6 +122,117 @@ async def test_a_stream_that_is_cut_is_an_error(aiohttp_server: Any) -> None:
     [record], _ = await replay([Arrival(0.0, "x", Job(5, 1, 1))], options(url))
     assert (record.outcome, record.error) == ("error", "the stream ended without [DONE]")
     assert record.tokens == 1
+
+
+async def test_who_is_asking_reaches_the_server(aiohttp_server: Any) -> None:
+    """Key, priority, what is left of the deadline, and a length that the server is not told."""
+    seen: list[tuple[dict[str, str], Any]] = []
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        seen.append((dict(request.headers), await request.json()))
+        if len(seen) == 1:
+            return web.Response(status=429, headers={"retry-after-ms": "300"})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        usage = b'{"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}'
+        await response.write(b'data: {"choices": [{"text": "x"}]}\n\ndata: ' + usage + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
+    asker = Asker("acme", -7, 20.0)
+    [record], _ = await replay(
+        [Arrival(0.0, "x", Job(5, 3, 1), asker)], options(url, keys={"acme": "secret"}, ask_tokens=50, eos_id=9)
+    )
+    assert (record.outcome, record.tokens, record.cached) == ("ok", 3, 4)
+    (first, _), (second, body) = seen
+    assert second["Authorization"] == "Bearer secret"
+    assert float(second["X-Request-Timeout"]) <= float(first["X-Request-Timeout"]) - 0.3 <= 19.7
+    assert (body["priority"], body["max_tokens"], body["min_tokens"]) == (-7, 50, 2)
+    assert body["logit_bias"] == {"9": 100.0}
+    assert "ignore_eos" not in body
+
+
+async def test_nobody_comes_back_for_an_answer_that_is_too_late(aiohttp_server: Any) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=429, headers={"retry-after-ms": "5000"})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", refuse)
+    url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
+    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1), Asker(timeout_s=4.0))], options(url))
+    assert (record.outcome, len(record.attempts)) == ("refused", 1)
+
+
+async def test_a_server_that_never_ends_does_not_hold_the_run_up(aiohttp_server: Any) -> None:
+    hang = asyncio.Event()
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+        await hang.wait()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
+    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1))], options(url, drain_s=1.0))
+    hang.set()
+    assert (record.outcome, record.tokens) == ("error", 1)
+    assert record.error == "unfinished 1 s after the last was due"
+
+
+async def test_deadlines_that_pass_and_prompts_that_are_known(stack: Stack) -> None:
+    """Of the real server: 504 or an error in the stream is the deadline's doing; the second prompt is cached."""
+    same = Job(64, 5, 1)
+    arrivals = [
+        Arrival(0.0, "x", Job(5, 900, 2), Asker(timeout_s=0.5)),
+        Arrival(0.0, "x", same, Asker(priority="high")),
+        Arrival(1.0, "x", same, Asker(priority=5)),
+    ]
+    records, samples = await replay(arrivals, options(stack.url))
+    assert [record.outcome for record in records] == ["expired", "ok", "ok"]
+    assert records[2].cached == 48  # whole blocks before the last token
+    figures = summarise(records, samples, Slo(), {"x": (0.0, 2.0)})
+    assert (figures["expired"], figures["failed"]) == (1, 0)
+    assert figures["prefix_hits"]["rate"] == pytest.approx(48 / 128, abs=1e-3)
+
+
+def test_two_tenants_at_ten_to_one(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("loud", "quiet")}
+    tenants, keys, out = tmp_path / "tenants.toml", tmp_path / "keys.toml", tmp_path / "r.json"
+    tenants.write_text("".join(f'[{name}]\nweight = 1\nkey_sha256 = ["{d}"]\n' for name, d in digests.items()))
+    keys.write_text("".join(f'{name} = "{name}"\n' for name in digests))
+    model = checkpoint("llama")
+    with Stack(
+        redis_server.url,
+        namespace,
+        model,
+        executor="scripted",
+        scripted_step_ms=1.0,
+        max_model_len=1000,
+        check_books=False,
+        gateway_options={"tenants": str(tenants)},
+    ) as stack:
+        words = ["--workload", "alpaca", "--rate", "50", "--seconds", "2", "--keys", str(keys), "--out", str(out)]
+        mix = ["--tenants", "loud=10,quiet=1", "--priorities", "high=1,low=1", "--retry", "obey=1,never=1"]
+        done = run("loadtest", "replay", stack.url, *words, *mix)
+        assert done.returncode == 0, done.stderr
+        both = json.loads(out.read_text())
+        groups = both["figures"]["groups"]
+        assert set(groups) == {"tenant", "priority", "retry"}
+        assert groups["tenant"]["loud"]["requests"] > 4 * groups["tenant"]["quiet"]["requests"] > 0
+        assert sum(group["completed"] for group in groups["tenant"].values()) == both["figures"]["completed"]
+        assert both["figures"]["completed"] == both["figures"]["requests"]
+        assert "tenant quiet: " in done.stdout
+        done = run("loadtest", "replay", stack.url, *words, *mix, "--only", "quiet")
+        assert done.returncode == 0, done.stderr
+        alone = json.loads(out.read_text())["figures"]
+        assert alone["requests"] == alone["completed"] == groups["tenant"]["quiet"]["requests"]
 
 
 def run(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -175,6 +288,27 @@ def test_locust(stack: Stack, tmp_path: Path) -> None:
         assert seen[kind, "itl"][0] >= 1
         assert seen[kind, "e2e"][0] == seen[kind, "ttft"][0]
     assert all(failed == 0 for _, failed in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "users"),
+    [
+        ("ramp", ["--users", "4", "--base-seconds", "2", "--run-time", "6"], 4),
+        ("burst", ["--users", "2", "--base-seconds", "1", "--run-time", "5"], 6),
+        ("soak", ["--users", "3", "--spawn-rate", "3", "--run-time", "3"], 3),
+    ],
+)
+def test_locust_shapes(stack: Stack, tmp_path: Path, shape: str, words: list[str], users: int) -> None:
+    """Short: that as many people come as the shape says, and nobody fails."""
+    fixed = ["-f", "loadtest/locustfile.py", "Completion", "--headless", "--host", stack.url, "--scale", "0.05"]
+    done = run("locust", *fixed, "--load-shape", shape, *words, "--csv", str(tmp_path / "l"), "--csv-full-history")
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = [line.split(",") for line in (tmp_path / "l_stats_history.csv").read_text().splitlines()]
+    count = history[0].index("User Count")
+    assert max(int(row[count]) for row in history[1:]) == users
+    stats = [line.split(",") for line in (tmp_path / "l_stats.csv").read_text().splitlines()[1:]]
+    assert all(int(row[3]) == 0 for row in stats)
+    assert any(row[1] == "e2e" and int(row[2]) >= users for row in stats)
 
 
 def test_locust_counts_refusals(aiohttp_full: str, tmp_path: Path) -> None:

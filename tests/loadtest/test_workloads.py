@@ -5,19 +5,39 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.askers import (
+    Asker,
+    AskerError,
+    Mix,
+    counted,
+    deadline,
+    patience,
+    priority,
+    read_keys,
+    shares,
+    tenant,
+)
 from loadtest.workloads import (
     MEANS,
+    SYSTEM,
+    TALKS,
+    TURN,
+    TURNS,
+    WORKLOADS,
     Arrival,
     Phase,
     TraceError,
     arrival_times,
+    ask_as,
     clip,
     from_trace,
     gaps,
@@ -63,6 +83,7 @@ def test_a_burst_is_three_times_as_dense() -> None:
     times = arrival_times(plan, 1.0, 7)
     counts = [sum(name == phase.name for _, name in times) for phase in plan]
     assert counts == [pytest.approx(n, rel=0.08) for n in (1500, 4500, 1500)]
+    assert [phase.seconds for phase in phases(5, 8, 15, 30, 20)] == [8, 30, 20]
     assert phases(5, 60, None, 30) == [Phase("steady", 5, 60)]
 
 
@@ -82,6 +103,27 @@ def test_lengths_have_the_published_means(workload: str, scale: float) -> None:
     prompt, output = MEANS[workload]
     assert statistics.fmean(job.prompt_len for job in work) == pytest.approx(prompt * scale, rel=0.06)
     assert statistics.fmean(job.output_len for job in work) == pytest.approx(output * scale, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("workload", "prefix", "groups"), [("chat", 300, 1), ("rag", 2000, 8), ("translation", 341, 1)]
+)
+def test_prompts_that_begin_alike(workload: str, prefix: int, groups: int) -> None:
+    prompts = [tuple(job.prompt(500)) for job in jobs(workload, 40, 1)]
+    assert len({prompt[:prefix] for prompt in prompts}) == groups
+    assert len({prompt[prefix:] for prompt in prompts}) == len(prompts)
+
+
+def test_a_turn_begins_with_the_turn_before() -> None:
+    made = jobs("agents", 2 * TALKS * TURNS, 1)
+    for i, job in enumerate(made):
+        before = made[i - TALKS] if i % (TALKS * TURNS) >= TALKS else None
+        prompt = job.prompt(500)
+        if before is not None:
+            assert prompt[: before.prompt_len] == before.prompt(500)
+            assert job.prompt_len == before.prompt_len + TURN
+        assert prompt[:SYSTEM] == made[0].prompt(500)[:SYSTEM]
+    assert len({tuple(job.prompt(500)[: SYSTEM + 50]) for job in made}) == 2 * TALKS
 
 
 def test_uniform_and_shared_prefix() -> None:
@@ -118,6 +160,14 @@ GOOD = {"prompt_len": 5, "output_len": 7}
         ([{**GOOD, "at_s": "soon"}], "line 1: at_s is 'soon'; must be a number"),
         (["NaN"], "line 1: must be an object"),
         ([{**GOOD, "at_s": float("inf")}], "line 1: at_s is inf"),
+        ([{**GOOD, "tenant": ""}], "line 1: tenant is ''; must have a name"),
+        ([{**GOOD, "tenant": 5}], "line 1: tenant is 5; must be a name"),
+        ([GOOD, {**GOOD, "priority": "urgent"}], "line 2: priority is 'urgent'; must be high, normal, low or a whole"),
+        ([{**GOOD, "priority": 101}], "line 1: priority is '101'; must be"),
+        ([{**GOOD, "priority": True}], "line 1: priority is True; must be a name or a whole number"),
+        ([{**GOOD, "timeout_s": -1}], "line 1: timeout_s is '-1'; must be a number of seconds > 0"),
+        ([{**GOOD, "timeout_s": float("nan")}], "line 1: timeout_s is 'nan'; must be a number of seconds > 0"),
+        ([{**GOOD, "timeout_s": "5"}], "line 1: timeout_s is '5'; must be a number of seconds > 0"),
         ([], "t.jsonl: no requests in it"),
     ],
 )
@@ -142,7 +192,69 @@ def test_traces_with_times_keep_them_and_others_get_them(tmp_path: Path) -> None
     assert len({tuple(end) for end in ends}) == 4
 
 
-@given(st.sampled_from(["sharegpt", "shared-prefix"]), st.integers(2, 3000))
+def test_a_trace_says_who_asks_and_a_mix_fills_in_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    named = {**GOOD, "tenant": "acme", "priority": -3, "timeout_s": 2}
+    path.write_text("\n".join(map(json.dumps, (named, GOOD, {**GOOD, "priority": "low"}))))
+    arrivals = from_trace(path, [Phase("steady", 5.0, 30.0)], 1, 1)
+    assert [a.asker for a in arrivals] == [Asker("acme", -3, 2.0), Asker(), Asker(priority="low")]
+    mix = Mix({"other": 1.0}, {"high": 1.0}, {9.0: 1.0}, {"never": 1.0})
+    assert [a.asker for a in ask_as(arrivals, mix, 1)] == [
+        Asker("acme", -3, 2.0, "never"),
+        Asker("other", "high", 9.0, "never"),
+        Asker("other", "low", 9.0, "never"),
+    ]
+
+
+def test_tenants_alone_ask_what_they_ask_beside_others() -> None:
+    arrivals = synthetic("alpaca", [Phase("x", 50.0, 100.0)], 1.0, 3)
+    mix = Mix({"loud": 10.0, "quiet": 1.0}, {}, {}, {})
+    both = ask_as(arrivals, mix, 3)
+    alone = ask_as(arrivals, mix, 3, only="quiet")
+    assert alone == [a for a in both if a.asker.tenant == "quiet"]
+    assert len(alone) == pytest.approx(len(both) / 11, rel=0.15)
+    assert [(a.at_s, a.job) for a in both] == [(a.at_s, a.job) for a in arrivals]
+    prioritised = ask_as(arrivals, Mix({"loud": 10.0, "quiet": 1.0}, {"high": 1.0, "low": 1.0}, {}, {}), 3)
+    assert [a.asker.tenant for a in prioritised] == [a.asker.tenant for a in both]
+    assert counted([a.asker for a in alone]) == {"tenant": {"quiet": len(alone)}, "retry": {"obey": len(alone)}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("loud=10,quiet=1", tenant, {"loud": 10.0, "quiet": 1.0}),
+        ("obey", patience, {"obey": 1.0}),
+        ("high=1, -5=2", priority, {"high": 1.0, -5: 2.0}),
+        ("2.5=1,none=3", deadline, {2.5: 1.0, None: 3.0}),
+        ("a=0", tenant, "'a=0'; its share must be a number > 0"),
+        ("a=x", tenant, "'a=x'; its share must be a number > 0"),
+        ("a=1,a=2", tenant, "'a=1,a=2'; must not name a twice"),
+        ("a,,b", tenant, "''; must have a name"),
+        ("urgent", priority, "'urgent'; must be high, normal, low or a whole number from -100 to 100"),
+        ("-1", deadline, "'-1'; must be a number of seconds > 0, or none"),
+        ("sulk", patience, "'sulk'; must be obey, ignore, never"),
+    ],
+)
+def test_shares(text: str, value: Callable[[str], Any], expected: object) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(AskerError) as error:
+            shares(text, value)
+        assert str(error.value) == expected
+    else:
+        assert shares(text, value) == expected
+
+
+def test_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('loud = "a"\nquiet = "b"\n')
+    assert read_keys(path) == {"loud": "a", "quiet": "b"}
+    for text, says in (("loud = 5", "loud must be a key"), ("loud", "keys.toml: ")):
+        path.write_text(text)
+        with pytest.raises(AskerError, match=says):
+            read_keys(path)
+
+
+@given(st.sampled_from(WORKLOADS), st.integers(2, 3000))
 def test_clipped_jobs_fit(workload: str, context: int) -> None:
     whole = [Arrival(0.0, "x", job) for job in jobs(workload, 20, 1)]
     for before, after in zip(whole, clip(whole, context), strict=True):

@@ -26,6 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "block 32, chunk 512": {"block_size": 32, "chunk_tokens": 512, "prefix_cache": True, "kv_blocks": 128},
     "block 64, chunk 7": {"block_size": 64, "chunk_tokens": 7, "prefix_cache": True, "kv_blocks": 128},
     "preempted": {"block_size": 8, "chunk_tokens": 512, "prefix_cache": True, "kv_blocks": 22, "max_model_len": 170},
+    "preempted, swapped": {
+        "block_size": 8,
+        "chunk_tokens": 7,
+        "prefix_cache": False,
+        "kv_blocks": 22,
+        "max_model_len": 170,
+        "preempt": "swap",
+    },
     "preempted, no cache": {
         "block_size": 16,
         "chunk_tokens": 7,
@@ -99,6 +107,9 @@ def test_greedy_text_equals_transformers(
         assert got == want
         if shape.startswith("preempted"):
             assert stack.core.totals.preemptions > 0, "the pool was not small enough to test anything"
+        if "swap" in shape:
+            assert stack.core.totals.swapped_in_blocks > 0
+            assert stack.core.totals.recomputed_tokens == 0
         if SHAPES[shape]["prefix_cache"]:
             again = asyncio.run(complete(stack.url, prompts()[:4]))  # now with whatever the cache still holds
             assert [answer["choices"][0]["token_ids"] for answer in again] == want[:4]

@@ -1,5 +1,6 @@
-"""The queue's books against a shadow model: any order of submit, claim, cancel, finish, lapse and return, by tenants
-of different weights and in different priority classes."""
+"""The books of queue and token logs against a shadow model: any order of submit, claim, cancel, finish, lapse and
+return, by tenants of different weights and in different priority classes; zombies that go on talking; suspects and
+their trials."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.wire.bus import OUTPUT_COST, EngineSide, GatewaySide
+from engine.wire.bus import EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from engine.wire.scripts import MAX_ATTEMPTS, OUTPUT_COST
+from engine.wire.tokenlog import Said
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
@@ -26,8 +29,8 @@ def load(engine: str) -> EngineLoad:
 
 
 class Books(RuleBasedStateMachine):
-    """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, and the
-    tenants' counters (VTC's algorithm, written down once more)."""
+    """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, the tenants'
+    counters (VTC's algorithm, written down once more), what each request has said, and who is suspected of what."""
 
     server: EmbeddedRedis
 
@@ -48,8 +51,15 @@ class Books(RuleBasedStateMachine):
         self.room = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, set[str]] = {name: set() for name in ENGINES}
         self.known: set[str] = set()  # engines that have exchanged and not lapsed since
-        self.lapsed: dict[str, set[str]] = {name: set() for name in ENGINES}
+        self.believed: dict[str, set[str]] = {name: set() for name in ENGINES}  # what it would say it holds
+        self.stale: set[str] = set()  # engines whose lease lapsed since they last exchanged
         self.returned: dict[str, list[str]] = {name: [] for name in ENGINES}  # what went back, in the queue's order
+        self.log: dict[str, list[int]] = {}
+        self.attempts: dict[str, tuple[int, int]] = {}  # engines that died with it, and the tokens it had said then
+        self.suspects: set[str] = set()
+        self.trial: dict[str, str | None] = dict.fromkeys(ENGINES)
+        self.condemned: list[str] = []
+        self.over: set[str] = set()
         self.orders: dict[str, list[str]] = {name: [] for name in ENGINES}
         self.ordered: set[str] = set()  # withdrawn while held: its engine must not run it again
         self.run(self.gateway.open())
@@ -121,7 +131,7 @@ class Books(RuleBasedStateMachine):
         assert queue.accepted == (excess is None or total <= room + excess)
         assert queue.room_tokens == room
         if queue.accepted:
-            self.requests[name], self.tokens[name] = request, tokens
+            self.requests[name], self.tokens[name], self.log[name] = request, tokens, []
             self.join(name)
         assert queue.queued == len(self.waiting)
 
@@ -132,70 +142,140 @@ class Books(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.tokens)))
         self.run(self.gateway.cancel(name))
         self.leave(name)
+        self.suspects.discard(name)
+        self.over.add(name)
         # A held one stays with its engine, who gets one order and will report it finished.
         if (owner := self.owner(name)) is not None and name not in self.ordered:
             self.orders[owner].append(name)
             self.ordered.add(name)
 
-    @rule(name=st.sampled_from(ENGINES), room=st.integers(0, 40), requests=st.integers(0, 4), data=st.data())
-    def exchange(self, name: str, room: int, requests: int, data: st.DataObject) -> None:
-        mine = sorted(self.held[name] | self.lapsed[name])
-        finished = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
-        known = sorted(self.held[name])
-        deltas = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
-        batch = TokenBatch(name, [Delta(request_id, 0, [1, 2, 3]) for request_id in deltas])
+    @rule(
+        name=st.sampled_from(ENGINES),
+        room=st.integers(0, 40),
+        requests=st.integers(0, 4),
+        said=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+        data=st.data(),
+    )
+    def exchange(self, name: str, room: int, requests: int, said: list[int], data: st.DataObject) -> None:
+        mine = sorted(self.believed[name])
+        some = st.lists(st.sampled_from(mine), unique=True) if mine else st.just([])
+        self.talk(name, data.draw(some), data.draw(some), said, room, requests)
+
+    @rule(name=st.sampled_from(ENGINES), data=st.data(), crashes=st.integers(1, 3))
+    def crash(self, name: str, data: st.DataObject, crashes: int) -> None:
+        """It claims what it can, some of that says a token, and it dies; again and again."""
+        for _ in range(crashes):
+            self.talk(name, [], [], [], 1000, 1000)
+            lucky = data.draw(st.sets(st.sampled_from(sorted(self.believed[name])))) if self.believed[name] else ()
+            self.talk(name, [], sorted(lucky), [7], 0, 0)
+            self.lapse(name)
+
+    def talk(
+        self, name: str, finished: list[str], talking: list[str], said: list[int], room: int, requests: int
+    ) -> None:
+        """One exchange, and what must come of it."""
+        batch = TokenBatch(name, [Delta(one, len(self.log[one]), said) for one in talking])
         claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))
-        for request_id in finished:
-            owner = self.owner(request_id)
-            self.leave(request_id)
-            self.lapsed[name].discard(request_id)
-            if owner == name:
-                self.held[name].discard(request_id)
-            elif owner is not None and request_id not in self.ordered:
-                self.orders[owner].append(request_id)
-                self.ordered.add(request_id)
-        kept = self.lapsed[name] & self.waiting
-        lost = self.lapsed[name] - kept
-        self.lapsed[name] = set()
-        for request_id in deltas:
-            self.charge(request_id, OUTPUT_COST * 3)
-        for request_id in [one for one in self.returned[name] if one in kept]:
-            self.leave(request_id)
-            self.charge(request_id, self.tokens[request_id])
-        self.returned[name] = []
-        self.held[name] |= kept
+
+        lost: set[str] = set()
+        if name in self.stale:  # nothing it says of what it holds no more counts
+            for one in self.returned[name]:
+                if one in self.waiting | self.suspects:
+                    self.leave(one)
+                    self.suspects.discard(one)
+                    self.charge(one, self.tokens[one])
+                    self.held[name].add(one)
+            self.stale.discard(name)
+            self.known.add(name)
+            self.returned[name] = []
+            lost = self.believed[name] - self.held[name]
+            self.believed[name] -= lost
+        assert set(claimed.lost) == lost
+
+        for one in talking:
+            if one in self.held[name]:
+                self.log[one] = self.log[one] + said
+                self.charge(one, OUTPUT_COST * len(said))
+        for one in finished:
+            if one in self.held[name]:
+                self.held[name].discard(one)
+                self.believed[name].discard(one)
+                self.over.add(one)
+
+        trial = self.trial[name]
+        if trial is not None and (
+            trial not in self.held[name] or trial in self.over or len(self.log[trial]) > self.attempts[trial][1]
+        ):
+            self.attempts.pop(trial, None)
+            trial = self.trial[name] = None
         expected: list[str] = []
         share = -(-len(self.waiting) // max(1, len(self.known)))
         self.known.add(name)
-        while self.waiting and len(expected) < min(requests, share):
-            turn = min(self.active(), key=lambda tenant: (self.counters[tenant], tenant))
-            request_id = self.queue(turn)[0]
-            if self.tokens[request_id] > room:
-                break
-            room -= self.tokens[request_id]
-            self.leave(request_id)
-            self.charge(request_id, self.tokens[request_id])
-            expected.append(request_id)
+        if trial is not None:
+            room = 0
+        elif self.suspects and requests:
+            suspect = min(self.suspects, key=self.place)
+            if self.tokens[suspect] <= room:
+                self.suspects.discard(suspect)
+                self.charge(suspect, self.tokens[suspect])
+                expected, self.trial[name] = [suspect], suspect
+            room = 0
+        else:
+            while self.waiting and len(expected) < min(requests, share):
+                turn = min(self.active(), key=lambda tenant: (self.counters[tenant], tenant))
+                request_id = self.queue(turn)[0]
+                if self.tokens[request_id] > room:
+                    break
+                room -= self.tokens[request_id]
+                self.leave(request_id)
+                self.charge(request_id, self.tokens[request_id])
+                expected.append(request_id)
         self.held[name] |= set(expected)
+        self.believed[name] |= set(expected)
         self.room[name] = room if len(expected) < requests else 0
         assert [request.id for request in claimed.generates] == expected
+        assert claimed.resumed == {one: [Said(self.log[one])] for one in expected if self.log[one]}
         assert [order.id for order in claimed.aborts] == self.orders[name]
-        assert set(claimed.lost) == lost
         self.orders[name] = []
 
+    def place(self, name: str) -> tuple[int, int]:
+        return self.requests[name].priority, list(self.tokens).index(name)
+
     @rule(name=st.sampled_from(ENGINES))
+    def dies(self, name: str) -> None:
+        self.lapse(name)
+
     def lapse(self, name: str) -> None:
         self.client.delete(f"{{{self.namespace}}}:lease:{name}")
         self.run(self.gateway.fleet())
-        alive = self.held[name] - self.ordered
-        self.lapsed[name] |= alive
-        mine = [one for one in self.tokens if one in alive]
-        self.returned[name] += sorted(mine, key=lambda one: self.requests[one].priority)
-        for request_id in sorted(mine, key=lambda one: self.requests[one].priority):
-            self.charge(request_id, -self.tokens[request_id])
-            self.join(request_id)
+        if name not in self.known:
+            return
+        back = sorted(self.held[name] - self.over, key=self.place)
+        for one in back:
+            self.charge(one, -self.tokens[one])
+        stuck = []
+        for one in back:
+            attempts, before = self.attempts.get(one, (0, -1))
+            attempts = attempts + 1 if before == len(self.log[one]) else 1
+            self.attempts[one] = attempts, len(self.log[one])
+            if attempts >= MAX_ATTEMPTS:
+                stuck.append(one)
+                if one == self.trial[name]:
+                    stuck = [one]
+                    break
+        self.trial[name] = None
+        if len(stuck) == 1:
+            self.condemned += stuck
+            self.over |= set(stuck)
+        else:
+            self.suspects |= set(stuck)
+        for one in back:
+            if one not in self.suspects | self.over:
+                self.join(one)
+        self.returned[name] = back
         self.held[name] = set()
         self.known.discard(name)
+        self.stale.add(name)
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -218,6 +298,11 @@ class Books(RuleBasedStateMachine):
         for name in ENGINES:
             held = {member.decode() for member in self.client.zrange(f"{prefix}held:{name}", 0, -1)}
             assert held == self.held[name]
+        suspects = {name.decode() for name in self.client.zrange(f"{prefix}suspects", 0, -1)}
+        assert suspects == self.suspects
+        assert {one.request.id for one in self.run(self.gateway.quarantined())} == set(self.condemned)
+        for name, said in self.log.items():
+            assert self.run(self.gateway.log(name, 0, 0)).token_ids == said
 
 
 def test_the_books_balance_in_any_order(redis_server: EmbeddedRedis) -> None:
@@ -225,6 +310,6 @@ def test_the_books_balance_in_any_order(redis_server: EmbeddedRedis) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Books,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -1,0 +1,102 @@
+"""What preempted sequences leave in the host's memory, and whether it is worth it.
+
+    runs ----- preempted, it pays ----> swapped: no table, `host` names host blocks ----- room again ----> runs
+                                          |       (in the queue, before all that never ran)
+                                          +-- cancelled, deadline, step lost: the host blocks are free
+
+A swapped sequence keeps nothing on the device.  Blocks that others share could be left out of the copy: while anybody
+holds them, or the prefix cache does, they would be found again.  But then a return could need what was evicted
+meanwhile, and a reference kept on them would let those who wait hold memory that those who run are waiting for.  A copy
+of its own makes the return certain: all or nothing, and nothing is computed twice.  What the prefix cache still has by
+then is shared again instead of being read back.
+
+Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
+section 4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from engine.core.blocks import BlockPool, BooksError, HostPool
+from engine.core.costs import Costs
+from engine.core.sequence import Sequence
+
+Preempt = Literal["recompute", "swap", "auto"]
+
+
+class Swapping:
+    """Owns the host's blocks, the tables of those who are swapped, and the copies of the plan that is being made."""
+
+    def __init__(self, pool: BlockPool, host: HostPool, costs: Costs, preempt: Preempt, block_bytes: int) -> None:
+        """`block_bytes`: keys and values of a block, all layers."""
+        self.host = host
+        self.sequences = 0  # swapped now
+        self._pool, self._costs, self._preempt, self._block_bytes = pool, costs, preempt, block_bytes
+        self._out: list[tuple[int, int]] = []  # (block, host block)
+        self._in: list[tuple[int, int]] = []  # (host block, block)
+
+    @property
+    def planned(self) -> bool:
+        """The plan that is being made has copies."""
+        return bool(self._out or self._in)
+
+    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """This plan's (swap_out, swap_in), once."""
+        copies, self._out, self._in = (self._out, self._in), [], []
+        return copies
+
+    def pays(self, seq: Sequence) -> bool:
+        """Whether what a victim has computed should go to the host: there is room, and in mode "auto" the way there and
+        back takes less than to compute it again.  Its row is gone, its table is not."""
+        blocks = self._blocks(seq)
+        if self._preempt == "recompute" or not 0 < blocks <= self.host.available:
+            return False
+        if self._preempt == "swap":
+            return True
+        # What others hold as well will be found again, and neither be brought back nor computed again.
+        shared = min(blocks, self._pool.shared_prefix(seq.table)) if self._pool.caching else 0
+        again = max(0, seq.computed - shared * self._pool.block_size)
+        return self._costs.swap_pays((2 * blocks - shared) * self._block_bytes, again)
+
+    def away(self, seq: Sequence, planned: Mapping[int, int]) -> int:
+        """Copy what it has computed to the host and release its table.  Returns the blocks copied.
+
+        planned: block of its table -> block that was to be copied there in this plan, and still has the content."""
+        blocks = [planned.get(block, block) for block in seq.table[: self._blocks(seq)]]
+        seq.host = self.host.allocate(len(blocks))
+        self._out += zip(blocks, seq.host, strict=True)
+        self._pool.release(seq.table)
+        seq.table = []
+        self.sequences += 1
+        return len(blocks)
+
+    def back(self, seq: Sequence) -> int:
+        """Behind the cached blocks that its table begins with, bring back everything else it had computed.  Returns the
+        blocks copied.  Raises OutOfBlocks: nothing was taken."""
+        hits = len(seq.table)
+        rest = seq.host[hits:]
+        blocks = self._pool.allocate(len(rest))
+        seq.table += blocks
+        seq.computed = max(seq.computed, hits * self._pool.block_size)
+        self._in += zip(rest, blocks, strict=True)
+        self.forget(seq)
+        return len(rest)
+
+    def forget(self, seq: Sequence) -> None:
+        """Its host blocks are free from the next plan on.  Harmless for one that has none."""
+        if seq.host:
+            self.host.release(seq.host)
+            seq.host = []
+            self.sequences -= 1
+
+    def check(self, live: Iterable[Sequence]) -> None:
+        """Audit against every sequence.  Raises BooksError."""
+        live = list(live)
+        self.host.check([seq.host for seq in live])
+        if self.sequences != sum(bool(seq.host) for seq in live):
+            raise BooksError(f"{self.sequences} sequences are counted as swapped")
+
+    def _blocks(self, seq: Sequence) -> int:
+        return -(-seq.computed // self._pool.block_size)

@@ -1,0 +1,97 @@
+"""Forced swaps through scheduler, worker and kernels: every byte comes back, and the text is that of a calm run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.executor.local import LocalExecutor
+from engine.offline import LLM
+from tests.checkpoints import VOCAB
+
+
+class Witness:
+    """Hashes keys and values of each block when it leaves for the host, and after it came back."""
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        assert executor._worker is not None
+        self.executor, self.swap = executor, executor._worker.swap
+        self.away: dict[int, bytes] = {}  # host block -> content of the block that went there
+        self.returned = 0
+        self._out, self._back = self.swap.out, self.swap.back
+        self.swap.out, self.swap.back = self.out, self.back  # type: ignore[method-assign]
+
+    def content(self, block: int) -> bytes:
+        assert self.executor._worker is not None
+        parts = [cache[block].contiguous().view(torch.uint8).numpy() for cache in self.executor._worker._flat]
+        return blake2b(b"".join(part.tobytes() for part in parts)).digest()
+
+    def out(self, pairs: list[tuple[int, int]]) -> None:
+        self.away.update((there, self.content(block)) for block, there in pairs)
+        self._out(pairs)
+
+    def back(self, pairs: list[tuple[int, int]]) -> None:
+        self._back(pairs)
+        for there, block in pairs:
+            assert self.content(block) == self.away.pop(there)
+            self.returned += 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str, caching: bool, depth: int) -> None:
+    """A25, greedy and sampled, siblings included.  Freed blocks are NaN, so a block lost on the way shows.
+
+    `depth` 2: planned ahead, as on a GPU."""
+    rng = random.Random(1)
+    prompts = [rng.choices(range(3, VOCAB), k=rng.randrange(20, 60)) for _ in range(8)]
+
+    def answers(**options: object) -> tuple[LLM, Witness, list[list[int]]]:
+        config = EngineConfig(
+            model=str(checkpoint("llama")),
+            dtype="float32",
+            threads=1,
+            block_size=8,
+            max_model_len=160,
+            max_seqs=8,
+            step_tokens=64,
+            kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            prefix_cache=caching,
+            admission="none",
+            poison_free_blocks=True,
+            check_books=True,
+            **options,  # type: ignore[arg-type]
+        )
+        executor = LocalExecutor(config)
+        executor.depth = depth
+        witness = Witness(executor)
+        llm = LLM.over(config, executor)
+        done = llm.generate(prompts, max_new_tokens=50, n=2)
+        return llm, witness, [output.token_ids for each in done for output in each.outputs]
+
+    calm, _, wanted = answers(kv_blocks=400)
+    assert calm.engine.core.totals.preemptions == 0
+    crowded, witness, got = answers(kv_blocks=36, preempt="swap")
+    totals = crowded.engine.core.totals
+    assert got == wanted
+    assert totals.swap_preemptions == totals.preemptions > 0
+    assert witness.returned == totals.swapped_in_blocks > 0
+    assert totals.recomputed_tokens == 0
+    assert crowded.engine.core.costs.swap_bytes_per_s > 0
+    assert crowded.engine.core.swapping.host.available == crowded.executor.host_blocks == 72
+
+
+def test_no_memory_set_aside_means_recompute(checkpoint: Callable[[str], Path]) -> None:
+    for options in ({"swap_memory_gib": 0.0}, {"preempt": "recompute"}):
+        config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, threads=1, **options)  # type: ignore[arg-type]
+        executor = LocalExecutor(config)
+        assert executor.host_blocks == 0
+        assert executor.swap_bytes_per_s == 0
+        executor.close()

@@ -1,0 +1,32 @@
+"""A bus on the shared server, and one on a server that a test may stop, fill or break."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from engine.wire.embedded import EmbeddedRedis
+from tests.wire.sides import Bus
+
+
+@pytest.fixture
+async def bus(redis_server: EmbeddedRedis, namespace: str) -> AsyncIterator[Bus]:
+    bus = Bus(redis_server.url, namespace)
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedRedis]:
+    """One that a test may stop, fill or break."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+async def own_bus(own_server: EmbeddedRedis, namespace: str) -> AsyncIterator[Bus]:
+    bus = Bus(own_server.url, namespace)
+    yield bus
+    own_server.start()
+    await bus.close()

@@ -1,0 +1,69 @@
+"""Requests, loads and batches to send over a bus, and both of its sides on one server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from engine.wire.bus import Claimed, EngineSide, GatewaySide
+from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+
+PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
+
+
+def generate(request_id: str, tokens: int = 10, gateway: str = "g1", **more: Any) -> Generate:
+    deadline_ms = int(time.time() * 1000) + 60_000
+    return Generate(request_id, gateway, list(range(tokens)), 5, more.pop("sampling", Sampling()), deadline_ms, **more)
+
+
+def load(engine: str) -> EngineLoad:
+    return EngineLoad(engine, "m", "f", 4096, 32000, 16, 100, 100, 0, 0, 0, 0, int(time.time() * 1000))
+
+
+def batch(request_id: str, first: int, engine: str = "e1") -> TokenBatch:
+    return TokenBatch(engine, [Delta(request_id, first, [first])])
+
+
+def ids(claimed: Claimed) -> list[str]:
+    return [request.id for request in claimed.generates]
+
+
+async def take(engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]) -> Claimed:
+    return await engine.exchange([], [], load(name), tokens, requests)
+
+
+async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
+    found: list[TokenBatch] = []
+    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:  # type: ignore[type-var]
+        async for one in batches:
+            found.append(one)
+            if len(found) == count:
+                break
+    return found
+
+
+class Bus:
+    """Opens sides on one server and namespace, and closes them all at the end."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.url, self.namespace = url, namespace
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+
+    async def gateway(self, name: str = "g1", url: str = "", **options: Any) -> GatewaySide:
+        side = GatewaySide(url or self.url, name, namespace=self.namespace, **options)
+        self._closers.append(side.close)
+        await side.open()
+        return side
+
+    async def engine(self, name: str = "e1", url: str = "", lease_ms: int = 5000) -> EngineSide:
+        side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms)
+        self._closers.append(side.close)
+        await side.open()
+        return side
+
+    async def close(self) -> None:
+        for closer in reversed(self._closers):
+            await closer()

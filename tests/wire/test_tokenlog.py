@@ -1,0 +1,201 @@
+"""The token log: what a client may have seen outlives engine and gateway, and only one engine may add to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import redis
+
+from engine.wire import tokenlog
+from engine.wire.bus import Attached, EngineSide, Once, Twin
+from engine.wire.embedded import EmbeddedRedis
+from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.tokenlog import Said
+from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
+
+
+async def say(engine: EngineSide, *deltas: Delta, name: str = "e1", finished: tuple[str, ...] = ()) -> Any:
+    return await engine.exchange([("g1", TokenBatch(name, list(deltas)))], list(finished), load(name), 0, 0)
+
+
+async def die(bus: Bus, name: str = "e1") -> None:
+    """The engine's lease lapses."""
+    with redis.Redis.from_url(bus.url) as client:
+        client.delete(f"{{{bus.namespace}}}:lease:{name}")
+
+
+def test_what_goes_in_comes_out() -> None:
+    probs = [TokenLogprob(-0.5, [(5, -0.5)]), TokenLogprob(-1.0), TokenLogprob(-2.0)]
+    deltas = [
+        Delta("a:b", 0, [2**32 - 1], None, 1, probs[:1], 16, probs[:2]),
+        Delta("a:b", 1, [0, 7], Finish("stop", 7), 1, probs[1:]),
+    ]
+    logged = tokenlog.entries([("g", TokenBatch("e", deltas))])
+    assert logged.pieces == ["a:b:1", 3]
+    fields = {field for _, field, _ in logged.extras}
+    assert fields == {"head:1", "finish:1", "probs:1"}
+
+    def of(field: str) -> bytes:
+        return b"".join(value for _, name, value in logged.extras if name == field)
+
+    said = tokenlog.read(logged.tokens, of("finish:1"), of("head:1"), of("probs:1"))
+    assert said == Said([2**32 - 1, 0, 7], Finish("stop", 7), probs, 16, probs[:2])
+    assert tokenlog.read(None, None) == Said([])
+
+
+async def test_another_engine_gets_the_tokens_so_far(bus: Bus) -> None:
+    gateway, dying, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    await gateway.submit(generate("a", n=3), record=b"body")
+    await gateway.submit(generate("b"))
+    assert (await take(dying)).resumed == {}
+    await say(dying, *(Delta("a", 0, [10 + i], index=i) for i in range(3)))
+    await say(dying, Delta("a", 1, [20]), Delta("a", 2, [30]), Delta("a", 1, [21], Finish("stop", 21), 1))
+    await die(bus)
+    await gateway.fleet()
+    claimed = await take(other, "e2")
+    assert ids(claimed) == ["a", "b"]
+    so_far = [Said([10, 20, 30]), Said([11, 21], Finish("stop", 21)), Said([12])]
+    assert claimed.resumed == {"a": so_far}
+    await say(other, Delta("a", 3, [40], Finish("length")), Delta("a", 1, [22], Finish("length"), 2), finished=("a",))
+    so_far[0], so_far[2] = Said([10, 20, 30, 40], Finish("length")), Said([12, 22], Finish("length"))
+    assert await gateway.attach("a") == Attached(b"body", so_far)  # over, and still there to be read
+    assert await gateway.log("a", 0, 3) == Said([40], Finish("length"))
+    assert await gateway.log("a", 3, 0) is None
+    assert await gateway.attach("never heard of") is None
+
+
+async def test_an_attached_gateway_misses_nothing(bus: Bus) -> None:
+    first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await first.submit(generate("a", n=2, sampling=Sampling(logprobs=0)), record=b"r")
+    assert (await second.attach("a")) == Attached(b"r", [Said([]), Said([])])  # while it waits
+    await take(engine)
+    probs = [TokenLogprob(-1.0)]
+    await say(engine, Delta("a", 0, [1], None, 0, probs, 8), Delta("a", 0, [2], None, 1, probs))
+    [batch] = await read(second, 1)
+    assert [delta.token_ids for delta in batch.deltas] == [[1], [2]]
+
+    third = await bus.gateway("g3")  # while it runs
+    assert (await third.attach("a")) == Attached(b"r", [Said([1], None, probs, 8), Said([2], None, probs)])
+    # In the exchange that brings the engine the news, tokens go past the third: it hears how far they went.
+    await say(engine, Delta("a", 1, [3], Finish("length"), 0, probs), Delta("a", 1, [4], None, 1, probs))
+    await say(engine, Delta("a", 2, [5], Finish("length"), 1, probs), finished=("a",))
+    missed, after = await read(third, 2)
+    assert missed.deltas == [Delta("a", 2, [], Finish("length"), 0), Delta("a", 2, [], None, 1)]
+    assert await third.log("a", 1, 1) == Said([4, 5], Finish("length"), probs * 2)
+    assert after.deltas == [Delta("a", 2, [5], Finish("length"), 1, probs)]
+
+
+async def test_listeners_outlive_the_engine(bus: Bus) -> None:
+    gateways = [await bus.gateway(f"g{i}") for i in (1, 2)]
+    dying, other = await bus.engine("e1"), await bus.engine("e2")
+    await gateways[0].submit(generate("a"))
+    await take(dying)
+    await gateways[1].attach("a")
+    await die(bus)
+    await gateways[0].fleet()
+    assert ids(await take(other, "e2")) == ["a"]
+    await say(other, Delta("a", 0, [1]), name="e2")
+    for gateway in gateways:
+        [batch] = await read(gateway, 1)
+        assert batch.deltas == [Delta("a", 0, [1])]
+
+
+async def test_who_leaves_takes_nobody_along(bus: Bus) -> None:
+    first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await first.submit(generate("a"))
+    await take(engine)
+    await second.attach("a")
+    await take(engine)
+    await first.cancel("a")
+    assert (await take(engine)).aborts == []
+    await say(engine, Delta("a", 0, [1]))
+    # After two words on where the log ends, one for each change of who listens.
+    assert [batch.deltas[0].token_ids for batch in await read(second, 3)] == [[], [], [1]]
+    await second.cancel("a")
+    assert [abort.id for abort in (await take(engine)).aborts] == ["a"]
+    assert (await second.attach("a")) == Attached(b"", [Said([1], Finish("cancelled"))])
+
+
+async def test_an_idempotency_key_is_spent_once(bus: Bus) -> None:
+    gateway, other = await bus.gateway("g1"), await bus.gateway("g2")
+    once = Once("key", "body")
+    assert await gateway.twin(once) is None
+    assert (await gateway.submit(generate("a"), generate("b"), once=once)).accepted
+    again = await other.submit(generate("c", gateway="g2"), once=once)
+    assert (again.accepted, again.twin, again.queued) == (False, Twin("a", same_body=True), 2)
+    assert await other.twin(Once("key", "another body")) == Twin("a", same_body=False)
+    assert (await gateway.submit(generate("a"), generate("b"), once=once)).accepted  # a retry of our own
+    full = await other.submit(generate("d", gateway="g2"), once=Once("key 2", ""), excess_tokens=0)
+    assert not full.accepted
+    assert await gateway.twin(Once("key 2", "")) is None  # what was refused holds no key
+
+
+async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus, namespace: str) -> None:
+    gateway, engine = await bus.gateway("g1", retain_s=0.3), await bus.engine()
+    await gateway.submit(generate("a", n=2), record=b"x" * 1000, once=Once("k", "b"))
+    await take(engine)
+    probs = [TokenLogprob(-1.0)]
+    await say(engine, Delta("a", 0, [1], None, 0, probs, 3), Delta("a", 0, [2], None, 1))
+    await say(engine, Delta("a", 1, [1], Finish("length")), Delta("a", 1, [2], Finish("length"), 1), finished=("a",))
+    assert await gateway.attach("a") is not None
+    deadline = time.monotonic() + 20
+    while await gateway.attach("a") is not None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert await gateway.twin(Once("k", "b")) is None
+    await say(engine, Delta("a", 2, [3], Finish("length")))  # too late, and it leaves no trace
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert list(client.scan_iter(f"{{{namespace}}}:log:*")) == []
+        assert list(client.scan_iter(f"{{{namespace}}}:once:*")) == []
+
+
+async def test_a_zombie_cannot_write(bus: Bus) -> None:
+    """Its lease lapsed while it stood still, and another engine has gone on: all it says of that is dropped."""
+    gateway, zombie, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    for name in "ab":
+        await gateway.submit(generate(name))
+    await take(zombie)
+    await say(zombie, Delta("a", 0, [1]), Delta("b", 0, [1]))
+    await die(bus)
+    await gateway.fleet()
+    assert ids(await take(other, "e2", requests=1)) == ["a"]
+    await say(other, Delta("a", 1, [2]), name="e2")
+    back = await zombie.exchange(
+        [("g1", TokenBatch("e1", [Delta("a", 1, [9], Finish("length")), Delta("b", 1, [2])]))],
+        ["a"],
+        load("e1"),
+        *PLENTY,
+    )
+    assert (back.lost, back.generates) == (["a"], [])
+    await say(other, Delta("a", 2, [3], Finish("length")), name="e2", finished=("a",))
+    assert [one.token_ids for one in (await gateway.attach("a")).continuations] == [[1, 2, 3]]  # type: ignore[union-attr]
+    assert [one.token_ids for one in (await gateway.attach("b")).continuations] == [[1, 2]]  # type: ignore[union-attr]
+    got = [delta for batch in await read(gateway, 4) for delta in batch.deltas if delta.id == "a"]
+    assert [delta.token_ids for delta in got] == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_requests_of_a_dead_gateway_wait_for_somebody_to_attach(bus: Bus, returns: bool) -> None:
+    engine = await bus.engine()
+    dead = await bus.gateway("g1")
+    await dead.submit(generate("a"), record=b"r")
+    await dead.fleet()
+    await take(engine)
+    other = await bus.gateway("g2", grace_s=60.0 if returns else 0.0)
+    with redis.Redis.from_url(bus.url) as client:
+        client.delete(f"{{{bus.namespace}}}:gateway:g1")  # its heart stops
+    await other.fleet()
+    if returns:
+        assert await other.attach("a") == Attached(b"r", [Said([])])
+        await take(engine)
+        await say(engine, Delta("a", 0, [1]))
+        assert (await read(other, 2))[1].deltas == [Delta("a", 0, [1])]
+        with redis.Redis.from_url(bus.url) as client:
+            assert client.xlen(f"{{{bus.namespace}}}:out:g1") == 0  # nothing is written for the dead
+    else:
+        await asyncio.sleep(0.002)
+        await other.fleet()
+        assert [abort.id for abort in (await take(engine)).aborts] == ["a"]
