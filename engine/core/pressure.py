@@ -23,9 +23,9 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from math import sqrt
 
-SPREAD = 0.36
+SPREAD = 0.5
 HEAD = 1.0  # times the mean size: the most that is kept for the largest row
-POWER = 2
+POWER = 4
 
 
 class Pressure:

@@ -56,6 +56,7 @@ class Sequence(msgspec.Struct, eq=False):
     seated_before: bool = False  # it ran, and was preempted if it waits now
     lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
+    foretold: list[int] = []  # output tokens it will stay within, one for each of calibration.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
 
