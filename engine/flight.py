@@ -23,14 +23,18 @@ import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.scheduler import Decision
+from engine.core.limits import Decision
+from engine.core.plan import StepResult
 from engine.executor.base import Executor, ModelInfo
-from engine.wire.messages import Generate, Order
+from engine.wire.messages import Abort, Generate
+
+if TYPE_CHECKING:
+    from engine.loop import Order
 
 log = logging.getLogger("quire.flight")
 
@@ -50,6 +54,8 @@ class Header(msgspec.Struct, frozen=True):
     max_seqs: int  # of the executor, as all that follows
     step_tokens: int
     depth: int
+    host_blocks: int
+    swap_bytes_per_s: float
     first_number: int = 1  # of the requests that arrive in this file
 
 
@@ -59,7 +65,17 @@ def header(config: EngineConfig, executor: Executor) -> Header:
         config, model="", served_name="", redis_url="", namespace="", engine_id="", kernels="", flight_log=""
     )
     info = msgspec.structs.replace(executor.info, name="")
-    return Header(VERSION, config, info, executor.blocks, executor.max_seqs, executor.step_tokens, executor.depth)
+    return Header(
+        VERSION,
+        config,
+        info,
+        executor.blocks,
+        executor.max_seqs,
+        executor.step_tokens,
+        executor.depth,
+        executor.host_blocks,
+        executor.swap_bytes_per_s,
+    )
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -75,6 +91,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
     salt: str  # digest; "": none
     stops: bool  # a token may end it before max_new
     scores_prompt: bool  # prompt logprobs: no prefix is reused
+    said: list[int | None] = []  # begun by another engine: output tokens of each continuation; None: it was over
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -104,14 +121,35 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     at_us: int  # when the orders had been taken in, since the recorder started
     over_us: int  # when the turn was over
     orders: list[Arrival | Cancel]  # taken in before the plan
+    stalled: bool  # no plan was made: too many tokens waited for Redis
     failed: bool  # a step was lost
     rows: int  # that sampled in the step whose result came in; 0: none did
     prompt_tokens: int  # that step computed beside them
     took_us: int  # from the result before to this one; 0: the engine had been idle
+    step_s: float  # that the executor measured for it, as in StepResult; so the next two
+    swapped_bytes: int
+    swap_s: float
+    bad_rows: list[int]  # whose sample was not usable
     held: int  # blocks of the pool after the turn
     waiting: int  # sequences after the turn
     events: list[Event]
     lost: int = 0  # turns before this one that the disk was too slow for
+
+
+class Seen(NamedTuple):
+    """A turn as the loop has it at hand.  The lists belong to the recorder from turn() on."""
+
+    now_ms: int  # as in Turn
+    begun: float  # time.monotonic() when the orders had been taken in
+    orders: list[Order]  # as the inbox gave them
+    stalled: bool
+    failed: bool
+    result: StepResult | None
+    prompt_tokens: int
+    took_s: float
+    held: int
+    waiting: int
+    decisions: list[Decision]
 
 
 class FlightLogError(Exception):
@@ -125,7 +163,7 @@ class Recorder:
     def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
         """Starts a new log at `path`; raises OSError.  Both files together stay below `max_bytes`."""
         self._path, self._header, self._half = path, header, max_bytes // 2
-        self._queue: queue.Queue[tuple[Any, ...] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Seen, float, int] | None] = queue.Queue(QUEUE)
         self._open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
         self._arrived = 0
         self._lost = 0
@@ -135,24 +173,10 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
         self._thread.start()
 
-    def turn(
-        self,
-        now_ms: int,
-        begun: float,
-        orders: list[Order],
-        failed: bool,
-        rows: int,
-        prompt_tokens: int,
-        took_s: float,
-        held: int,
-        waiting: int,
-        decisions: list[Decision],
-    ) -> None:
-        """Record the turn that is just over; arguments as in Turn, `begun` by time.monotonic().  The lists belong to
-        the recorder now."""
-        work = (now_ms, begun, time.monotonic(), orders, failed, rows, prompt_tokens, took_s, held, waiting, decisions)
+    def turn(self, seen: Seen) -> None:
+        """Record the turn that is just over."""
         try:
-            self._queue.put_nowait((*work, self._lost))
+            self._queue.put_nowait((seen, time.monotonic(), self._lost))
             self._lost = 0
         except queue.Full:
             self._lost += 1
@@ -195,61 +219,60 @@ class Recorder:
         self._file.write(_LENGTH.pack(len(data)) + data)
         self._size += _LENGTH.size + len(data)
 
-    def _encoded(
-        self,
-        now_ms: int,
-        begun: float,
-        over: float,
-        orders: list[Order],
-        failed: bool,
-        rows: int,
-        prompt_tokens: int,
-        took_s: float,
-        held: int,
-        waiting: int,
-        decisions: list[Decision],
-        lost: int,
-    ) -> Turn:
-        arrived = [record for order in orders if (record := self._order(order)) is not None]
-        events = [event for decision in decisions if (event := self._event(decision)) is not None]
-        at_us, over_us = (int((moment - self._began) * 1e6) for moment in (begun, over))
+    def _encoded(self, seen: Seen, over: float, lost: int) -> Turn:
+        arrived = [record for order in seen.orders if (record := self._order(order)) is not None]
+        events = [event for decision in seen.decisions if (event := self._event(decision)) is not None]
+        at_us, over_us = (int((moment - self._began) * 1e6) for moment in (seen.begun, over))
+        result = seen.result or StepResult(0, [], [])
         return Turn(
-            now_ms,
+            seen.now_ms,
             at_us,
             over_us,
             arrived,
-            failed,
-            rows,
-            prompt_tokens,
-            int(took_s * 1e6),
-            held,
-            waiting,
+            seen.stalled,
+            seen.failed,
+            len(result.rows),
+            seen.prompt_tokens,
+            int(seen.took_s * 1e6),
+            result.step_s,
+            result.swapped_bytes,
+            result.swap_s,
+            list(result.failed),
+            seen.held,
+            seen.waiting,
             events,
             lost,
         )
 
     def _order(self, order: Order) -> Arrival | Cancel | None:
         """None: about a request that is over, or one that is running already."""
-        if isinstance(order, Generate):
-            if order.id in self._open_requests:
-                return None
-            self._arrived += 1
-            self._open_requests[order.id] = [self._arrived, order.n]
-            sampling = order.sampling
-            return Arrival(
-                len(order.token_ids),
-                order.max_new_tokens,
-                order.n,
-                order.deadline_ms,
-                order.priority,
-                order.weight,
-                _digest(order.tenant),
-                _digest(order.cache_salt),
-                bool(sampling.stop_token_ids) or not sampling.ignore_eos,
-                sampling.prompt_logprobs >= 0,
-            )
-        found = self._open_requests.get(order.id)
-        return None if found is None else Cancel(found[0], order.index, order.lost)
+        if isinstance(order, Abort):
+            found = self._open_requests.get(order.id)
+            return None if found is None else Cancel(found[0], order.index, order.lost)
+        said: list[int | None] = []
+        request, alive = (order, order.n) if isinstance(order, Generate) else (order.request, 0)
+        if not isinstance(order, Generate):
+            said = [None if output is None else len(output) for output in order.outputs]
+            alive = len(said) - said.count(None)
+        if request.id in self._open_requests:
+            return None
+        self._arrived += 1
+        if alive:
+            self._open_requests[request.id] = [self._arrived, alive]
+        sampling = request.sampling
+        return Arrival(
+            len(request.token_ids),
+            request.max_new_tokens,
+            request.n,
+            request.deadline_ms,
+            request.priority,
+            request.weight,
+            _digest(request.tenant),
+            _digest(request.cache_salt),
+            bool(sampling.stop_token_ids) or not sampling.ignore_eos,
+            sampling.prompt_logprobs >= 0,
+            said,
+        )
 
     def _event(self, decision: Decision) -> Event | None:
         found = self._open_requests.get(decision.id)

@@ -28,9 +28,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
-from engine.core.scheduler import Decision, Limits, Outputs, Scheduler
+from engine.core.limits import Decision, Limits, Outputs
+from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
-from engine.flight import Recorder
+from engine.flight import Recorder, Seen
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
@@ -142,7 +143,7 @@ class Engine:
         self._pace = Pace()
         self._flight = flight
         self._clock = clock or unix_ms
-        self._prompts: deque[int] = deque()  # prompt tokens of each step in flight, for the record
+        self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
 
     def run(self) -> None:
         """Until drained.  What is still here then has to be given back by whoever owns the inbox."""
@@ -169,30 +170,27 @@ class Engine:
             else:
                 self.core.abort(order.id, order.index)
         now_ms, begun = self._clock(), time.monotonic()
-        rows, prompt_tokens, took, failed = 0, 0, 0.0, False
+        stalled, failed, result, prompt_tokens, took_s = self._outbox.full, False, None, 0, 0.0
         try:
-            plan = None if self._outbox.full else self.core.plan(now_ms)
+            plan = None if stalled else self.core.plan(now_ms)
             if plan is not None:
                 self.executor.submit(plan)
                 self._in_flight += 1
-                if self._flight:
-                    self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
+                self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                self.core.commit(result := self.executor.collect())
-                took = self._pace.step(time.monotonic())
-                rows = len(result.rows)
-                if self._flight:
-                    prompt_tokens = self._prompts.popleft()
+                result, prompt_tokens = self.executor.collect(), self._prompts.popleft()
+                self.core.commit(result)
+                took_s = self._pace.step(time.monotonic())
         except StepError as error:
             self._in_flight, failed = 0, True
             self._prompts.clear()
             self.core.fail_running(str(error))
         decisions = self._publish()
         if self._flight and not (self._idle and self.core.idle and not orders):
-            held = self.core.pool.total - self.core.pool.available
+            held, waiting = self.core.pool.total - self.core.pool.available, len(self.core.waiting)
             self._flight.turn(
-                now_ms, begun, orders, failed, rows, prompt_tokens, took, held, len(self.core.waiting), decisions
+                Seen(now_ms, begun, orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, decisions)
             )
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
@@ -205,7 +203,7 @@ class Engine:
 
     def _publish(self) -> list[Decision]:
         core, info, pool = self.core, self.executor.info, self.core.pool
-        now, totals = time.monotonic(), core.totals
+        now, totals, calibration = time.monotonic(), core.totals, core.outlook.calibration
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
         load = EngineLoad(
             engine=self.config.engine_id,
@@ -235,6 +233,13 @@ class Engine:
             swap_preemptions=totals.swap_preemptions,
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
+            paused=core.paused,
+            pauses=totals.pauses,
+            length_calibration=calibration.table(),
+            peaks_judged=calibration.peaks,
+            peaks_passed=calibration.peaks_passed,
+            peaks_bound_blocks=calibration.bound_blocks,
+            peaks_blocks=calibration.peak_blocks,
         )
         outputs = core.outputs()
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))

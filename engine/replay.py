@@ -16,14 +16,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from engine.core.limits import Limits, Outputs
 from engine.core.plan import Sampler, StepResult
-from engine.core.scheduler import Limits, Outputs
 from engine.executor.base import ScriptedExecutor, StepError
-from engine.flight import DIGEST, Arrival, Event, Log, read
-from engine.loop import Engine, Report, build_scheduler
+from engine.flight import DIGEST, Arrival, Event, Log, Turn, read
+from engine.loop import Engine, Order, Report, Resume, build_scheduler
 from engine.sim import EOS, SLO_ITL_S, SLO_TTFT_S, VOCAB, Job, Mode, StepTime, content, line, percentiles, simulate
 from engine.sim import Report as SimReport
-from engine.wire.messages import Abort, Generate, Order, Sampling
+from engine.wire.messages import Abort, Generate, Sampling
 
 
 class Output(msgspec.Struct):
@@ -66,22 +66,32 @@ def outputs(log: Log) -> dict[tuple[int, int], Output]:
 
 
 class _Same(ScriptedExecutor):
-    """Ends each continuation where the log says; loses the steps that were lost."""
+    """Ends each continuation where the log says; loses the steps that were lost, and takes as long as they took."""
 
     def __init__(self, log: Log, found: dict[tuple[int, int], Output]) -> None:
         header = log.header
-        super().__init__(msgspec.structs.replace(header.info, vocab_size=VOCAB), header.blocks)
+        super().__init__(
+            msgspec.structs.replace(header.info, vocab_size=VOCAB), header.blocks, host_blocks=header.host_blocks
+        )
         self.max_seqs, self.step_tokens, self.depth = header.max_seqs, header.step_tokens, header.depth
-        self.fails = False  # the step that is collected next
+        self.swap_bytes_per_s = header.swap_bytes_per_s
+        self.turn: Turn | None = None  # that is lived through now
         self._found = found
         self._block_size = header.config.block_size
 
     def collect(self) -> StepResult:
-        if self.fails:
+        turn = self.turn
+        if turn is None or turn.failed:
             self._plans.clear()
             self._decoding.clear()
             raise StepError("lost, as recorded")
-        return super().collect()
+        return msgspec.structs.replace(
+            super().collect(),
+            failed=dict.fromkeys(turn.bad_rows, "not usable, as recorded"),
+            step_s=turn.step_s,
+            swapped_bytes=turn.swapped_bytes,
+            swap_s=turn.swap_s,
+        )
 
     def token(self, sampler: Sampler, position: int) -> int:
         output = self._found[sampler.sampling.seed, sampler.sibling]
@@ -93,9 +103,12 @@ class _Same(ScriptedExecutor):
 class _Box:
     """Inbox, outbox and clock of an engine that lives through a log again."""
 
+    relieved = False
+
     def __init__(self) -> None:
         self.orders: list[Order] = []
         self.now_ms = 0
+        self.full = False
         self.events: list[Event] = []
 
     def drain(self, wait_s: float) -> list[Order]:
@@ -126,11 +139,11 @@ def again(log: Log) -> tuple[int, Difference | None]:
             if isinstance(order, Arrival):
                 # The prompt of all its continuations is that of the one which came farthest.
                 chain = max((found[number, index].chain for index in range(order.n)), key=len)
-                box.orders.append(_generate(number, order, chain, log.header.config.block_size))
+                box.orders.append(_order(number, order, chain, log.header.config.block_size))
                 number += 1
             else:
                 box.orders.append(Abort(str(order.number), order.lost, order.index))
-        box.now_ms, box.events, executor.fails = turn.now_ms, [], turn.failed
+        box.now_ms, box.full, box.events, executor.turn = turn.now_ms, turn.stalled, [], turn
         engine.turn()
         recorded = [msgspec.structs.replace(event, digests=b"") for event in turn.events]
         if box.events != recorded:
@@ -139,7 +152,7 @@ def again(log: Log) -> tuple[int, Difference | None]:
     return same, None
 
 
-def _generate(number: int, arrival: Arrival, chain: list[int], block_size: int) -> Generate:
+def _order(number: int, arrival: Arrival, chain: list[int], block_size: int) -> Generate | Resume:
     """The request, with made-up tokens that are equal where the recorded ones were."""
     rng = random.Random(number)
     covered = min(arrival.prompt_len, len(chain) * block_size)
@@ -149,7 +162,7 @@ def _generate(number: int, arrival: Arrival, chain: list[int], block_size: int) 
     sampling = Sampling(
         seed=number, stop_token_ids=stops, ignore_eos=True, prompt_logprobs=0 if arrival.scores_prompt else -1
     )
-    return Generate(
+    request = Generate(
         str(number),
         "",
         prompt,
@@ -162,6 +175,11 @@ def _generate(number: int, arrival: Arrival, chain: list[int], block_size: int) 
         tenant=arrival.tenant,
         weight=arrival.weight,
     )
+    if not arrival.said:
+        return request
+    places = range(arrival.prompt_len, arrival.prompt_len + max(length or 0 for length in arrival.said))
+    said = [content(chain, block_size, at) for at in places]
+    return Resume(request, [None if length is None else said[:length] for length in arrival.said])
 
 
 # ------------------------------------------------------------------------------------------------ as it would have been
@@ -301,4 +319,5 @@ def measured(log: Log) -> SimReport:
         itl_max=0.0,
         goodput=good / max(1, len(found)),
         calibration=[],
+        peaks_passed=0.0,
     )

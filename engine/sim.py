@@ -19,8 +19,9 @@ from typing import Literal, get_args
 import msgspec
 
 from engine.core.blocks import BlockPool
+from engine.core.limits import Admission, Limits
 from engine.core.plan import Sampler
-from engine.core.scheduler import Admission, Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.flight import FlightLogError
 from engine.wire.messages import Generate, Sampling
@@ -82,7 +83,8 @@ class Report(msgspec.Struct, frozen=True):
     itl: tuple[float, float, float]
     itl_max: float
     goodput: float  # fraction of jobs with TTFT <= 2 s and mean ITL <= 0.2 s
-    calibration: list[float]  # share of outputs in each tenth of what was predicted
+    calibration: list[float]  # share of outputs no longer than foretold at their start, for each of calibration.LEVELS
+    peaks_passed: float  # share of bounds on what all running sequences would hold that was passed
 
 
 class _Script(ScriptedExecutor):
@@ -209,7 +211,7 @@ def simulate(
             if delta.finish is not None:
                 mean = (now - begun[delta.id]) / max(1, delta.first)
                 good += begun[delta.id] - jobs[int(delta.id)].at_s <= SLO_TTFT_S and mean <= SLO_ITL_S
-    calibration = core.lengths.calibration
+    calibration = core.outlook.calibration
     return Report(
         jobs=len(jobs),
         seconds=now,
@@ -224,7 +226,8 @@ def simulate(
         itl=percentiles(itl),
         itl_max=max(itl, default=0.0),
         goodput=good / max(1, len(jobs)),
-        calibration=[value / max(1.0, sum(calibration)) for value in calibration],
+        calibration=[within / max(1, judged) for _, judged, within in calibration.table()],
+        peaks_passed=calibration.peaks_passed / max(1, calibration.peaks),
     )
 
 
@@ -275,7 +278,7 @@ def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int 
 
 HEADER = (
     "mode        seed  jobs preempt pauses recomputed   util filled    eta  queue s  TTFT p50/p99 s  "
-    "ITL p50/p99/max ms  goodput"
+    "ITL p50/p99/max ms  goodput  within q50/90/99"
 )
 
 
@@ -287,7 +290,8 @@ def line(mode: str, seed: int, report: Report) -> str:
         f"{report.recomputed_tokens:>10} "
         f"{report.utilisation:>6.3f} {report.filled:>6.3f} {report.efficiency:>6.3f} "
         f"{report.contended_s:>8.1f} {ttft[0]:>7.2f} /{ttft[2]:>6.2f} "
-        f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}"
+        f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}  "
+        f"{' /'.join(f'{share:>5.2f}' for share in report.calibration)}"
     )
 
 
