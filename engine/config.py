@@ -154,6 +154,34 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "it waits in the queue for one that starts.",
         ),
     ] = 30.0
+    standby: Annotated[
+        bool,
+        Meta(
+            description="Import everything, then wait for a line on standard input before the model is loaded: a spare "
+            "that a supervisor keeps for an engine that may die. Ends when standard input does."
+        ),
+    ] = False
+    metrics_host: Annotated[str, Meta(description="Address of metrics_port.")] = "127.0.0.1"
+    metrics_port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="TCP port of this engine's /metrics and /health; 0: none."),
+    ] = 0
+    vllm_metrics: Annotated[
+        bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
+    ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+        ),
+    ] = ""
+    trace_sample: Annotated[
+        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+    ] = 1.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

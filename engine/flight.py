@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.limits import Decision
+from engine.core.limits import Event
 from engine.core.plan import StepResult
 from engine.executor.base import Executor, ModelInfo
 from engine.wire.messages import Abort, Generate
@@ -102,16 +102,16 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
     lost: bool
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A decision of the scheduler, see engine.core.scheduler.Decision."""
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A milestone, see engine.core.limits.Event."""
 
-    what: str
+    kind: str
     number: int
     index: int
     step: int
-    count: int
+    tokens: int
     reason: str = ""
-    digests: bytes = b""  # of an "end": of its full blocks in order, DIGEST bytes each
+    digests: bytes = b""  # of an "ended": of its full blocks in order, DIGEST bytes each
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +132,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     bad_rows: list[int]  # whose sample was not usable
     held: int  # blocks of the pool after the turn
     waiting: int  # sequences after the turn
-    events: list[Event]
+    events: list[Entry]
     lost: int = 0  # turns before this one that the disk was too slow for
 
 
@@ -149,7 +149,7 @@ class Seen(NamedTuple):
     took_s: float
     held: int
     waiting: int
-    decisions: list[Decision]
+    events: list[Event]
 
 
 class FlightLogError(Exception):
@@ -221,7 +221,7 @@ class Recorder:
 
     def _encoded(self, seen: Seen, over: float, lost: int) -> Turn:
         arrived = [record for order in seen.orders if (record := self._order(order)) is not None]
-        events = [event for decision in seen.decisions if (event := self._event(decision)) is not None]
+        events = [event for noted in seen.events if (event := self._entry(noted)) is not None]
         at_us, over_us = (int((moment - self._began) * 1e6) for moment in (seen.begun, over))
         result = seen.result or StepResult(0, [], [])
         return Turn(
@@ -274,16 +274,16 @@ class Recorder:
             said,
         )
 
-    def _event(self, decision: Decision) -> Event | None:
-        found = self._open_requests.get(decision.id)
+    def _entry(self, event: Event) -> Entry | None:
+        found = self._open_requests.get(event.request.id)
         if found is None:  # it came before turns were lost
             return None
-        digests = b"".join(digest[:DIGEST] for digest in decision.digests)
-        if decision.what == "end":
+        if event.kind == "ended":
             found[1] -= 1
             if not found[1]:
-                del self._open_requests[decision.id]
-        return Event(decision.what, found[0], decision.index, decision.step, decision.count, decision.reason, digests)
+                del self._open_requests[event.request.id]
+        digests = b"".join(digest[:DIGEST] for digest in event.digests)
+        return Entry(event.kind, found[0], event.index, event.step, event.tokens, event.reason or "", digests)
 
 
 def _digest(name: str) -> str:

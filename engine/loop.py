@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 import msgspec
@@ -28,16 +28,18 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
-from engine.core.limits import Decision, Limits, Outputs
+from engine.core.limits import Event, Limits, Outputs
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
 from engine.flight import Recorder, Seen
+from engine.telemetry import Telemetry
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
 BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
+LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
 
 
 class ConfigError(Exception):
@@ -113,6 +115,7 @@ class Report(msgspec.Struct, frozen=True):
     room_tokens: int  # prompt tokens it could start
     room_requests: int
     accepted: int  # requests taken from the inbox since start
+    dropped: int = 0  # requests dropped since start because they are somebody else's now
 
 
 class Engine:
@@ -124,20 +127,32 @@ class Engine:
         executor: Executor,
         inbox: Inbox,
         outbox: Outbox,
+        telemetry: Telemetry | None = None,
         *,
         flight: Recorder | None = None,
         clock: Callable[[], int] | None = None,
     ) -> None:
-        """`flight` records every turn; `clock` is the unix time in ms, for a replay."""
+        """`telemetry`: None for figures that nobody asks for; `flight` records every turn; `clock` is the unix time in
+        ms, for a replay."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
+        self.telemetry = telemetry or Telemetry(config.engine_id)
+        info = executor.info
+        self.telemetry.serving(
+            info.name,
+            fingerprint=info.fingerprint[:16],
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            block_size=str(config.block_size),
+            max_model_len=str(info.max_model_len),
+        )
         self.draining = False  # set from outside: claim nothing more, and leave when that costs nobody a token
         self._leave_at = math.inf  # monotonic seconds at which it leaves in any case
         self._inbox = inbox
         self._outbox = outbox
         self._in_flight = 0
-        self._accepted = 0
+        self._accepted = self._dropped = 0
         self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
@@ -158,39 +173,54 @@ class Engine:
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
         orders = self._inbox.drain(wait_s)
+        clock, telemetry = time.monotonic, self.telemetry
+        marks = [clock()]
         for order in orders:
             if isinstance(order, Generate):
+                telemetry.accept(order, marks[0], unix_ms())
                 self.core.accept(order)
                 self._accepted += 1
             elif isinstance(order, Resume):
+                telemetry.accept(order.request, marks[0], unix_ms())
                 self.core.accept(order.request, order.outputs)
                 self._accepted += 1
             elif order.lost:
                 self.core.drop(order.id)
+                self._dropped += 1
             else:
                 self.core.abort(order.id, order.index)
-        now_ms, begun = self._clock(), time.monotonic()
-        stalled, failed, result, prompt_tokens, took_s = self._outbox.full, False, None, 0, 0.0
+        marks.append(clock())
+        now_ms, stalled, failed, result = self._clock(), self._outbox.full, False, None
+        prompt_tokens, took_s = 0, 0.0
         try:
             plan = None if stalled else self.core.plan(now_ms)
+            marks.append(clock())
             if plan is not None:
+                telemetry.planned(plan, self.core.running)
                 self.executor.submit(plan)
                 self._in_flight += 1
                 self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
                 result, prompt_tokens = self.executor.collect(), self._prompts.popleft()
-                self.core.commit(result)
-                took_s = self._pace.step(time.monotonic())
         except StepError as error:
             self._in_flight, failed = 0, True
             self._prompts.clear()
             self.core.fail_running(str(error))
-        decisions = self._publish()
+            telemetry.failed()
+        marks.append(clock())
+        if result is not None:
+            self.core.commit(result)
+            took_s = self._pace.step(marks[-1])
+            telemetry.collected(result, marks[-1])
+        marks.append(clock())
+        events = self._publish()
+        marks.append(clock())
+        telemetry.turn(marks, self.core.idle)
         if self._flight and not (self._idle and self.core.idle and not orders):
             held, waiting = self.core.pool.total - self.core.pool.available, len(self.core.waiting)
             self._flight.turn(
-                Seen(now_ms, begun, orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, decisions)
+                Seen(now_ms, marks[1], orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, events)
             )
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
@@ -201,7 +231,7 @@ class Engine:
         if self._idle:
             self._pace.pause()
 
-    def _publish(self) -> list[Decision]:
+    def _publish(self) -> list[Event]:
         core, info, pool = self.core, self.executor.info, self.core.pool
         now, totals, calibration = time.monotonic(), core.totals, core.outlook.calibration
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
@@ -242,8 +272,9 @@ class Engine:
             peaks_blocks=calibration.peak_blocks,
         )
         outputs = core.outputs()
-        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted))
-        return outputs.decisions
+        self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
+        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
+        return outputs.events
 
 
 class Rate:
@@ -298,11 +329,17 @@ class BusThread:
     Each time the loop has published, or the bell rings, or a third of the lease has passed, one exchange sends what
     has gathered and brings what there is room for."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
+        """`telemetry`: None for figures that nobody asks for."""
         self.relieved = False
         self._config = config
+        self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._outputs: deque[Outputs] = deque()
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
+        # Lost requests whose tokens may still come, because the loop has not heard of it: id -> the running number of
+        # the loss.  They must not be sent, for this engine holds its lease again, and may even have the request again.
+        self._lost: dict[str, int] = {}
+        self._losses = 0
         self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
@@ -322,10 +359,15 @@ class BusThread:
             raise error
 
     def stop(self) -> None:
-        """Send what has gathered, give the lease up."""
+        """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
+        client has seen it, and whoever takes over says it again."""
         self._stopping = True
         self._ring()
-        self._thread.join()
+        self._thread.join(LAST_WORDS_S)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
 
     def drain(self, wait_s: float) -> list[Order]:
         if self._failure is not None:
@@ -345,7 +387,7 @@ class BusThread:
     def put(self, outputs: Outputs, report: Report) -> None:
         if outputs.deltas or outputs.finished:
             self._put += sum(map(len, outputs.deltas.values()))
-            self._outputs.append(outputs)
+            self._outputs.append((outputs, report.dropped))
         self._report = report
         self._ring()
 
@@ -355,8 +397,9 @@ class BusThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._serving = self._loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serving)
         except BaseException as error:
             self._failure = error
             self._opened.put(error)
@@ -402,10 +445,13 @@ class BusThread:
         finished: list[str] = []
         steps, count = len(self._outputs), 0
         for _ in range(steps):
-            outputs = self._outputs.popleft()
+            outputs, dropped = self._outputs.popleft()
+            count += sum(map(len, outputs.deltas.values()))
+            if self._lost:
+                self._lost = {name: number for name, number in self._lost.items() if number > dropped}
+                outputs = without(outputs, self._lost)
             finished += outputs.finished
             for gateway, said in outputs.deltas.items():
-                count += len(said)
                 deltas.setdefault(gateway, []).extend(said)
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
@@ -415,8 +461,14 @@ class BusThread:
             (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, report.load))
             for gateway, said in deltas.items()
         ]
+        began = time.monotonic()
         claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
         self._sent += count
+        for request_id in claimed.lost:  # before what is claimed: it may be the same request
+            self._losses += 1
+            self._lost[request_id] = self._losses
+            self._orders.put(Abort(request_id, lost=True))
         for request in claimed.generates:
             self._claims += 1
             so_far = claimed.resumed.get(request.id, [])
@@ -426,8 +478,13 @@ class BusThread:
             self._orders.put(Resume(request, known) if known else request)
         for order in claimed.aborts:
             self._orders.put(order)
-        for request_id in claimed.lost:
-            self._orders.put(Abort(request_id, lost=True))
+
+
+def without(outputs: Outputs, ids: Container[str]) -> Outputs:
+    return Outputs(
+        {gateway: [delta for delta in said if delta.id not in ids] for gateway, said in outputs.deltas.items()},
+        [request_id for request_id in outputs.finished if request_id not in ids],
+    )
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

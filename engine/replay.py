@@ -19,7 +19,7 @@ import numpy as np
 from engine.core.limits import Limits, Outputs
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ScriptedExecutor, StepError
-from engine.flight import DIGEST, Arrival, Event, Log, Turn, read
+from engine.flight import DIGEST, Arrival, Entry, Log, Turn, read
 from engine.loop import Engine, Order, Report, Resume, build_scheduler
 from engine.sim import EOS, SLO_ITL_S, SLO_TTFT_S, VOCAB, Job, Mode, StepTime, content, line, percentiles, simulate
 from engine.sim import Report as SimReport
@@ -53,10 +53,10 @@ def outputs(log: Log) -> dict[tuple[int, int], Output]:
         for event in turn.events:
             if (output := found.get((event.number, event.index))) is None:
                 continue
-            if event.what == "first":
+            if event.kind == "first":
                 output.first_s = turn.over_us / 1e6
-            elif event.what == "end":
-                output.end_s, output.tokens, output.reason = turn.over_us / 1e6, event.count, event.reason
+            elif event.kind == "ended":
+                output.end_s, output.tokens, output.reason = turn.over_us / 1e6, event.tokens, event.reason
                 digests = (event.digests[at : at + DIGEST] for at in range(0, len(event.digests), DIGEST))
                 output.chain = [known.setdefault(digest, len(known)) for digest in digests]
     return found
@@ -109,22 +109,24 @@ class _Box:
         self.orders: list[Order] = []
         self.now_ms = 0
         self.full = False
-        self.events: list[Event] = []
+        self.events: list[Entry] = []
 
     def drain(self, wait_s: float) -> list[Order]:
         orders, self.orders = self.orders, []
         return orders
 
     def put(self, outputs: Outputs, report: Report) -> None:
-        self.events += [Event(d.what, int(d.id), d.index, d.step, d.count, d.reason) for d in outputs.decisions]
+        self.events += [
+            Entry(e.kind, int(e.request.id), e.index, e.step, e.tokens, e.reason or "") for e in outputs.events
+        ]
 
 
 class Difference(NamedTuple):
     """The first turn that did not come out as recorded."""
 
     turn: int  # its place in the log, from 0
-    recorded: list[Event]
-    replayed: list[Event]
+    recorded: list[Entry]
+    replayed: list[Entry]
 
 
 def again(log: Log) -> tuple[int, Difference | None]:
@@ -293,7 +295,7 @@ def measured(log: Log) -> SimReport:
     before = log.turns[0].at_us if log.turns else 0
     for turn in log.turns:
         for event in turn.events:
-            counts[event.what] += 1
+            counts[event.kind] += 1
         took, before = (turn.over_us - before) / 1e6, turn.over_us
         if turn.waiting:
             full += turn.held / log.header.blocks * took
@@ -307,8 +309,8 @@ def measured(log: Log) -> SimReport:
     return SimReport(
         jobs=len(found),
         seconds=(log.turns[-1].over_us - log.turns[0].at_us) / 1e6 if log.turns else 0.0,
-        preemptions=counts["preempt"],
-        pauses=counts["pause"],
+        preemptions=counts["preempted"],
+        pauses=counts["paused"],
         recomputed_tokens=0,
         utilisation=full / contended if contended else 0.0,
         filled=0.0,

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -44,11 +45,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: str, *flags: str) -> Iterator[Server]:
-    """Quire: start, wait for /ready, and drain in the end.  The model goes by MODEL_NAME.  Raises ServerError."""
+def serve(model: str, *flags: str, checkout: Path | None = None) -> Iterator[Server]:
+    """Quire: start, wait for /ready, and drain in the end.  The model goes by MODEL_NAME.  `checkout`: where the code
+    is, if not here.  Raises ServerError."""
     command = [sys.executable, "-m", "service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
     said = " ".join(["quire serve", model, *flags])
-    with _serving(command, said, "/ready", QUIRE_READY_S) as server:
+    with _serving(command, said, "/ready", QUIRE_READY_S, checkout=checkout) as server:
         yield server
 
 
@@ -66,14 +68,19 @@ def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator
 
 @contextlib.contextmanager
 def _serving(
-    command: Sequence[str], said: str, ready: str, ready_s: float, given: dict[str, str] | None = None
+    command: Sequence[str],
+    said: str,
+    ready: str,
+    ready_s: float,
+    given: dict[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            [*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ | (given or {})
+            [*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ | (given or {}), cwd=checkout
         ) as process,
     ):
         server = Server(port, psutil.Process(process.pid), said)

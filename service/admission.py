@@ -1,4 +1,4 @@
-"""May one more request join the queue?  No clock, no randomness, no I/O of its own; what it remembers is `Promises`.
+"""May one more request join the queue?  Pure: no clock, no randomness, no I/O, no memory.
 
 Engines say how many prompt tokens they would still claim (their own rule decides: forecast, threshold, ...), and what
 they cannot take yet waits in the shared queue.  The queue is bounded by how long it would take, not by how many are in
@@ -8,26 +8,27 @@ it, and by each request's own deadline:
 
 The answer is made on this gateway's view, which is a moment old and not the only one.  So `decide` also says how far
 the queue may have grown until this request comes to it, and the script that queues checks just that (`bus.submit`).
+Who is refused gets the terms of a promise (`bus.promise`): when to come again, and be let in then.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from itertools import accumulate
-from operator import sub
 
 import msgspec
 
-from engine.wire.bus import Fleet
+from engine.wire.bus import Fleet, Terms
 from engine.wire.messages import EngineLoad
 from engine.wire.scripts import STALE_MS
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
-MOST_PROMISES = 256  # of one tenant: each costs every decision 0.1 us
-JITTER = 0.25  # pauses are longer by up to this fraction: clients refused together don't return together
+JITTER = 0.25  # pauses without a promise are shorter by up to this fraction, lest a crowd returns as one
+# Of the pace, for those who return: for the first of them, and for one who is told to return in RETRY_CAP_S.  Who comes
+# for the first time can still be served in time, who was refused has missed that; but everybody shall get a time.
+SHARES = (0.15, 0.75)
+RETURN_WAITS = 2.0  # who returns when told may wait so many times `queue_wait_s`: the pace is an estimate
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -40,37 +41,11 @@ class Cost(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
-class Promises:
-    """What one tenant was refused, told when to return, and has not had the time to.
+class Overloaded(Refusal):
+    """The refusal of a request that may come again: `retry_after_s` where nothing is promised, `terms` to ask for a
+    promise on; None while nothing is known of the pace."""
 
-    A crowd is told different times, each behind those before, and whoever comes without a promise must leave what was
-    promised possible.  A promise ends the moment it is due, so the one who comes just then finds its place free; one
-    who does not come has cost nobody anything, for the queue in front of the engines is as long as the bound."""
-
-    def __init__(self) -> None:
-        self._due: list[int] = []  # unix ms, soonest first
-        self._sizes: list[int] = []  # their prompt tokens
-
-    def add(self, due_ms: int, prompt_tokens: int) -> None:
-        """Beyond MOST_PROMISES the request is told when to return, but nothing is kept for it."""
-        if len(self._due) < MOST_PROMISES:
-            at = bisect_right(self._due, due_ms)
-            self._due.insert(at, due_ms)
-            self._sizes.insert(at, prompt_tokens)
-
-    def tokens(self, now_ms: int) -> int:
-        """Prompt tokens still to return."""
-        passed = bisect_right(self._due, now_ms)
-        del self._due[:passed], self._sizes[:passed]
-        return sum(self._sizes)
-
-    def budget(self, budget: float, pace: float, now_ms: int) -> float:
-        """How much of `budget`, the prompt tokens that may be ahead, is left when every promise is kept.
-
-        At each one's time the queue, shorter by `pace` tokens a second, must still take it and those due before it."""
-        per_ms = pace / 1000
-        spare = map(sub, map(per_ms.__mul__, self._due), accumulate(self._sizes))
-        return budget + min(0.0, min(spare, default=math.inf) - per_ms * now_ms)
+    terms: Terms | None = None
 
 
 def limits(fleet: Fleet) -> EngineLimits:
@@ -123,16 +98,16 @@ def ahead(cost: Cost, fleet: Fleet) -> int:
     return int(total)
 
 
-def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, promises: Promises) -> int:
-    """Say whether one request may join the queue.  `jitter` is uniform in [0, 1); `promises` are the tenant's, and a
-    refusal's pause is added to them.
+def decide(
+    cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, *, returning: bool = False
+) -> int:
+    """Say whether one request may join the queue.  `jitter` is uniform in [0, 1).
 
     Returns the excess for `GatewaySide.submit`: by how many prompt tokens the queue, this request included, may pass
     the engines' room for the answer to be still the same.
-    Raises Refusal(429, retry_after_s), `rate_limit_exceeded` when the wait would pass `queue_wait_s` and
-    `deadline_unreachable` when wait and least service would pass its deadline, which is the nearer bound.  The pause is
-    how long until the wait is within the bound: at least 1 s, at most 60, spread by a quarter, in whole seconds, so
-    that clients of either header come when they are expected.
+    Raises Overloaded(429), `rate_limit_exceeded` when the wait would pass `queue_wait_s` and `deadline_unreachable`
+    when wait and least service would pass its deadline.  `returning`: it was told to come now, so it waits up to
+    RETURN_WAITS times as long, its own size left out: a prompt too large for the wait gets in when it returns.
     Raises Refusal(503) when no engine lives or all are draining.
     Never waits; costs O(engines + tenants with something queued).  An engine not heard of for STALE_MS counts as full
     and standing still, and all of them when this reading is as old, so a stale view errs on the safe side.  While
@@ -148,32 +123,37 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     pace = sum(map(_starts, fresh))
     # The pace of an engine that has just come out of idleness is not known yet, but such a one has room.
     service = cost.least_tokens * _token_s(fresh) if missing > 0 else 0.0
-    bound, code = config.queue_wait_s, "rate_limit_exceeded"
-    if cost.timeout_s - service < bound:
-        bound, code = cost.timeout_s - service, "deadline_unreachable"
-    if pace > 0:
-        budget = bound * pace
-    elif any(map(_starts, open_engines)):
-        budget = 0.0
-    else:
-        budget = float(sum(load.total_blocks * load.block_size for load in fresh))
-    promised = promises.tokens(now_ms)
-    slack = max(-missing, promises.budget(budget, pace, now_ms) - missing - inside) if bound >= 0 else -1
-    if slack >= 0:
-        return int(fleet.queued_tokens + cost.prompt_tokens - room + slack)
+
+    def budget(wait_s: float) -> float:  # prompt tokens that may be missing
+        if pace > 0:
+            return wait_s * pace
+        if wait_s < 0 or any(map(_starts, open_engines)):
+            return min(wait_s, 0.0)
+        return float(sum(load.total_blocks * load.block_size for load in fresh))
+
+    usual = budget(config.queue_wait_s)
+    patience = RETURN_WAITS * usual + cost.prompt_tokens if returning else usual
+    deadline = budget(cost.timeout_s - service)
+    if deadline >= 0:
+        slack = max(-missing, min(patience, deadline) - missing - inside)
+        if slack >= 0:
+            return int(fleet.queued_tokens + cost.prompt_tokens - room + slack)
     wait = (missing + inside) / pace if pace > 0 else 2 * config.queue_wait_s + 1.0
-    needed = max(0.0, wait - bound) + (promised / pace if pace > 0 else 0.0)
-    pause = math.ceil(max(1.0, min(RETRY_CAP_S / (1 + JITTER), needed) * (1 + jitter * JITTER)))
-    if needed <= pause:  # beyond the cap nothing can be promised
-        promises.add(now_ms + 1000 * pause, cost.prompt_tokens)
+    bound, code, param = config.queue_wait_s, "rate_limit_exceeded", None
+    if deadline < patience:
+        bound, code, param = cost.timeout_s, "deadline_unreachable", "timeout"
     least = f" and at least {service:.1f} s of work" if service else ""
-    limit = f"its deadline is in {cost.timeout_s:g} s" if code == "deadline_unreachable" else f"the limit {bound:g} s"
-    raise Refusal(
+    limit = f"its deadline is in {bound:g} s" if param else f"the limit {bound:g} s"
+    refusal = Overloaded(
         429,
         code,
         f"overloaded: the estimated wait is {wait:.1f} s{least}, {limit}",
-        param="timeout" if code == "deadline_unreachable" else None,
-        limit=cost.timeout_s if code == "deadline_unreachable" else bound,
-        given=round(wait + (service if code == "deadline_unreachable" else 0.0), 1),
-        retry_after_s=pause,
+        param=param,
+        limit=bound,
+        given=round(wait + (service if param else 0.0), 1),
+        retry_after_s=math.ceil(RETRY_CAP_S * (1 - jitter * JITTER)) if pace > 0 else 1.0 + jitter,
     )
+    if pace > 0:
+        needed = min(2 * RETRY_CAP_S, max(1.0, wait - min(usual, deadline) / pace))
+        refusal.terms = Terms(pace, int(1000 * needed), int(1000 * RETRY_CAP_S), SHARES)
+    raise refusal

@@ -1,8 +1,7 @@
-"""OpenAI-shaped JSON, both ways.
+"""OpenAI-shaped JSON, on its way in (`format.py` has the way out).
 
-In:  `parse_completion`, `parse_chat` turn bytes into a `ValidRequest` that cannot be wrong; `fit` checks what only the
-     encoded prompt and the engines' limits can tell.  After these two nobody re-checks.  All else is a `Refusal`.
-Out: `Format` writes the answer of one request: whole, or as chunks whose constant parts are built once.
+`parse_completion`, `parse_chat` turn bytes into a `ValidRequest` that cannot be wrong; `fit` checks what only the
+encoded prompt and the engines' limits can tell.  After these two nobody re-checks.  All else is a `Refusal`.
 
 No message built here quotes prompt text: names, limits and numbers only.
 """
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from engine.wire.bus import PRIORITIES
-from engine.wire.messages import Generate, Sampling, TokenLogprob
+from engine.wire.messages import Generate, Sampling
 from service.config import GatewayConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -194,10 +193,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None
     timeout_s: float
     priority: int  # lower goes earlier
-
-    @property
-    def chat(self) -> bool:
-        return bool(self.messages)
+    chat: bool  # which of the two endpoints asked
 
     def least_tokens(self, room: int) -> int:
         """Output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -385,6 +381,7 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
         messages=[],
         max_tokens=_or(asked.max_tokens, 16),  # OpenAI's default
         echo=bool(asked.echo),
+        chat=False,
         **fields,
     )
 
@@ -450,6 +447,7 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
         messages=plain_messages(asked.messages),
         max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
         echo=False,
+        chat=True,
         **fields,
     )
 
@@ -519,6 +517,7 @@ def generates(
     trace: str = "",
     tenant: str = "",
     weight: float = 1.0,
+    queued_ms: int = 0,
 ) -> list[Generate]:
     """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
     replay on another engine samples the same tokens."""
@@ -538,241 +537,7 @@ def generates(
             priority=valid.priority,
             tenant=tenant,
             weight=weight,
+            queued_ms=queued_ms,
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
     ]
-
-
-# ----------------------------------------------------------------------------------------------- out: what they get
-
-
-class Piece(msgspec.Struct):
-    """What one choice has new for its client.  `token_ids` are all its new tokens; `text` lags behind them while a
-    character or a possible stop string is incomplete, and everything comes out by the time `finish` is set."""
-
-    choice: int  # prompt number * n + continuation
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None  # one for each token
-    offsets: list[int] | None = None  # characters of output before each token; set with logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
-    finish: str | None = None  # "stop" or "length"; nothing follows
-    stop_reason: str | int | None = None  # the stop string, or the client's own stop token
-
-
-class Prompted(msgspec.Struct, frozen=True):
-    """A prompt as answered: its tokens, and what `echo` repeats of it."""
-
-    token_ids: list[int]
-    text: str = ""  # only with echo
-    offsets: list[int] = []  # characters before each token; only with echo and logprobs
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -Infinity
-
-
-class Format:
-    """Writes one request's answer in OpenAI's shape.
-
-    Constant parts are encoded once: a chunk with nothing but text costs one string encoding and two concatenations.
-    `vocabulary` is the bytes of each token id.
-    """
-
-    def __init__(
-        self,
-        valid: ValidRequest,
-        *,
-        request_id: str,
-        model: str,
-        created: int,
-        fingerprint: str | None,
-        prompts: list[Prompted],
-        vocabulary: list[bytes],
-    ) -> None:
-        self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id = request_id.encode()
-        choices = len(prompts) * valid.n
-        self._tokens = [0] * choices  # output tokens so far: the positions in an event id
-        self._started = [False] * choices
-        self._cached = [0] * len(prompts)
-        kind = "chat.completion" if valid.chat else "text_completion"
-        if valid.chat and valid.stream:
-            kind += ".chunk"
-        frame = {
-            "id": request_id,
-            "object": kind,
-            "created": created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
-        self._open = msgspec.json.encode(frame)[:-1]  # without its closing brace
-        # stream_options.include_usage: every chunk but the last carries a null
-        self._no_usage = b',"usage":null}\n\n' if valid.include_usage and not valid.continuous_usage else b"}\n\n"
-        field = b'"delta":{"content":' if valid.chat else b'"text":'
-        self._text_heads = [
-            b'data: %s,"choices":[{"index":%d,%s' % (self._open, choice, field) for choice in range(choices)
-        ]
-        self._text_tail = b'%s,"logprobs":null,"finish_reason":null}]%s' % (
-            b"}" if valid.chat else b"",
-            self._no_usage,
-        )
-
-    # -- numbers
-
-    def usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many continuations it has."""
-        prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(self._tokens)
-
-    def _note(self, piece: Piece) -> None:
-        self._tokens[piece.choice] += len(piece.token_ids)
-        if piece.cached_tokens:
-            prompt = piece.choice // self._valid.n
-            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
-
-    # -- one chunk
-
-    def _event_id(self) -> bytes:
-        tokens = self._tokens
-        positions = b"%d" % tokens[0] if len(tokens) == 1 else ",".join(map(str, tokens)).encode()
-        return b"id: %s:%s\n" % (self._id, positions)
-
-    def chunk(self, piece: Piece) -> bytes:
-        """The event or events this piece makes; empty when it holds nothing a client can see yet."""
-        self._note(piece)
-        choice, valid = piece.choice, self._valid
-        plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
-        if self._started[choice] and plain and not valid.continuous_usage:
-            if not piece.text:
-                return b""
-            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
-        events = b""
-        first = not self._started[choice]
-        self._started[choice] = True
-        if valid.chat:
-            if first:
-                events += self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None)
-            if piece.text or piece.logprobs or (valid.return_token_ids and piece.token_ids):
-                events += self._event(choice, {"delta": {"content": piece.text}}, piece)
-            if piece.finish is not None:
-                events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
-            return events
-        text = self._prompts[choice // valid.n].text + piece.text if first else piece.text
-        if not (text or piece.logprobs or piece.finish or (valid.return_token_ids and piece.token_ids)):
-            return b""
-        return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=first)
-
-    def _event(
-        self,
-        choice: int,
-        body: dict[str, Any],
-        piece: Piece | None,
-        finish: str | None = None,
-        stop_reason: str | int | None = None,
-        *,
-        first: bool = False,
-    ) -> bytes:
-        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": finish}
-        if finish is not None:
-            entry["stop_reason"] = stop_reason
-        if piece is not None:
-            if piece.logprobs is not None:
-                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
-            if self._valid.return_token_ids:
-                entry["token_ids"] = piece.token_ids
-        tail = (
-            b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
-        )
-        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
-
-    def usage_chunk(self) -> bytes:
-        """The last chunk before [DONE], where the client asked for usage; else empty."""
-        if not self._valid.include_usage:
-            return b""
-        usage = msgspec.json.encode(self.usage())
-        return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
-
-    # -- the whole answer
-
-    def whole(self, pieces: list[Piece]) -> bytes:
-        """The body of a response that is not streamed, from every piece of every choice in order of arrival."""
-        by_choice: list[list[Piece]] = [[] for _ in self._tokens]
-        for piece in pieces:
-            self._note(piece)
-            by_choice[piece.choice].append(piece)
-        choices = [self._choice(at, parts) for at, parts in enumerate(by_choice)]
-        return b'%s,"choices":%s,"usage":%s}' % (
-            self._open,
-            msgspec.json.encode(choices),
-            msgspec.json.encode(self.usage()),
-        )
-
-    def _choice(self, choice: int, parts: list[Piece]) -> dict[str, Any]:
-        valid, last = self._valid, parts[-1]
-        text = "".join(part.text for part in parts)
-        whole = Piece(choice, text, [token for part in parts for token in part.token_ids])
-        whole.prompt_logprobs = parts[0].prompt_logprobs
-        if valid.sampling.logprobs >= 0:
-            whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
-            whole.offsets = [offset for part in parts for offset in part.offsets or ()]
-        entry: dict[str, Any] = {"index": choice}
-        if valid.chat:
-            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            entry["text"] = self._prompts[choice // valid.n].text + text
-        entry["logprobs"] = None if whole.logprobs is None else self._logprobs(whole, with_prompt=True)
-        entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
-        if valid.return_token_ids:
-            entry["token_ids"] = whole.token_ids
-            entry["prompt_token_ids"] = self._prompts[choice // valid.n].token_ids
-        return entry
-
-    # -- logprobs
-
-    def _bytes(self, token: int) -> bytes:
-        return self._vocabulary[token] if token < len(self._vocabulary) else b""
-
-    def _name(self, token: int) -> str:
-        return self._bytes(token).decode("utf-8", "replace")
-
-    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
-        entries, ids = piece.logprobs or [], piece.token_ids
-        if self._valid.chat:
-            return {"content": [self._chat_logprob(token, at) for token, at in zip(ids, entries, strict=True)]}
-        prompt = self._prompts[piece.choice // self._valid.n]
-        shift = len(prompt.text)
-        tokens: list[int] = list(ids)
-        found: list[TokenLogprob | None] = list(entries)
-        offsets = [shift + offset for offset in piece.offsets or ()]
-        if with_prompt and self._valid.echo:
-            # Nothing precedes a prompt's first token, so it has no probability.
-            tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
-            found = [None, *(piece.prompt_logprobs or []), *found]
-        tops = [
-            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
-            for token, at in zip(tokens, found, strict=True)
-        ]
-        return {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-    def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
-        top = [self._alternative(i, p) for i, p in at.top]
-        return {**self._alternative(token, at.logprob), "top_logprobs": top}
-
-    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._bytes(token))}

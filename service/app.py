@@ -4,15 +4,19 @@ One request walks through `Gateway.answer`:
 
     api.parse -> text.encode -> api.fit -> admission.decide -> streams.open -> text.decode -> sse.write
 
+A client that lost its answer comes back through `Gateway.go_on`: streams.join -> text.decode -> sse.write (see
+`resume.py`).
+
 Start: tokenizer, Redis, first look at the engines, then the port: nobody is let in before an answer is possible.
-Stop (SIGTERM, SIGINT): not ready, port closed, running answers get `drain_s`, the rest end in an error; exit 0.
+Stop (SIGTERM, SIGINT): not ready, port closed, running answers get `drain_s`.  Then the streams of clients that can
+come back break off, to go on at another gateway; the rest end in an error; exit 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
+import gc
 import logging
 import os
 import random
@@ -22,20 +26,22 @@ import socket
 import sys
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from engine.wire import ready, settings
-from engine.wire.bus import BusDown, Fleet, GatewaySide
+from engine.wire import figures, logs, ready, settings
+from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
-from service import admission, api, sse, text
+from engine.wire.tracing import Tracing
+from service import admission, api, resume, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.streams import Streams
+from service.format import REQUEST_ID as ANSWER_ID
+from service.format import Format, Position
+from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
 
@@ -46,13 +52,24 @@ Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
 
 STARTED = web.RequestKey("started", float)
 REQUEST_ID = web.RequestKey("request_id", str)
+METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
+OWNER = web.RequestKey("owner", str)  # digest of the key that asks
+FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
+TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
+# Of the garbage collector.  With Python's own 700 a batch of 1,000 deltas counts as old by the time it is dealt with,
+# so that all open requests were walked through every few seconds: 100 to 800 ms at 1,000 of them, and no token moved.
+GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 
 
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+class Unanswered(Exception):
+    """The request that came first under an idempotency key has no answer, and will have none."""
 
 
 class Gateway:
@@ -70,7 +87,6 @@ class Gateway:
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._tenants, self._gateway = tenants, gateway
         self._model = config.served_name or text.served_name(config.model)
-        self._promises: defaultdict[str, admission.Promises] = defaultdict(admission.Promises)  # by tenant
         self._created = int(time.time())
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
@@ -84,6 +100,7 @@ class Gateway:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.get("/v1/streams/{id}", self.stream),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{id:.+}", self.model),
                 web.post("/tokenize", self.tokenize),
@@ -97,6 +114,12 @@ class Gateway:
         )
         return app
 
+    def page(self) -> web.Application:
+        """What `metrics_port` serves: this process's own figures, whoever else listens on the main port."""
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self.metrics), web.get("/health", self.health)])
+        return app
+
     # -- the walk of a request
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -106,12 +129,35 @@ class Gateway:
         return await self.answer(request, api.parse_chat, "chatcmpl-")
 
     async def answer(self, request: web.Request, parse: Parse, prefix: str) -> web.StreamResponse:
-        """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`."""
-        if self._draining:
-            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        """Answer a request, or go on with one that was made before: the client says so, or its Idempotency-Key does."""
+        if (last := request.headers.get("Last-Event-ID")) is not None:
+            had = Position.parse(last)
+            if not had.request_id.startswith(prefix):
+                raise Refusal(404, "stream_not_found", "no answer with this id here", given=had.request_id)
+            return await self.go_on(request, had.request_id, had)
+        body = await self._read(request)
+        once = resume.once(request.headers.get("Idempotency-Key"), request[OWNER], request.path, body)
+        if once is None:
+            return await self.begin(request, body, parse, prefix)
+        for _ in range(TWINS):
+            twin = await self._streams.twin(once)
+            try:
+                return await (
+                    self._again(request, once, twin) if twin else self.begin(request, body, parse, prefix, once)
+                )
+            except (Before, Unanswered):
+                continue
+        raise Refusal(503, "cancelled", "requests with this idempotency key keep being cancelled", retry_after_s=1.0)
+
+    async def begin(
+        self, request: web.Request, body: bytes, parse: Parse, prefix: str, once: Once | None = None
+    ) -> web.StreamResponse:
+        """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`.
+
+        Raises Before when another request with the key `once` was quicker."""
         config, streams, tenant = self._config, self._streams, request[TENANT]
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
-        valid = parse(await self._read(request), config, self._model, timeout_s)
+        valid = parse(body, config, self._model, timeout_s)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid)
@@ -125,9 +171,11 @@ class Gateway:
             weight=tenant.weight,
         )
         now_ms = int(time.time() * 1000)
-        request_id = prefix + uuid.uuid4().hex
+        request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        trace = api.traceparent(request.headers.get("traceparent", ""))
+        meter = request[METER]
+        came = api.traceparent(request.headers.get("traceparent", ""))
+        trace = meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), came)
         orders = api.generates(
             valid,
             request_id,
@@ -138,46 +186,150 @@ class Gateway:
             trace,
             tenant.name,
             tenant.weight,
+            now_ms,
         )
-        form = api.Format(
-            valid,
-            request_id=request_id,
+        record = resume.Record(
+            owner=request[OWNER],
+            tenant=tenant.name,
+            valid=valid,
+            prompts=self._tokenizer.prompted(valid, encoded),
             model=self._model,
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
-            prompts=self._tokenizer.prompted(valid, encoded),
-            vocabulary=self._tokenizer.table,
+            deadline_ms=deadline_ms,
+            traceparent=trace,
         )
-        meter = Meter(self._telemetry, request[STARTED])
+        form = record.form(request_id, self._tokenizer.table)
+        resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
+        async with (
+            self._answer(valid.timeout_s),
+            streams.open(
+                orders,
+                valid.timeout_s,
+                partial(self._admit, cost),
+                record=record.encode(),
+                once=once,
+                resumable=resumable,
+            ) as opened,
+        ):
+            meter.admit()
+            return await self._deliver(request, valid, opened, form)
+
+    async def go_on(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
+        """Answer on after what the client has `had`; None: from the start.  Raises Refusal."""
+        if had is not None and had.done:
+            return web.Response(status=204)  # for EventSource: do not ask again
+        streams, config = self._streams, self._config
+        found = await streams.find(request_id)
+        record = resume.read(found, request_id, request[OWNER], config.retain_s, int(time.time() * 1000))
+        valid = record.valid
+        form = record.form(request_id, self._tokenizer.table)
+        prompts, n = len(record.prompts), valid.n
+        had = had or Position.start(request_id, prompts * n)
+        if len(had.tokens) != prompts * n:
+            raise Refusal(400, "invalid_event_id", f"Last-Event-ID: the answer has {prompts * n} choices")
+        counts = [count or 0 for count in had.tokens]
+        left_s = max(0.0, record.deadline_ms / 1000 - time.time())
+        async with (
+            self._answer(left_s),
+            streams.join(
+                [f"{request_id}.{at}" for at in range(prompts)],
+                [counts[at * n : (at + 1) * n] for at in range(prompts)],
+                record.tenant,
+                left_s,
+            ) as opened,
+        ):
+            came = api.traceparent(request.headers.get("traceparent", ""))
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, came)
+            form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
+            for choice in had.ended:
+                opened.end(choice)
+            try:
+                return await self._deliver(request, valid, opened, form)
+            except Refusal as refusal:
+                if refusal.code == "cancelled":  # its client had left it
+                    raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
+                raise
+
+    async def _again(self, request: web.Request, once: Once, twin: Twin) -> web.StreamResponse:
+        """The answer to an earlier request under the same key.  Raises Unanswered where there will be none; the key is
+        free then."""
+        if not twin.same_body:
+            message = "idempotency-key: it was used for another request, whose path or body differs"
+            raise Refusal(409, "idempotency_key_reused", message, param="idempotency-key")
+        try:
+            return await self.go_on(request, twin.request_id.rpartition(".")[0], None)
+        except Refusal as refusal:
+            if refusal.code not in FAILED:
+                raise
+            await self._streams.release(once, twin)
+            if (
+                refusal.code == "engine_error"
+            ):  # once more would be one more chance to do harm: that is the client's choice
+                raise
+            raise Unanswered from None
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, timeout_s: float) -> AsyncIterator[None]:
+        """Around whatever a client waits for.  Raises Refusal(503) when this gateway takes no more."""
+        if self._draining:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        if self._answering >= self._config.max_open:
+            message = f"this gateway answers {self._config.max_open} requests at a time"
+            raise Refusal(503, "too_many_open", message, limit=self._config.max_open, retry_after_s=1.0)
         self._answering += 1
         self._quiet.clear()
         try:
-            async with (
-                asyncio.timeout(valid.timeout_s + LAST_WORDS_S),
-                streams.open(orders, valid.timeout_s, partial(self._admit, cost)) as opened,
-                contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces,
-            ):
-                self._telemetry.prompt_tokens.inc(prompt_tokens)
-                if valid.stream:
-                    return await sse.write(request, pieces, form, meter)
-                answered = []
-                async for changed in pieces:
-                    for piece in changed:
-                        meter.note(len(piece.token_ids))
-                    answered += changed
-                return web.Response(body=form.whole(answered), content_type="application/json")
+            async with asyncio.timeout(timeout_s + LAST_WORDS_S):
+                yield
         except TimeoutError:  # the answer is long over, but its client does not read it
             raise ConnectionResetError("client does not read") from None
         finally:
             self._answering -= 1
             if not self._answering:
                 self._quiet.set()
-            meter.close()
 
-    def _admit(self, cost: admission.Cost, fleet: Fleet) -> int:
-        """admission.decide with this process's clock, dice and memory."""
-        promises = self._promises[cost.tenant]
-        return admission.decide(cost, fleet, int(time.time() * 1000), self._config, random.random(), promises)
+    async def _deliver(
+        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
+    ) -> web.StreamResponse:
+        """Write the answer, as a stream or whole, and note how much of it went out."""
+        meter = request[METER]
+        async with contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces:
+            if valid.stream:
+                return await sse.write(request, pieces, form, meter, opened.sent)
+            answered = []
+            try:
+                async for changed in pieces:
+                    for piece in changed:
+                        meter.note(piece)
+                    answered += changed
+            except HandedOver:
+                raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
+        response = web.Response(body=form.whole(answered), content_type="application/json")
+        if self._draining:
+            response.force_close()
+        await response.prepare(request)
+        await response.write_eof()
+        opened.sent(form.tokens)
+        return response
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
+
+        `id` is a request's or an event's, but a Last-Event-ID is newer."""
+        given = request.match_info["id"]
+        asked = None if re.fullmatch(ANSWER_ID, given) else Position.parse(given)
+        last = request.headers.get("Last-Event-ID")
+        had = Position.parse(last) if last else asked
+        request_id = asked.request_id if asked is not None else given
+        if had is not None and had.request_id != request_id:
+            raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
+        return await self.go_on(request, request_id, had)
+
+    def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
+        """admission.decide with this process's clock and dice."""
+        now_ms = int(time.time() * 1000)
+        return admission.decide(cost, fleet, now_ms, self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
@@ -259,7 +411,7 @@ class Gateway:
         return web.Response(text="pong")
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": _version()})
+        return _json({"version": figures.build()["version"]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -277,6 +429,7 @@ class Gateway:
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "other"
+        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = 499  # the client left; nginx's number for it
         response: web.StreamResponse
         try:
@@ -284,29 +437,32 @@ class Gateway:
             response = await handler(request)
             status = response.status
         except Refusal as refusal:
-            status, response = refusal.status, self._refuse(refusal)
+            status, response = refusal.status, self._refuse(refusal, meter)
         except web.HTTPException as error:
             status = error.status
             response = self._refuse(
-                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}")
+                Refusal(status, f"http_{status}", f"{request.method} {request.path}: {error.reason}"), meter
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except ConnectionError:  # nobody is left to answer; raised on, it would be logged as our failure
+        except ConnectionError as error:  # nobody is left to answer; raised on, it would be logged as our failure
+            if isinstance(error, HandedOver):
+                status = 503
             if request.transport is not None:
                 request.transport.abort()
             response = web.Response(status=status)
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
-            status, response = 500, self._refuse(Refusal(500, "internal_error", "the gateway failed on this request"))
+            failure = Refusal(500, "internal_error", "the gateway failed on this request")
+            status, response = failure.status, self._refuse(failure, meter)
         finally:
-            self._telemetry.record_request(endpoint, status)
+            meter.close(endpoint, status)
         if self._draining or status == 413:
             response.force_close()
         return response
 
-    def _refuse(self, refusal: Refusal) -> web.Response:
-        self._telemetry.record_refusal(refusal.code)
+    def _refuse(self, refusal: Refusal, meter: Meter) -> web.Response:
+        meter.fail(refusal)
         return web.Response(
             body=refusal.body(), status=refusal.status, headers=refusal.headers(), content_type="application/json"
         )
@@ -314,7 +470,9 @@ class Gateway:
     def _authenticate(self, request: web.Request) -> None:
         """Bearer keys guard whatever reads or makes text; probes and metrics are open.  Raises Refusal(401)."""
         if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
-            request[TENANT] = self._tenants.of(request.headers.get("Authorization", ""))
+            authorization = request.headers.get("Authorization", "")
+            request[TENANT] = self._tenants.of(authorization)
+            request[OWNER] = self._tenants.owner(authorization)
 
     async def _headers(self, request: web.Request, response: web.StreamResponse) -> None:
         if (started := request.get(STARTED)) is not None:
@@ -327,7 +485,7 @@ class Gateway:
         self._draining = True
 
     async def drain(self) -> None:
-        """Let running answers finish for `drain_s`, then end the rest in an error each client sees."""
+        """Let running answers finish for `drain_s`; then the rest goes on elsewhere, or ends in an error."""
         try:
             await asyncio.wait_for(self._quiet.wait(), self._config.drain_s)
         except TimeoutError:
@@ -337,19 +495,12 @@ class Gateway:
                 await asyncio.wait_for(self._quiet.wait(), 2.0)
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("quire")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "0+checkout"
-
-
 class StartError(Exception):
     """The gateway cannot start; one line an operator can act on."""
 
 
-async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
-    """Run one gateway until `stopping` is set.  Raises StartError."""
+async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
+    """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError."""
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     try:
         tenants = Tenants(config.api_keys, config.tenants)
@@ -357,11 +508,24 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:
-        bus = GatewaySide(config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s)
+        bus = GatewaySide(
+            config.redis_url,
+            gateway_id,
+            namespace=config.namespace,
+            retain_s=config.retain_s,
+            grace_s=config.resume_s,
+        )
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
-    telemetry = Telemetry(gateway_id)
+    tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
+    telemetry = Telemetry(
+        gateway_id,
+        model=config.served_name or text.served_name(config.model),
+        vllm=config.vllm_metrics,
+        tracing=tracing,
+        trace_prompts=config.trace_prompts,
+    )
     streams = Streams(bus, config, telemetry)
     await streams.start()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
@@ -369,41 +533,60 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
     runner = web.AppRunner(
         gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=2.0
     )
+    page = web.AppRunner(gateway.page(), access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_port=True)
-        try:
-            await site.start()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
+        if config.metrics_port:
+            await page.setup()
+            await _listen(page, config.host, config.metrics_port, "--metrics-port")
+        site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
-        ready.tell()
+        started()
         await stopping.wait()
         gateway.refuse_new()
         await site.stop()
         await gateway.drain()
     finally:
         await runner.cleanup()
+        await page.cleanup()
         await streams.stop()
         await bus.close()
+        await asyncio.to_thread(tracing.close)
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
+    """`shared`: other processes may listen there, too.  Raises StartError."""
+    site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shared)
+    try:
+        await site.start()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(f"cannot listen on {host}:{port}: {reason}; see {flag}") from None
+    return site
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
     cannot start."""
     prog = "quire gateway"
-    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
+    logs.start(config.log_format)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence
+
+    def started() -> None:
+        # What is loaded stays: the collector need not walk through it again and again while tokens wait.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        ready.tell()
 
     async def run() -> None:
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-        await serve(config, stopping)
+        await serve(config, stopping, started)
 
     try:
         asyncio.run(run())

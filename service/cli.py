@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from engine.config import EngineConfig
 from engine.wire import ready, settings
 from engine.wire.bus import BusDown, GatewaySide
 from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
@@ -36,7 +37,7 @@ Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
-BOTH = {"model", "served_name", "namespace"}
+BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
 FAILURES = 5  # starts in a row that may fail
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
@@ -47,13 +48,20 @@ POLL_S = 0.2
 Children = list["Child"]
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `quire serve` itself needs to know; the rest is passed on."""
 
     gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
     redis_url: Annotated[
         str, Meta(description="redis://, rediss:// or unix:// URL; empty: a private Redis that ends with this command.")
     ] = ""
+    spare: Annotated[
+        bool,
+        Meta(
+            description="Keep a second engine process that has imported everything and loaded nothing: it takes over "
+            "when the engine dies, seconds sooner than a new one could."
+        ),
+    ] = True
     data_dir: Annotated[
         str, Meta(description="Where the private Redis keeps its queue over a restart; empty: nowhere.")
     ] = ""
@@ -74,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
+    if (command == "serve" or command in PROCESSES) and (
+        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig))
+    ):
+        settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
     if command == "serve":
         return serve(rest)
     if command == "quarantine":
@@ -88,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
 
-    What neither it nor a gateway knows is the engine's, who refuses what it does not know either.  So that a value
-    is never taken for the model, MODEL must be the first word.
+    What neither it nor a gateway knows is the engine's, who refuses what it does not know either; a file is for all.
+    So that a value is never taken for the model, MODEL must be the first word.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -102,11 +114,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = flag.removeprefix("--").replace("-", "_")
         length, targets = 1, [engine]
         for cls, target in ((GatewayConfig, gateway), (ServeConfig, own)):
-            if name in cls.__struct_fields__:
+            fields = cls.__struct_fields__
+            if name in fields:
                 length = 1 if given or settings.is_bool(cls, name) else 2
-                targets = [target, engine] if name in BOTH else [target]
-            elif name.removeprefix("no_") in cls.__struct_fields__:
-                targets = [target]
+            setting = name if name in fields else name.removeprefix("no_")
+            if setting in fields:
+                targets = [target, engine] if setting in BOTH else [target]
+        if flag == "--config":
+            length, targets = 1 if given else 2, [own, gateway, engine]
         for target in targets:
             target += words[:length]
         del words[:length]
@@ -118,11 +133,15 @@ def serve(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
-        print("Every other option goes to the engine: see quire engine --help")
+        print(f"of the engine:\n{settings.describe(EngineConfig)}")
         return 0
     own_words, gateway_words, engine_words = split(argv)
-    own = settings.load(ServeConfig, own_words, os.environ, prog=prog)
-    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog)
+    own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
+    gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
+    engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    for name in sorted(BOTH):
+        if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
+            settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
     embedded: EmbeddedRedis | None = None
     try:
         port = free_port(gateway.host, gateway.port)
@@ -137,16 +156,24 @@ def serve(argv: Sequence[str]) -> int:
         name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
+        # One page for each process, on ports of their own: the engine's first, then the gateways'.
+        pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
         grace = ["--grace-s", str(ENGINE_GRACE_S)]
-        engine = Child("engine", ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared], ENGINE_STOP_S)
+        engine = Child(
+            "engine",
+            ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared, f"--metrics-port={pages[0]}"],
+            ENGINE_STOP_S,
+            standby=own.spare,
+        )
         ident = gateway.gateway_id or name
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", f"--gateway-id={ident}-{i}"],
+                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", *named],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)
+            for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
     except (GivenUp, BusDown, EmbeddedRedisError) as error:
@@ -225,45 +252,82 @@ def quarantine(words: Sequence[str]) -> int:
 class Child:
     """One supervised process, restarted when it ends by itself."""
 
-    def __init__(self, name: str, words: list[str], stop_s: float) -> None:
-        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM."""
+    def __init__(self, name: str, words: list[str], stop_s: float, *, standby: bool = False) -> None:
+        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `standby`: keep a spare,
+        started with --standby, that takes over when it ends."""
         self._name = name
         self._words = words
         self._stop_s = stop_s
+        self._standby = standby
         self._process: asyncio.subprocess.Process | None = None
+        self._spare: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
     async def keep(self) -> None:
         """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
         FAILURES starts in a row after which it was not up.  One that had been up is started again for ever, at once."""
         with ready.Ear() as ear:
-            await self._keep(ear)
+            try:
+                await self._keep(ear)
+            finally:
+                if self._spare is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        self._spare.kill()
+                    await self._spare.wait()
 
     async def _keep(self, ear: ready.Ear) -> None:
         failures, first = 0, True
         while not self._stopping.is_set():
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._words,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                env={**os.environ, ready.VARIABLE: ear.address},
-                process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
-                preexec_fn=die_with_parent(),
-            )
-            status = await self._process.wait()
+            self._process = self._promoted() or await self._start(ear)
+            status, up = await self._watch(self._process, ear)
             if self._stopping.is_set():
                 return
             if first and status == CONFIG_ERROR:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
             first = False
-            failures = 0 if ear.heard() else failures + 1
+            failures = 0 if up else failures + 1
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if failures == FAILURES:
                 raise GivenUp(f"the {self._name} {how} {failures} times in a row")
             pause = min(BACKOFF_S[0] * 2 ** (failures - 1), BACKOFF_S[1]) if failures else 0.0
             print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
             await asyncio.sleep(pause)
+
+    async def _start(self, ear: ready.Ear, *words: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *self._words,
+            *words,
+            stdin=subprocess.PIPE if words else subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env={**os.environ, ready.VARIABLE: ear.address},
+            process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
+            preexec_fn=die_with_parent(),
+        )
+
+    def _promoted(self) -> asyncio.subprocess.Process | None:
+        """The spare, told that its turn has come; None without a living one."""
+        spare, self._spare = self._spare, None
+        if spare is None or spare.returncode is not None:
+            return None
+        assert spare.stdin is not None
+        spare.stdin.write(b"now\n")
+        return spare
+
+    async def _watch(self, process: asyncio.subprocess.Process, ear: ready.Ear) -> tuple[int, bool]:
+        """Until it ends: its status, and whether it had been up.  Only then is a spare started: nothing shall compete
+        with the start itself."""
+        ending = asyncio.create_task(process.wait())
+        try:
+            up = False
+            while not (up or ending.done()):
+                await asyncio.wait([ending], timeout=POLL_S)
+                up = ear.heard()
+            if self._standby and not ending.done():
+                self._spare = await self._start(ear, "--standby")
+            return await ending, up
+        finally:
+            ending.cancel()
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL if that does not end it in time."""

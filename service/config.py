@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,35 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: Annotated[
         int, Meta(ge=0, le=65535, description="TCP port; several gateway processes may share it; 0: any free one.")
     ] = 8000
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
+            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
+            "the engine first, then each gateway.",
+        ),
+    ] = 0
+    vllm_metrics: Annotated[
+        bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
+    ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+        ),
+    ] = ""
+    trace_sample: Annotated[
+        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+    ] = 1.0
+    trace_prompts: Annotated[
+        bool, Meta(description="Put prompts and answers into traces: whoever reads those reads them.")
+    ] = False
     redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
         "redis://127.0.0.1:6379/0"
     )
@@ -54,12 +83,31 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 30.0
     fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
     queue_wait_s: Annotated[
-        float, Meta(ge=0, description="Longest estimated wait in the queue, seconds; beyond it the answer is 429.")
-    ] = 20.0
-    retain_s: Annotated[
         float,
         Meta(
             ge=0,
+            description="Longest estimated wait in the queue, seconds; beyond it the answer is 429 and a time to come "
+            "again. A quarter of the time to the first token that is good enough: waits differ from their estimate.",
+        ),
+    ] = 0.5
+    resume_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a request whose client was lost goes on and waits for it to come back: after its "
+            "gateway died, or where the client said that it would (Idempotency-Key, X-Resumable).",
+        ),
+    ] = 30.0
+    backlog_mib: Annotated[
+        int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory; the rest waits in Redis.")
+    ] = 64
+    max_open: Annotated[
+        int, Meta(ge=1, description="Requests open at once, slow readers included; beyond them the answer is 503.")
+    ] = 16_384
+    retain_s: Annotated[
+        float,
+        Meta(
+            ge=15,
             description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, and what "
             "was asked for beside it (logprobs). A request that never ends leaves a minute after its deadline.",
         ),

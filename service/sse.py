@@ -1,29 +1,38 @@
 """Server-sent events: headers, frames, keep-alives, and the end of a stream.
 
-    id: cmpl-5f0c:17                 request id, output position (one for each choice, comma-separated)
+    id: cmpl-5f0c:17                 how much of the answer its reader has had with this event: `format.Position`
     data: {"id":"cmpl-5f0c", ...}    a chunk
                                      blank line
     : keep-alive                     a comment, after a silence: proxies cut idle connections
+    id: cmpl-5f0c:18:done
     data: [DONE]
 
 Headers wait for the first token or the first heartbeat, so that what fails before has a proper HTTP status.  Each
-handler waits for its own socket only; meanwhile tokens merge in the request's mailbox.
+handler waits for its own socket only, as soon as WRITE_BUFFER_BYTES stand in it; meanwhile tokens merge in the
+request's mailbox.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from service.api import Format, Piece, Refusal
+from service.api import Refusal
+from service.format import Format, Piece
+from service.streams import HandedOver
 from service.telemetry import Meter
 
 log = logging.getLogger("quire.gateway")
 
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
+# No blank line after it: after an id, OpenAI's client takes a lone one for an event without data, and fails on it.
+KEEP_ALIVE = b": keep-alive\n"
+RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
+# What may stand in a socket for a slow reader, beside one event: here, and in the kernel, which doubles it and would go
+# to megabytes by itself.  The rest stays tokens, a fiftieth as long.
+WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -32,23 +41,37 @@ HEADERS = {
 
 
 async def write(
-    request: web.Request, pieces: AsyncIterator[list[Piece]], form: Format, meter: Meter
+    request: web.Request,
+    pieces: AsyncIterator[list[Piece]],
+    form: Format,
+    meter: Meter,
+    sent: Callable[[list[int]], None],
 ) -> web.StreamResponse:
-    """Stream an answer to its end.  Raises Refusal while nothing has been sent, afterwards sends it as an event.
-    Raises ConnectionError when the client has gone."""
+    """Stream an answer to its end, telling `sent` how many tokens of each choice have gone out so far.
+
+    Raises Refusal while nothing has been sent, afterwards sends it as an event.
+    Raises ConnectionError when the client has gone, and HandedOver, from `pieces`, when it shall come back: the stream
+    then just breaks off, so that no reader takes it for complete."""
     response: web.StreamResponse | None = None
     try:
         async for changed in pieces:
             if response is None:
-                response = web.StreamResponse(headers=HEADERS)
-                await response.prepare(request)
+                response = await _begin(request)
             for piece in changed:
-                meter.note(len(piece.token_ids))
+                meter.note(piece)
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
+                sent(form.tokens)  # before: of a write that fails, a part may have arrived
                 await response.write(data)
-        assert response is not None  # every choice ends with a piece
-        last = form.usage_chunk()
+                await request.writer.drain()  # aiohttp looks at the buffer only every 64 KiB
+        if response is None:  # resumed after the last choice had ended
+            response = await _begin(request)
+        last = form.usage_chunk() + form.done()
+    except HandedOver:
+        if response is None:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0) from None
+        await response.write(RETRY)
+        raise
     except ConnectionError:
         raise
     except Exception as error:
@@ -57,8 +80,17 @@ async def write(
         if not isinstance(error, Refusal):
             log.exception("a stream failed")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
-        meter.fail(error.code)
-        last = b"data: %s\n\n" % error.body()
-    await response.write(last + DONE)
+        meter.fail(error)
+        last = b"data: %s\n\ndata: [DONE]\n\n" % error.body()
+    await response.write(last)
     await response.write_eof()
+    return response
+
+
+async def _begin(request: web.Request) -> web.StreamResponse:
+    if (transport := request.transport) is not None:
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    response = web.StreamResponse(headers=HEADERS)
+    await response.prepare(request)
     return response

@@ -1,153 +1,128 @@
 """Open requests: a mailbox for each continuation, one reader task for all of them, deadlines, and the one way out.
 
     bus.batches() --> one reader --> mailbox (merged) --> the request's own handler --> text --> socket
-                                          ^ a slow client's tokens wait here, at most max_new_tokens of them
+                                          ^ a slow client's tokens wait here (see `mailbox.py`)
 
-Every cancel takes one way, `Streams.withdraw`.  Whoever leaves `Streams.open` early, for whatever reason (client gone,
-deadline, error), comes to it through `OpenRequest.__aexit__`; a choice that met its stop string while others go on,
-through `OpenRequest.end`.
+A request of this gateway begins in `Streams.open`.  `Streams.join` listens to one that runs already, here or at another
+gateway, or is over: a client that has come back, or its retry.  So an order (one prompt of a request) can have several
+readers here, and lives until the last one leaves; if its client may come back, `resume_s` longer.
+
+Every cancel takes one way, `Streams.withdraw`.  Whoever leaves early, for whatever reason (client gone, deadline,
+error), comes to it through `Streams._leave`; a choice that met its stop string while others go on, through
+`OpenRequest.end`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
-from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
+from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Queue, Twin
+from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch
+from engine.wire.tokenlog import Said
+from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
+from service.mailbox import Backlog, Mailbox
 from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
+T = TypeVar("T")
 
-ATTEMPTS = 4  # to decide and queue before others did; each works on the reading that the one before brought
-Admit = Callable[[Fleet], int]  # a reading -> the excess for GatewaySide.submit; raises Refusal
+ATTEMPTS = 5  # to decide and queue before others did; each works on the reading that the one before brought
+# A reading, and whether the client was told to come now -> the excess for GatewaySide.submit; raises Refusal, or
+# Overloaded: then a promise of when to return is made on its terms.
+Admit = Callable[[Fleet, bool], int]
+
+SETTLE_S = 10.0  # after an order was withdrawn, its engine's last word is waited for so long
+SETTLE_COUNT = 100  # orders that are written to the ledger at once
 
 
-class Mailbox:
-    """What one continuation has received and its handler has not taken yet: one merged delta, not a queue of them."""
+class HandedOver(ConnectionError):
+    """This gateway must go, and another one will answer on: the reader knows how to come back."""
 
-    __slots__ = (
-        "_finish",
-        "_logprobs",
-        "_tokens",
-        "cached_tokens",
-        "choice",
-        "closed",
-        "ended",
-        "next",
-        "prompt_logprobs",
-        "running",
-    )
 
-    def __init__(self, choice: int) -> None:
-        self.choice = choice
-        self.next = 0  # output position expected next
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.ended = False  # the engine (or this gateway, for it) said Finish: no more tokens will come
-        self.closed = False  # the handler wants no more
-        self.running = True  # an engine may still compute it: it has not said Finish, and was not told to stop
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = None
-        self._finish: Finish | None = None
+class Before(Exception):
+    """Nothing was queued: a request with the same idempotency key came first."""
 
-    def put(self, delta: Delta) -> bool:
-        """Merge a delta; False when it brings nothing new (a replay, or after the end).
+    def __init__(self, twin: Twin) -> None:
+        super().__init__(twin.request_id)
+        self.twin = twin
 
-        A gap can only mean that tokens were lost on the way, so it ends the continuation with an error."""
-        if self.ended or self.closed:
-            return False
-        seen = self.next - delta.first
-        if seen < 0:
-            self.fail(Finish("error", message="tokens were lost on the way from the engine"))
-            return True
-        tokens, logprobs = delta.token_ids, delta.logprobs
-        if seen:  # replayed after a crash or a reconnect
-            tokens = tokens[seen:]
-            logprobs = logprobs[seen:] if logprobs is not None else None
-        if not tokens and delta.finish is None:
-            return False
-        self.next += len(tokens)
-        if self._tokens:
-            self._tokens += tokens
-        else:
-            self._tokens = tokens
-        if logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *logprobs]
-        if delta.first == 0:
-            self.cached_tokens, self.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
+
+class Order:
+    """One prompt of a request as this gateway knows it: who reads it here, and what its engine still does for it."""
+
+    __slots__ = ("delivered", "id", "n", "readers", "running", "tenant", "timer", "unfinished")
+
+    def __init__(self, order_id: str, n: int, tenant: str) -> None:
+        self.id, self.n, self.tenant = order_id, n, tenant
+        self.readers: list[tuple[OpenRequest, int]] = []  # and which of the reader's prompts it is
+        self.unfinished = set(range(n))  # continuations whose Finish has not come
+        self.running = set(range(n))  # those of them that nobody has told an engine to stop
+        self.delivered = [0] * n  # output tokens of each that went out to a client, by the reader that is furthest
+        self.timer: asyncio.TimerHandle | None = None  # once nobody reads it
+
+    def ended(self, index: int) -> None:
+        """An engine has said its last word on a continuation."""
+        self.unfinished.discard(index)
+        self.running.discard(index)
+
+    def put(self, delta: Delta) -> None:
+        if not 0 <= delta.index < self.n:
+            log.error("delta for continuation %d of %d ignored", delta.index, self.n)
+            return
         if delta.finish is not None:
-            self._finish, self.ended, self.running = delta.finish, True, False
-        return True
-
-    def fail(self, finish: Finish) -> None:
-        """End this continuation from here; tokens received so far stay."""
-        self._finish, self.ended = finish, True
-
-    def take(self) -> tuple[list[int], list[TokenLogprob] | None, Finish | None]:
-        """All new tokens, their logprobs if asked for, and the Finish once there is one; empties the mailbox."""
-        taken = (self._tokens, self._logprobs, self._finish)
-        self._tokens, self._logprobs = [], None
-        return taken
+            self.ended(delta.index)
+        for reader, prompt in self.readers:
+            reader.put(prompt, delta)
 
 
 class OpenRequest:
     """One client's request while it is being answered.  Iterate for the mailboxes that changed since the last turn;
-    an empty list means that nothing came for `heartbeat_s`.  The iteration ends when every choice was `end`ed."""
+    an empty list means that nothing came for `heartbeat_s`.  The iteration ends when every choice was `end`ed.
+    Raises HandedOver when this gateway must go and the client may come back elsewhere."""
 
-    def __init__(
-        self, streams: Streams, orders: list[Generate], deadline: float, admit: Admit, heartbeat_s: float
-    ) -> None:
-        """`deadline` in the event loop's time."""
-        self._streams, self._orders, self._admit = streams, orders, admit
-        self._loop = asyncio.get_running_loop()
-        self._deadline, self._heartbeat_s = deadline, heartbeat_s
-        self._continuations = orders[0].n
-        self.mailboxes = [Mailbox(choice) for choice in range(len(orders) * self._continuations)]
+    def __init__(self, streams: Streams, orders: list[Order], *, resumable: bool) -> None:
+        """`resumable`: its client may lose the connection and come back."""
+        self._streams, self.orders, self.resumable = streams, orders, resumable
+        self.loop = asyncio.get_running_loop()
+        self._n = orders[0].n
+        self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
+        self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that its client was sent, in all
         self._unfinished = len(self.mailboxes)
         self._changed: list[Mailbox] = []
+        self._given: list[Mailbox] = []  # in the last turn
         self._wake: asyncio.Future[None] | None = None
-        self._last_news = self._loop.time()
+        self._moved = False
+        self._last_news = self.loop.time()
+        self._timers: list[asyncio.TimerHandle] = []
 
-    async def __aenter__(self) -> OpenRequest:
-        """Queue the orders.  Raises Refusal when there is no room or Redis does not take them; then none is queued."""
-        self._streams.register(self, self._orders)
-        try:
-            await self._streams.submit(self._orders, self._admit)
-        except Refusal:
-            self._streams.forget(self._orders)
-            raise
-        except BaseException:  # cancelled: nobody knows whether they are queued
-            self._leave()
-            raise
+    def start(self, deadline: float, heartbeat_s: float) -> None:
+        """`deadline` in the event loop's time."""
+        self._heartbeat_s = heartbeat_s
         self._timers = [
-            self._loop.call_at(self._deadline, self.end_all, Finish("deadline")),
-            self._loop.call_later(self._heartbeat_s, self._beat),
+            self.loop.call_at(deadline, self.end_all, Finish("deadline")),
+            self.loop.call_later(heartbeat_s, self._beat),
         ]
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def sent(self, tokens: list[int]) -> None:
+        """So many tokens of each choice have gone out, those included that the client came with."""
+        self.delivered = tokens.copy()
+
+    def stop(self) -> None:
+        """Its reader is gone: nothing waits for it any more."""
         for timer in self._timers:
             timer.cancel()
-        self._leave()
-
-    def _leave(self) -> None:
-        self._streams.forget(self._orders)
-        for prompt, order in enumerate(self._orders):
-            if any(mailbox.running for mailbox in self._mailboxes_of(prompt)):
-                self._streams.withdraw(order.id)
-
-    def _mailboxes_of(self, prompt: int) -> list[Mailbox]:
-        return self.mailboxes[prompt * self._continuations : (prompt + 1) * self._continuations]
+        for mailbox in self.mailboxes:
+            mailbox.closed = True
+            mailbox.take()
 
     def __aiter__(self) -> OpenRequest:
         return self
@@ -155,25 +130,39 @@ class OpenRequest:
     async def __anext__(self) -> list[Mailbox]:
         if not self._unfinished:
             raise StopAsyncIteration
-        if not self._changed:
-            self._wake = self._loop.create_future()
+        for mailbox in self._given:
+            if mailbox.behind and not mailbox.closed and mailbox not in self._changed:
+                self._changed.append(mailbox)
+        if not self._changed and not self._moved:
+            self._wake = self.loop.create_future()
             await self._wake
             self._wake = None
+        if self._moved:
+            raise HandedOver("this gateway is shutting down")
         changed, self._changed = self._changed, []
+        for mailbox in changed:
+            if mailbox.behind:
+                await self._streams.refill(self.orders[mailbox.choice // self._n].id, mailbox, mailbox.choice % self._n)
+        self._given = changed
         return changed
 
     def put(self, prompt: int, delta: Delta) -> None:
         """From the reader task: file a delta and wake the handler."""
-        index = prompt * self._continuations + delta.index
-        if not 0 <= delta.index < self._continuations:
-            log.error("delta for continuation %d of %d ignored", delta.index, self._continuations)
-            return
-        mailbox = self.mailboxes[index]
+        mailbox = self.mailboxes[prompt * self._n + delta.index]
         if mailbox.put(delta):
             self._notify(mailbox)
 
+    def resume(self, prompt: int, said: list[Said], had: Sequence[int]) -> None:
+        """Begin one prompt's choices after the tokens its client has had of them."""
+        for index, (continuation, count) in enumerate(zip(said, had, strict=True)):
+            mailbox = self.mailboxes[prompt * self._n + index]
+            mailbox.resume(continuation, count)
+            self.delivered[mailbox.choice] = count
+            if mailbox.ended or mailbox.next > mailbox.at:
+                self._notify(mailbox)
+
     def _notify(self, mailbox: Mailbox) -> None:
-        self._last_news = self._loop.time()
+        self._last_news = self.loop.time()
         if mailbox not in self._changed:
             self._changed.append(mailbox)
         self._nudge()
@@ -188,12 +177,12 @@ class OpenRequest:
         if mailbox.closed:
             return
         mailbox.closed = True
+        mailbox.take()
+        if mailbox in self._changed:
+            self._changed.remove(mailbox)
         self._unfinished -= 1
-        if mailbox.running:
-            mailbox.running = False
-            prompt, index = divmod(choice, self._continuations)
-            others = any(mailbox.running for mailbox in self._mailboxes_of(prompt))
-            self._streams.withdraw(self._orders[prompt].id, index if others else -1)
+        prompt, index = divmod(choice, self._n)
+        self._streams.stop_one(self.orders[prompt], index)
 
     def end_all(self, finish: Finish) -> None:
         """End every continuation that still runs: its deadline passed, or this gateway must go."""
@@ -202,14 +191,18 @@ class OpenRequest:
                 mailbox.fail(finish)
                 self._notify(mailbox)
 
+    def hand_over(self) -> None:
+        self._moved = True
+        self._nudge()
+
     def _beat(self) -> None:
         """One timer a request, re-armed lazily, so that a heartbeat costs tokens nothing."""
-        silent = self._loop.time() - self._last_news
+        silent = self.loop.time() - self._last_news
         if silent >= self._heartbeat_s:
-            self._last_news = self._loop.time()
+            self._last_news = self.loop.time()
             silent = 0.0
             self._nudge()
-        self._timers[1] = self._loop.call_later(self._heartbeat_s - silent, self._beat)
+        self._timers[1] = self.loop.call_later(self._heartbeat_s - silent, self._beat)
 
 
 class Streams:
@@ -217,12 +210,18 @@ class Streams:
 
     def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
         self._bus, self._config, self._telemetry = bus, config, telemetry
-        self._open: dict[str, tuple[OpenRequest, int]] = {}  # order id -> its request, and which of its prompts
+        self.backlog = Backlog(config.backlog_mib * 2**20)
+        self._orders: dict[str, Order] = {}
+        self._reading = 0  # orders that have a reader
+        self._leaving = False  # this gateway goes: what is resumable waits at Redis for another one
+        self._kept = 0.0  # when logs were last kept from going, in the event loop's time
+        self._settled: list[Order] = []  # to be written to the ledger with the next reading
         self._tasks: list[asyncio.Task[None]] = []
         self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._oldest_ms = self._quarantined = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
         self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
 
@@ -234,57 +233,218 @@ class Streams:
         self._tasks = [asyncio.create_task(self._read(), name="read"), asyncio.create_task(self._watch(), name="watch")]
 
     async def stop(self) -> None:
-        """Stop reading; give the last cancels a moment to leave."""
+        """Stop reading; give the last cancels a moment to leave, and close the books."""
+        self._leaving = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*self._cancels, return_exceptions=True)  # each bounded by the bus' own patience
+        for order in list(self._orders.values()):
+            self._close(order)
+        with contextlib.suppress(BusDown):
+            await self._settle()
 
     def __len__(self) -> int:
-        """Open requests, one for each prompt."""
-        return len(self._open)
+        """Orders that somebody reads."""
+        return self._reading
 
     def end_all(self, finish: Finish) -> None:
-        for request, _ in list(self._open.values()):
-            request.end_all(finish)
+        """End every open request, but hand those over whose clients may come back."""
+        self._leaving = True
+        for order in list(self._orders.values()):
+            for reader, _ in order.readers:
+                if reader.resumable:
+                    reader.hand_over()
+                else:
+                    reader.end_all(finish)
 
     # -- requests
 
-    def open(self, orders: list[Generate], timeout_s: float, admit: Admit) -> OpenRequest:
-        """An `async with` context in which the orders run; one for each prompt, all with the same `n`.
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        requests: list[Generate],
+        timeout_s: float,
+        admit: Admit,
+        *,
+        record: bytes = b"",
+        once: Once | None = None,
+        resumable: bool = False,
+    ) -> AsyncIterator[OpenRequest]:
+        """A context in which the requests run; one for each prompt, all with the same `n`.
 
-        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its excess."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        return OpenRequest(self, orders, deadline, admit, self._config.heartbeat_s)
-
-    def register(self, request: OpenRequest, orders: list[Generate]) -> None:
-        for prompt, order in enumerate(orders):
-            self._open[order.id] = (request, prompt)
-        self._telemetry.open_requests.set(len(self._open))
-
-    async def submit(self, orders: list[Generate], admit: Admit) -> None:
-        """Queue one client's orders, all or none, if `admit` lets them.  Raises Refusal: its own, or 503."""
-        for _ in range(ATTEMPTS):
-            excess_tokens = admit(self.fleet)
+        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its excess.
+        `record` is what `find` gives to whoever comes back.  Raises Refusal when there is no room or Redis does not
+        take them, Before when a request with the key `once` came first; then none is queued."""
+        opened = OpenRequest(self, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
+        deadline = opened.loop.time() + timeout_s
+        self._enter(opened)
+        queued = True  # if cancelled meanwhile, nobody knows
+        try:
             try:
-                queue = await self._bus.submit(*orders, excess_tokens=excess_tokens)
-            except BusDown as error:
-                self.trouble = str(error)
-                raise Refusal(
-                    503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0
-                ) from None
+                await self._submit(requests, admit, record, once)
+            except (Refusal, Before):
+                queued = False
+                raise
+            opened.start(deadline, self._config.heartbeat_s)
+            yield opened
+        finally:
+            opened.stop()
+            self._leave(opened, queued)
+
+    async def find(self, request_id: str) -> bytes | None:
+        """The record of a request of any gateway, by the id its client knows; None: not known, or not any more.
+        Raises Refusal(503)."""
+        found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
+        return found.record if found is not None else None
+
+    async def twin(self, once: Once) -> Twin | None:
+        """The request that came first with this idempotency key, if any.  Raises Refusal(503)."""
+        return await self._ask(self._bus.twin(once))
+
+    async def release(self, once: Once, twin: Twin) -> None:
+        """Forget that `twin` came first: its answer is not to be had.  Raises Refusal(503)."""
+        await self._ask(self._bus.release(once, twin.request_id))
+
+    @contextlib.asynccontextmanager
+    async def join(
+        self, order_ids: list[str], had: Sequence[Sequence[int]], tenant: str, timeout_s: float
+    ) -> AsyncIterator[OpenRequest]:
+        """A context in which a request that was opened before, here or elsewhere, is read on.
+
+        `had`: for each prompt, how many output tokens of each choice its client has already.  Raises Refusal: 410 where
+        there is no log any more, 400 where it has less than that, 503 without Redis."""
+        orders = [
+            self._orders.get(order_id) or Order(order_id, len(counts), tenant)
+            for order_id, counts in zip(order_ids, had, strict=True)
+        ]
+        opened = OpenRequest(self, orders, resumable=True)
+        self._enter(opened)
+        try:
+            for prompt, (order, counts) in enumerate(zip(orders, had, strict=True)):
+                found = await self._ask(self._bus.attach(order.id))
+                if found is None:
+                    raise Refusal(410, "stream_gone", "this answer is not kept any longer")
+                said = found.continuations
+                if len(said) != order.n or any(len(one.token_ids) < n for one, n in zip(said, counts, strict=True)):
+                    raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
+                for index, one in enumerate(said):
+                    if one.finish is not None:
+                        order.ended(index)
+                opened.resume(prompt, said, counts)
+            opened.start(opened.loop.time() + timeout_s, self._config.heartbeat_s)
+            yield opened
+        finally:
+            opened.stop()
+            self._leave(opened, queued=True)
+
+    def _enter(self, opened: OpenRequest) -> None:
+        for prompt, order in enumerate(opened.orders):
+            self._orders[order.id] = order
+            if order.timer is not None:
+                order.timer.cancel()
+            self._reading += not order.readers
+            order.readers.append((opened, prompt))
+        self._telemetry.open_requests.set(self._reading)
+
+    def _leave(self, opened: OpenRequest, queued: bool) -> None:
+        for prompt, order in enumerate(opened.orders):
+            order.readers.remove((opened, prompt))
+            sent = opened.delivered[prompt * order.n : (prompt + 1) * order.n]
+            order.delivered = list(map(max, order.delivered, sent))
+            if order.readers:
+                continue
+            self._reading -= 1
+            if not queued:
+                del self._orders[order.id]
+            elif not order.running:
+                self._close(order)
+            elif not opened.resumable:
+                self._abandon(order)
+            elif self._leaving:
+                self._book(order)
+            else:
+                order.timer = asyncio.get_running_loop().call_later(self._config.resume_s, self._abandon, order)
+        self._telemetry.open_requests.set(self._reading)
+        boxes = opened.mailboxes
+        self._telemetry.record_stream(sum(box.lost for box in boxes), sum(box.repeated for box in boxes))
+
+    def _abandon(self, order: Order) -> None:
+        """Nobody reads it, and nobody will."""
+        order.running.clear()
+        self.withdraw(order.id)
+        self._close(order)
+
+    def _close(self, order: Order) -> None:
+        """Nobody reads it or computes it; what an engine has produced meanwhile is still on its way."""
+        if order.timer is not None:
+            order.timer.cancel()
+        if order.unfinished and not self._leaving:
+            order.timer = asyncio.get_running_loop().call_later(SETTLE_S, self._book, order)
+        else:
+            self._book(order)
+
+    def _book(self, order: Order) -> None:
+        if order.timer is not None:
+            order.timer.cancel()
+        del self._orders[order.id]
+        self._settled.append(order)
+
+    async def _settle(self) -> None:
+        """Write to the ledger what has been delivered; it knows itself what was generated.  Raises BusDown."""
+        while settled := self._settled[:SETTLE_COUNT]:
+            for usage in await self._bus.settle([(order.id, order.tenant, order.delivered) for order in settled]):
+                self._telemetry.record_usage(usage)
+            del self._settled[: len(settled)]
+
+    async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, once: Once | None) -> None:
+        """Queue one client's requests, all or none, if `admit` lets them.  Raises Refusal: its own, or 503; Before."""
+        returning = False
+        for _ in range(ATTEMPTS):
+            if self.trouble is not None:  # known: nobody is kept waiting to hear it
+                raise unavailable()
+            try:
+                excess_tokens = admit(self.fleet, returning)
+            except Overloaded as refusal:
+                if not await self._told_to_come_now(requests, refusal) or returning:
+                    raise
+                returning = True
+                continue
+            began = time.monotonic()
+            queue = await self._ask(self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=once))
+            self._telemetry.record_redis("submit", time.monotonic() - began)
             self._note_queue(queue)
+            if queue.twin is not None:
+                raise Before(queue.twin)
             if queue.accepted:
                 return
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
 
-    def forget(self, orders: list[Generate]) -> None:
-        for order in orders:
-            self._open.pop(order.id, None)
-        self._telemetry.open_requests.set(len(self._open))
+    async def _told_to_come_now(self, requests: list[Generate], refusal: Overloaded) -> bool:
+        """If these were not, the refusal says from here on when they may come.  Raises Refusal(503)."""
+        if refusal.terms is None:
+            return False
+        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms))
+        if pause_ms:
+            refusal.retry_after_s = pause_ms / 1000
+        return pause_ms == 0
+
+    async def _ask(self, reply: Awaitable[T]) -> T:
+        try:
+            return await reply
+        except BusDown as error:
+            self.trouble = str(error)
+            raise unavailable() from None
+
+    def stop_one(self, order: Order, index: int) -> None:
+        """Nobody wants more of this continuation."""
+        if index in order.running:
+            order.running.discard(index)
+            self.withdraw(order.id, index if order.running else -1)
 
     def withdraw(self, order_id: str, index: int = -1) -> None:
-        """Stop an order, or one of its continuations.  Never waits: the caller may be cancelled."""
+        """Stop an order, unless another gateway reads it, or one of its continuations.  Never waits: the caller may be
+        cancelled."""
         # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
         task = asyncio.create_task(self._bus.cancel(order_id, index), name=f"cancel {order_id}")
         self._cancels.add(task)
@@ -300,16 +460,33 @@ class Streams:
         except Exception:
             log.exception("the token reader failed")
             self.trouble = "the token reader failed"
-            self.end_all(Finish("error", message="this gateway lost its token stream"))
+            for order in list(self._orders.values()):
+                for reader, _ in order.readers:
+                    reader.end_all(Finish("error", message="this gateway lost its token stream"))
 
     def deliver(self, batch: TokenBatch) -> None:
-        """Spread one step's tokens over the mailboxes.  Deltas of closed requests are dropped."""
-        opened = self._open
+        """Spread one step's tokens over the mailboxes.  Deltas of orders that are over are dropped."""
+        orders = self._orders
         for delta in batch.deltas:
-            if (found := opened.get(delta.id)) is not None:
-                found[0].put(found[1], delta)
+            order = orders.get(delta.id)
+            if order is not None:
+                order.put(delta)
+                if delta.finish is not None and not order.unfinished and not order.readers:
+                    self._book(order)
         if batch.load is not None:
             self._note(batch.load)
+
+    async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
+        """Read what a mailbox has missed, or had no room for, from the log.  Waits for Redis as long as it takes."""
+        while mailbox.behind:
+            try:
+                said = await self._bus.log(order_id, index, mailbox.at, mailbox.refill_tokens)
+            except BusDown as error:
+                self.trouble = str(error)
+                await asyncio.sleep(self._config.fleet_s)
+            else:
+                if mailbox.behind:  # still: its deadline may have come meanwhile
+                    mailbox.refill(said)
 
     def _note(self, load: EngineLoad) -> None:
         known = self._loads.get(load.engine)
@@ -321,11 +498,13 @@ class Streams:
         self._queue, self._read_ms = queue, int(time.time() * 1000)
 
     async def _refresh(self) -> None:
+        began = time.monotonic()
         try:
             fleet = await self._bus.fleet()
         except BusDown as error:
             self.trouble = str(error)
             return
+        self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
             self._note(load)
         alive = {load.engine for load in fleet.engines}
@@ -333,7 +512,32 @@ class Streams:
             del self._loads[engine]
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
+        self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
+        self._telemetry.record_backlog(self.backlog.held)
+        try:
+            if fleet.forgotten:
+                await self._listen_again()
+            await self._settle()
+            await self._keep()
+        except BusDown as error:
+            self.trouble = str(error)
+
+    async def _listen_again(self) -> None:
+        """Others have taken this gateway for dead (it was stopped, or Redis was away): what its requests have said
+        meanwhile is in their logs."""
+        for order in [order for order in self._orders.values() if order.readers and order.unfinished]:
+            found = await self._bus.attach(order.id)
+            for index, said in enumerate(found.continuations if found is not None else ()):
+                order.put(Delta(order.id, len(said.token_ids), [], said.finish, index))
+
+    async def _keep(self) -> None:
+        """What is over and still read must not leave the log under its reader."""
+        now = asyncio.get_running_loop().time()
+        if now - self._kept > self._config.retain_s / 3:
+            self._kept = now
+            if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
+                await self._bus.keep(over)
 
     async def _watch(self) -> None:
         while True:
@@ -344,9 +548,22 @@ class Streams:
     def fleet(self) -> Fleet:
         """The engines with a live lease, `time_ms` on this process's clock, and the queue."""
         loads, queue = [load for _, load in self._loads.values()], self._queue
-        return Fleet(loads, queue.queued, queue.queued_tokens, self._read_ms, queue.room_tokens, queue.tenants)
+        return Fleet(
+            loads,
+            queue.queued,
+            queue.queued_tokens,
+            self._read_ms,
+            queue.room_tokens,
+            queue.tenants,
+            oldest_ms=self._oldest_ms,
+            quarantined=self._quarantined,
+        )
 
     @property
     def fingerprint(self) -> str | None:
         """What answers carry as system_fingerprint: changes when the weights do."""
         return next((f"fp_{load.fingerprint[:16]}" for _, load in self._loads.values()), None)
+
+
+def unavailable() -> Refusal:
+    return Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0)

@@ -90,6 +90,11 @@ class Tenants:
             raise Refusal(401, "invalid_api_key", "Authorization: a valid 'Bearer' key is needed")
         return tenant
 
+    def owner(self, authorization: str) -> str:
+        """The digest of the key in an Authorization header; "" where there are no keys.  Only the key that made a
+        request may come back to it."""
+        return "" if self._open else _digest(authorization.partition(" ")[2].strip())
+
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()

@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.wire.messages import Finish
-from service.api import Piece, Prompt, Prompted, Refusal, ValidRequest
-from service.streams import Mailbox, OpenRequest
+from service.api import Prompt, Refusal, ValidRequest
+from service.format import Piece, Prompted
+from service.mailbox import Mailbox
+from service.streams import OpenRequest
 
 # Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.
 INLINE_CHARS = 4096
@@ -307,6 +309,16 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
     def read(mailbox: Mailbox) -> Piece:
         stream = streams[mailbox.choice]
         tokens, logprobs, finish = mailbox.take()
+        if mailbox.had:  # the client came back: their text is not sent again
+            over = not tokens and finish is not None  # all of it was, but for the end itself
+            ends = over and finish is not None and finish.stop_token >= 0 and not valid.include_stop
+            stream.push(mailbox.had[:-1] if ends else mailbox.had)
+            if over:
+                stream.finish()
+            stream.take_offsets()
+            mailbox.had = []
+        if stream.matched is not None:
+            tokens = []  # the engine went on for a while
         shown = tokens
         if finish is not None and finish.stop_token >= 0 and not valid.include_stop:
             shown = tokens[:-1]  # a stop token is counted and reported, but is no text

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
+
+# How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and
+# whose examples are the same every time.)
+if not os.environ.get("CI"):
+    settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("quire")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
 MAY_SEE: dict[str, set[str]] = {
     "service": {"service", "engine.wire"},
+    # The command line checks the options of every program it starts, before it starts any.
+    "service.cli": {"service", "engine.wire", "engine.config"},
     "engine.wire": {"engine.wire"},
     "engine.config": set(),
     "engine.core": {"engine.core", "engine.wire.messages"},
     "engine.executor": {"engine.executor", "engine.config", "engine.core.plan", "engine.wire.messages"},
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
+    "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
     # Times single operators, which no client can: it sees them through the one door that the engine itself uses.
     "loadtest.kernels": {"loadtest", "engine.executor.ops"},
@@ -42,7 +46,7 @@ def room_of(module: str, rooms: dict[str, set[str]]) -> str | None:
 
 def modules() -> list[tuple[str, Path]]:
     found = []
-    for top in ("service", "engine", "loadtest"):
+    for top in ("service", "engine", "loadtest", "grafana"):
         for path in sorted((ROOT / top).rglob("*.py")):
             dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found.append((dotted.removesuffix(".__init__"), path))
@@ -80,6 +84,29 @@ def test_only_ops_names_torch_ops() -> None:
     for module, path in modules():
         if module != "engine.executor.ops":
             assert "torch.ops" not in path.read_text(encoding="utf-8"), f"{module}: call engine.executor.ops instead"
+
+
+def test_every_metric_of_a_dashboard_exists() -> None:
+    """Named in one of the two tables.  (That it has values, too, is what tests/grafana asks a real Prometheus.)"""
+    tables = [ROOT / "service" / "telemetry.py", ROOT / "engine" / "telemetry.py"]
+    known = {
+        node.value
+        for path in tables
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"quire_\w+", node.value)
+    }
+    known |= {name + end for name in known for end in ("_total", "_bucket", "_sum", "_count")}
+    folder = ROOT / "grafana"
+    for path in (folder / "alerts.yaml", folder / "README.md", *folder.glob("dashboards/*.json")):
+        named = set(re.findall(r"\bquire_\w+", path.read_text(encoding="utf-8"))) - {"quire_engine_"}
+        assert named, path
+        assert named <= known, f"{path.name}: {sorted(named - known)}"
+
+
+def test_only_the_tables_name_metrics() -> None:
+    for module, path in modules():
+        if module.startswith(("service", "engine")) and module not in {"service.telemetry", "engine.telemetry"}:
+            assert not re.search(r"\b(quire_[a-z]+_[a-z_]+|vllm:\w+)", path.read_text(encoding="utf-8")), module
 
 
 @pytest.mark.parametrize("module", ["engine.wire.messages", "engine.core.plan", "service"])

@@ -157,9 +157,9 @@ def test_a_changed_log_is_noticed(tmp_path: Path) -> None:
     """The comparison can fail: one output a token longer, and something comes out otherwise."""
     fly(tmp_path / "log", config("none"), 1)
     log = flight.read(tmp_path / "log")
-    at = next(i for i, turn in enumerate(log.turns) if any(e.reason == "stop" and e.count < 40 for e in turn.events))
+    at = next(i for i, turn in enumerate(log.turns) if any(e.reason == "stop" and e.tokens < 40 for e in turn.events))
     events = [
-        msgspec.structs.replace(event, count=event.count + 1) if event.reason == "stop" else event
+        msgspec.structs.replace(event, tokens=event.tokens + 1) if event.reason == "stop" else event
         for event in log.turns[at].events
     ]
     log.turns[at] = msgspec.structs.replace(log.turns[at], events=events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,9 +13,10 @@ from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.core.plan import StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
-from engine.loop import ConfigError, Engine, LocalBox, Rate, Report, Resume, build_scheduler, merged
+from engine.loop import BusThread, ConfigError, Engine, LocalBox, Rate, Report, Resume, build_scheduler, merged
 from engine.offline import LLM
-from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenLogprob
+from engine.wire.bus import Claimed
+from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)
@@ -152,6 +154,37 @@ def test_a_request_begun_elsewhere_goes_on() -> None:
     assert [delta.first for delta in said if delta.index == 0] == [4, 5]
     assert [delta.first for delta in said if delta.index == 2] == [1, 2, 3, 4, 5]
     assert all(delta.token_ids == [scripted_token(3, delta.index, delta.first, 100)] for delta in said)
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its_loss(again: bool) -> None:
+    """The loop hears of a loss later than the bus does, which has its lease back and could send again."""
+    thread, sent = BusThread(CONFIG), []
+
+    class Side:
+        queue_share = 0.0
+
+        async def exchange(self, batches: Any, finished: Any, *_: Any) -> Claimed:
+            sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))
+            first = len(sent) == 1
+            return Claimed([Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first)
+
+    def say(*names: str, dropped: int, finished: tuple[str, ...] = ()) -> Report:
+        report = Report(EngineLoad("e", "m", "f", *[1] * 10), 0, 0, 0, dropped)
+        thread.put(Outputs({"g": [Delta(name, 0, [1]) for name in names]}, list(finished)), report)
+        return report
+
+    side: Any = Side()
+    await thread._exchange(side, say("a", "b", dropped=0))
+    say("a", "b", dropped=0, finished=("a",))
+    await thread._exchange(side, say("a", "b", dropped=1))
+    assert sent == [(["a", "b"], []), (["b", "a"], [])]
+    orders = thread.drain(0)
+    assert orders[0] == Abort("a", lost=True)
+    assert [type(order) for order in orders[1:]] == [Generate] * again
+    await thread._exchange(side, say("a", dropped=1, finished=("a",)))
+    assert sent[2] == (["a"], ["a"])  # whatever comes after the loop's own drop is of the request's next life
+    thread._loop.close()
 
 
 def test_deltas_that_go_out_together_are_merged() -> None:

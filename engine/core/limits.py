@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from engine.core.swapping import Preempt
-from engine.wire.messages import Delta
+from engine.wire.messages import Delta, FinishReason, Generate
 
 Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
 Allocation = Literal["paged", "static"]
@@ -38,20 +38,19 @@ class Limits(msgspec.Struct, frozen=True):
     itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
 
-What = Literal["start", "first", "pause", "resume", "preempt", "end"]
+Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "ended"]
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Something that happened to one continuation, for who keeps a record of it."""
+class Event(msgspec.Struct, frozen=True):
+    """A milestone of one continuation, for whoever clocks or records it: the core knows no time."""
 
-    what: What
-    id: str  # of the request
-    index: int
-    step: int  # the plan it belongs to; "end": the last plan made
-    count: int  # start: blocks found in the prefix cache; pause, resume, preempt: blocks held; first (token), end:
-    # output tokens
-    reason: str = ""  # end: of its Finish; "": it was dropped
-    digests: list[bytes] = []  # end: of its full blocks, where a prefix cache asked for them
+    kind: Milestone
+    request: Generate
+    index: int  # which of the request's n continuations; for those that have not forked yet, their leader's
+    tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
+    reason: FinishReason | None = None  # ended: why; None: it is another engine's now
+    step: int = 0  # the plan it belongs to; first, ended: the last plan made
+    digests: list[bytes] = []  # ended: of its full blocks, as far as the prefix cache asked for them
 
 
 class Outputs(msgspec.Struct):
@@ -59,7 +58,7 @@ class Outputs(msgspec.Struct):
 
     deltas: dict[str, list[Delta]]  # by gateway
     finished: list[str]  # ids of requests all of whose continuations have ended
-    decisions: list[Decision]  # in the order in which they were made
+    events: list[Event] = []  # in the order they happened
 
 
 class Totals(msgspec.Struct):

@@ -16,11 +16,11 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import Costs
-from engine.core.limits import Decision, Limits, Outputs, Totals, What
+from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
 from engine.core.outlook import Outlook
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
 from engine.core.pressure import Pressure
@@ -72,7 +72,7 @@ class Scheduler:
         self._issued: deque[tuple[int, int, bool]] = deque()  # plans without a result: rows, prompt tokens, with swaps
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
-        self._decisions: list[Decision] = []
+        self._events: list[Event] = []
         self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
 
     # ------------------------------------------------------------------------------------------------ coming and going
@@ -124,9 +124,8 @@ class Scheduler:
         self._end_request(request.id, "error", refusal)
 
     def _enqueue_group(self, group: list[Sequence]) -> None:
-        """Those that have said nothing share one prefill, led by the first; the others have forked already.
-
-        Static runs share nothing: each computes the prompt for itself."""
+        """Those that have said nothing share one prefill, led by the first (with static allocation each has its own);
+        the others have forked already."""
         fresh = [seq for seq in group if seq.known == seq.prompt_len and self.limits.allocation == "paged"]
         if fresh:
             leader, *leader.siblings = fresh
@@ -159,7 +158,7 @@ class Scheduler:
         """Forget a request without a word: another engine answers it now.  Unknown ids are ignored."""
         group = list(self._requests.get(request_id, ()))
         for seq in group:
-            self._end(seq, "")
+            self._end(seq, None)
         if group:
             self._finished.remove(request_id)
 
@@ -259,7 +258,7 @@ class Scheduler:
             request = seq.request
             first = known - 1 - len(request.token_ids)
             if first == 0:
-                self._note("first", seq, 1)
+                self._note("first", seq)
             if first == 0 or row in result.logprobs:
                 delta = self._full_delta(seq, first, finish, result.logprobs.get(row))
             else:
@@ -275,9 +274,9 @@ class Scheduler:
         self._reclaim_rows()
 
     def outputs(self) -> Outputs:
-        """Everything said since the last call: deltas by gateway, and the requests that are over."""
-        out = Outputs(dict(self._deltas), self._finished, self._decisions)
-        self._deltas, self._finished, self._decisions = defaultdict(list), [], []
+        """Everything said since the last call: deltas by gateway, the requests that are over, and the milestones."""
+        out = Outputs(dict(self._deltas), self._finished, self._events)
+        self._deltas, self._finished, self._events = defaultdict(list), [], []
         return out
 
     # --------------------------------------------------------------------------------------------------- what is held
@@ -336,6 +335,15 @@ class Scheduler:
             for i, block in enumerate(seq.table):
                 filled[block] = max(filled.get(block, 0), min(size, computed - i * size))
         return sum(filled.values()), len(filled) * size
+
+    def wasted_slots(self) -> int:
+        """Slots allocated that hold no token, all of them in last blocks; one that a fork shares counts once.
+        O(sequences)."""
+        size, step, open_ends = self.pool.block_size, self.step + 1, {}
+        for seq in self._live():
+            if seq.table:
+                open_ends[seq.table[-1]] = len(seq.table) * size - seq.computed_before(step)
+        return sum(open_ends.values())
 
     def check(self) -> None:
         """Audit the books: the pool against every table, every table against its sequence.  Raises BooksError."""
@@ -461,17 +469,19 @@ class Scheduler:
             seq.prompt_logprobs = []
             self.totals.recomputed_tokens += max(0, seq.lost - seq.computed)
             seq.lost = 0
-        if not seq.seated_before:
+        if seq.seated_before:
+            self._note("resumed", seq, seq.known - seq.computed)
+        else:
             seq.seated_before = True
             seq.cached_tokens = seq.computed
             self.totals.prompt_tokens += seq.prompt_len
             self.totals.cached_prompt_tokens += seq.computed
             for member in (seq, *seq.siblings):
                 self.outlook.foretell(member)
+            self._note("started", seq, seq.computed)
         for member in (seq, *seq.siblings):
             self._take_seat(member)
         insort(self._prefilling, seq, key=lambda s: s.rank)
-        self._note("start", seq, seq.computed // self.pool.block_size)
         return Start(seq.row, list(seq.table))
 
     def _advance(self, seq: Sequence, budget: int, step: int, slices: list[Slice], forks: list[Fork]) -> int:
@@ -573,15 +583,11 @@ class Scheduler:
     def _pause(self, seq: Sequence) -> None:
         """Leave the row, keep the blocks: all of its tokens but the one sampled last are computed."""
         self.totals.pauses += 1
-        self._note("pause", seq, len(seq.table))
+        self._note("paused", seq)
         self._unseat(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += self.outlook.greatest(seq)
         insort(self._paused, seq, key=lambda s: s.rank)
-
-    def _leave_pause(self, seq: Sequence) -> None:
-        self._paused.remove(seq)
-        self.reserved_blocks -= self.outlook.greatest(seq)
 
     def _resumable(self) -> Iterator[Sequence]:
         """Paused ones that may go on in this step, oldest first.  Where everybody waits for everybody, the newest give
@@ -596,8 +602,8 @@ class Scheduler:
 
     def _resume(self, seq: Sequence) -> Start:
         """Seat it again, with the table it has."""
-        self._note("resume", seq, len(seq.table))
-        self._leave_pause(seq)
+        self._note("continued", seq)
+        self._unseat(seq)
         seq.state = State.PREFILLING
         self._take_seat(seq)
         insort(self._prefilling, seq, key=lambda s: s.rank)
@@ -646,9 +652,7 @@ class Scheduler:
         """All or nothing: take every block and the seat.  What it knows stays; what it has computed is copied to the
         host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
-        self._note("preempt", seq, len(seq.table))
-        if seq.state is State.PAUSED:
-            self._leave_pause(seq)
+        self._note("preempted", seq)
         self._unseat(seq)
         if self.swapping.pays(seq):
             # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
@@ -694,9 +698,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------------- the endings
 
-    def _note(self, what: What, seq: Sequence, count: int, reason: str = "", digests: Iterable[bytes] = ()) -> None:
-        step = self.step + (what not in ("first", "end"))
-        self._decisions.append(Decision(what, seq.request.id, seq.index, step, count, reason, list(digests)))
+    def _note(self, kind: Milestone, seq: Sequence, tokens: int = 0, reason: FinishReason | None = None) -> None:
+        step = self.step + (kind not in ("first", "ended"))
+        digests = list(seq.digests) if kind == "ended" else []
+        self._events.append(Event(kind, seq.request, seq.index, tokens, reason, step, digests))
 
     def _expire(self, now_ms: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ms:
@@ -714,13 +719,11 @@ class Scheduler:
         delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
         self._deltas[seq.request.gateway].append(delta)
 
-    def _end(self, seq: Sequence, reason: str) -> None:
-        """Its Finish is said: give back the seat and every block."""
-        self._note("end", seq, seq.known - seq.prompt_len, reason, seq.digests)
+    def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """Its Finish is said (or is another engine's to say, without a reason): give back the seat and every block."""
+        self._note("ended", seq, seq.known - seq.prompt_len, reason)
         if seq.queued_tokens:
             self._dequeue(seq)
-        if seq.state is State.PAUSED:
-            self._leave_pause(seq)
         self._unseat(seq)
         self.totals.released_blocks += len(seq.table)
         self._release(seq)
@@ -753,6 +756,9 @@ class Scheduler:
 
     def _unseat(self, seq: Sequence) -> None:
         """Leave the row, if there is one.  The row still reports for `seq` until its last step has been committed."""
+        if seq.state is State.PAUSED:
+            self._paused.remove(seq)
+            self.reserved_blocks -= self.outlook.greatest(seq)
         if seq.row < 0:
             return
         self.reserved_blocks -= self.outlook.greatest(seq)

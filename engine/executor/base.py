@@ -112,7 +112,7 @@ class ScriptedExecutor:
             rows.append(row)
             tokens.append(self.token(sampler, position))
             self._decoding[row] = sampler, position + 1
-        return StepResult(plan.step, rows, tokens)
+        return StepResult(plan.step, rows, tokens, device_s=self.step_seconds)
 
     def token(self, sampler: Sampler, position: int) -> int:
         """What a row says at an output position."""

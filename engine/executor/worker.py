@@ -45,7 +45,7 @@ class Pending:
     step: int
     rows: tuple[int, ...] = ()  # that sample
     heard: Said | None = None  # of the rows, in their order
-    done: torch.cuda.Event | None = None
+    clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one row
 
@@ -71,7 +71,7 @@ class Worker:
         said = torch.zeros(9 * max_seqs, dtype=torch.uint8, device=device)
         heard = [torch.zeros(9 * max_seqs, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(GPU_DEPTH + 1)]
         self._said, self._heard = Said(said, max_seqs), [Said(each, max_seqs) for each in heard]
-        self._events = [torch.cuda.Event() if self._gpu else None for _ in heard]  # type: ignore[no-untyped-call]
+        self._clocks = [Stopwatch(self._gpu) for _ in heard]
         self._launches = 0
         # Where graphs leave the logits.
         graphs = self._gpu and config.graph_seconds > 0
@@ -131,6 +131,7 @@ class Worker:
     def launch(self, plan: StepPlan) -> Pending:
         """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
+        self._clocks[self._next()].start()
         for row in plan.freed_rows:
             samplers.free(row)
         for piece in plan.slices:
@@ -162,12 +163,11 @@ class Worker:
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
-        if pending.done is not None:
-            pending.done.synchronize()
+        seconds = pending.clock.wait() if pending.clock is not None else 0.0
         prompt_logprobs = {found.asked[0][0]: found.entries() for found in pending.prompt_logprobs}
         rows, heard = pending.rows, pending.heard
         if heard is None:
-            return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs)
+            return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs, device_s=seconds)
         tokens, finite = heard.tokens.numpy()[: len(rows)], heard.finite.numpy()[: len(rows)]
         failed = {}
         if not finite.all():
@@ -180,6 +180,7 @@ class Worker:
             logprobs=pending.logprobs.by_row() if pending.logprobs else {},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
+            device_s=seconds,
         )
 
     def _decode(self, number: int) -> Pending:
@@ -227,12 +228,15 @@ class Worker:
         """Send home what the step said."""
         rows = self._batch.rows
         logprobs = self._samplers.logprobs(logits, rows, self._said.tokens)
-        at = self._launches = (self._launches + 1) % len(self._heard)
-        heard, done = self._heard[at], self._events[at]
+        at = self._launches = self._next()
+        heard, clock = self._heard[at], self._clocks[at]
         heard.all.copy_(self._said.all, non_blocking=True)
-        if done is not None:
-            done.record()
-        return Pending(number, rows, heard, done, logprobs, prompt_logprobs)
+        clock.stop()
+        return Pending(number, rows, heard, clock, logprobs, prompt_logprobs)
+
+    def _next(self) -> int:
+        """Which of the buffers for what steps say the next one uses."""
+        return (self._launches + 1) % len(self._heard)
 
     # ------------------------------------------------------------------------------------------------- once, on a GPU
 
@@ -289,6 +293,34 @@ class Worker:
             done += capture_all([partial(capture_mixed, shape) for shape in shapes], left)
             batch.shapes = self._mixed_graphs.keys
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
+
+
+class Stopwatch:
+    """Clocks a step where it runs, and waits for its end.  On a CPU it has run when `stop` is called."""
+
+    def __init__(self, gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []  # type: ignore[no-untyped-call]
+        self._began = self._ended = 0.0
+
+    def start(self) -> None:
+        if self._events:
+            self._events[0].record()
+        else:
+            self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        else:
+            self._ended = time.perf_counter()
+
+    def wait(self) -> float:
+        """Until what was queued before `stop` is through; seconds since `start` was."""
+        if not self._events:
+            return self._ended - self._began
+        self._events[1].synchronize()
+        seconds: float = self._events[0].elapsed_time(self._events[1]) / 1000
+        return seconds
 
 
 class Said:

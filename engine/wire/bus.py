@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import random
@@ -34,9 +35,14 @@ from engine.wire.scripts import (
     CLOSE,
     EXCHANGE,
     FLEET,
+    KEEP,
+    LOG,
     OPEN,
     OTHERS,
+    PROMISE,
     QUARANTINED,
+    RELEASE,
+    SETTLE,
     SUBMIT,
     TWIN,
     Script,
@@ -68,6 +74,9 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
+    forgotten: bool = False  # the reader had not been heard of for long: what it listened to may go elsewhere
+    oldest_ms: int = 0  # since the oldest in the queue was first queued
+    quarantined: int = 0  # requests set aside because they killed their engines
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -103,6 +112,16 @@ class Twin(msgspec.Struct, frozen=True):
     same_body: bool
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """What one request (a client's has one for each prompt) has cost and brought, all continuations together."""
+
+    request_id: str
+    tenant: str
+    generated: int  # output tokens engines produced for it, as far as its log is kept
+    delivered: int  # of them, those that went out to a client
+    new: int  # of those, the ones nobody had counted before
+
+
 class Attached(msgspec.Struct, frozen=True):
     """A request as its log has it."""
 
@@ -118,6 +137,15 @@ class Quarantined(msgspec.Struct, frozen=True):
     said: int  # its tokens in the log by then, all continuations together
     engine: str  # the last of them
     time_ms: int  # unix time of the verdict
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """On which a refused request is told when to return."""
+
+    pace: float  # prompt tokens that the engines start per second, > 0
+    least_ms: int  # it can't be sooner
+    most_ms: int  # nothing is promised later
+    shares: tuple[float, float]  # of the pace, for those who return: where nothing else is promised, and at most_ms
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -309,38 +337,71 @@ class GatewaySide:
             _read_twin(twin, once),
         )
 
+    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+        """When the prompts of one client's request, just refused, may come again: ms from now, whole seconds of them
+        for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, which
+        ends the promise: let it in.  None: so much is promised that its time would be past `terms.most_ms`.
+
+        Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) for nobody.
+        """
+        first = requests[0]
+        asked = (first.tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
+        name = hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
+        tokens = sum(len(request.token_ids) for request in requests)
+        first_share, last_share = map(repr, terms.shares)
+        words = (tokens, repr(terms.pace), terms.least_ms, terms.most_ms, first_share, last_share)
+        pause = int(await self._link.script(PROMISE, name, first.tenant, repr(first.weight), *words))
+        return None if pause < 0 else pause
+
     async def twin(self, once: Once) -> Twin | None:
         """The request that came first under this key, as submit() would find it; None: it would be the first.
 
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
         return _read_twin(await self._link.script(TWIN, once.key), once)
 
-    async def attach(self, request_id: str) -> Attached | None:
+    async def release(self, once: Once, request_id: str) -> None:
+        """`request_id` is not to be the first under this key any longer: its answer is not to be had.  Raises BusDown
+        after PATIENCE_S."""
+        await self._link.script(RELEASE, once.key, request_id)
+
+    async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
         """Listen to a request of whatever gateway, from now on, and read all it has said; None: its log is not kept, or
         never was.
 
         Every Delta that is not in the reply comes through batches(), with two exceptions to be ready for: some may come
         a second time (see `first`), and after the attachment some are missing.  Then an empty Delta follows whose
         `first` lies beyond what is known: read the rest with log().  A request that is over is read all the same: it
-        has a Finish for each continuation.  Raises BusDown after PATIENCE_S."""
-        return await self._attach(request_id, self._gateway)
-
-    async def log(self, request_id: str, index: int, first: int) -> Said | None:
-        """What one continuation has said from output position `first` on; None as for attach().  The finish comes with
-        its last token.  Raises BusDown after PATIENCE_S."""
-        found = await self._attach(request_id, "")
-        if found is None or not 0 <= index < len(found.continuations):
-            return None
-        said = found.continuations[index]
-        logprobs = said.logprobs[first:] if said.logprobs is not None else None
-        return msgspec.structs.replace(said, token_ids=said.token_ids[first:], logprobs=logprobs)
-
-    async def _attach(self, request_id: str, listener: str) -> Attached | None:
-        reply = await self._link.script(ATTACH, request_id, listener)
+        has a Finish for each continuation.  Without `listen` it is only read.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
             return None
         record, found = reply
         return Attached(record, [tokenlog.read(*one) for one in found])
+
+    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+        """At most `count` tokens of what one continuation has said from output position `first` on; None as for
+        attach().  The finish comes with its last token.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.script(LOG, request_id, index, first, count)
+        if reply is None:
+            return None
+        *found, skipped = reply
+        said = tokenlog.read(*found)
+        if said.logprobs is None:
+            return said
+        return msgspec.structs.replace(said, logprobs=said.logprobs[skipped : skipped + len(said.token_ids)])
+
+    async def keep(self, request_ids: list[str]) -> None:
+        """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
+        await self._link.script(KEEP, *request_ids)
+
+    async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
+        """Enter in the ledger how many output tokens of each continuation went out to a client: (request id, tenant,
+        counts).  Counts never fall, and settling the same twice counts it once.  Raises BusDown after PATIENCE_S."""
+        words: list[bytes | str | int] = []
+        for request_id, tenant, counts in delivered:
+            words += (request_id, tenant, len(counts), *counts)
+        found = await self._link.script(SETTLE, *words)
+        return [Usage(one[0], one[1], *figures) for one, figures in zip(delivered, found, strict=True)]
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
         """This gateway listens no more.  If nobody else does the request is withdrawn: an unclaimed one leaves the
@@ -396,7 +457,8 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
-        loads, time_ms, queued, room_tokens, turns = await self._link.script(FLEET, self._gateway, self._grace_ms)
+        reply = await self._link.script(FLEET, self._gateway, self._grace_ms)
+        loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -405,6 +467,9 @@ class GatewaySide:
             time_ms,
             room_tokens,
             tenants,
+            not known,
+            oldest_ms,
+            quarantined,
         )
 
 
@@ -434,6 +499,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
+        self.queue_share = 0.0  # requests nobody had claimed after the last exchange, over the engines that could
         self._epoch = "0"  # of the lease; another one at Redis means that it lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # what it holds, as far as it knows: id -> who pays for its tokens
@@ -497,7 +563,8 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id in held]
         self._forget(finished)
-        works, orders = reply
+        works, orders, queued, engines = reply
+        self.queue_share = queued / max(1, engines)
         claimed = Claimed([], [], lost)
         for payload, listeners, outputs in works:
             request = self._decode(payload)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -19,13 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import redis
 
 START_S = 15.0  # to answer PING; loading a large append-only file counts, so it is generous
 STOP_S = 5.0  # to leave after SIGTERM, before SIGKILL
 SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux and 104 on macOS, with a closing zero byte
+FOLDER = "quire-"  # how the names of our temporary folders begin
+LOCK = "owner"  # a file in each, locked for as long as its owner lives
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -74,11 +77,12 @@ class EmbeddedRedis:
     With `data_dir` the append-only file lives there and survives; without, in a temporary folder that close() removes.
     `url` stays the same over stop() and start(), so clients find a restarted server again.
     On Linux the server ends with the thread that called start(): call it from one that lives as long as it should.
+    The folder of an owner who was killed is removed by the next one.
     """
 
     def __init__(self, data_dir: Path | None = None) -> None:
         self._binary = server_binary()
-        self._folder = _socket_folder()
+        self._folder, self._owned = _socket_folder()
         self._data = data_dir if data_dir is not None else self._folder / "data"
         self._socket = self._folder / "redis.sock"
         self._log = self._data / "redis.log"
@@ -136,6 +140,7 @@ class EmbeddedRedis:
         """Stop, and remove every file that is not in a given `data_dir`.  Harmless when called twice."""
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.close()
 
     def __enter__(self) -> Self:
         try:
@@ -180,12 +185,25 @@ def _answers(client: redis.Redis) -> bool:
         return False
 
 
-def _socket_folder() -> Path:
-    """A new folder of mode 0700 with room for a socket's path, which the kernel limits to about a hundred bytes."""
+def _socket_folder() -> tuple[Path, IO[bytes]]:
+    """A new folder of mode 0700 with room for a socket's path, which the kernel limits to about a hundred bytes; and
+    the lock that says it has an owner, until closed.  Removes what owners who were killed have left beside it."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         with contextlib.suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="quire-", dir=base))
+            folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
             if len(os.fsencode(folder / "redis.sock")) <= SOCKET_PATH_BYTES:
-                return folder
+                lock = (folder / "new").open("wb")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                os.rename(lock.name, folder / LOCK)  # appears locked, so nobody takes it for left
+                _sweep(Path(base))
+                return folder, lock
             folder.rmdir()
     raise EmbeddedRedisError("no temporary folder has a path short enough for a unix socket: set TMPDIR to one")
+
+
+def _sweep(base: Path) -> None:
+    """Remove our folders in `base` whose owner is gone; those of other users stay."""
+    for lock in base.glob(f"{FOLDER}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

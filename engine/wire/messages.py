@@ -53,6 +53,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     priority: int = 0  # lower goes earlier, -100..100
     tenant: str = ""  # who pays for it: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share against the others'
+    queued_ms: int = 0  # unix time, on its gateway's clock, when it was queued; 0: not known
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):

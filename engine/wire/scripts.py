@@ -6,13 +6,19 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     arrivals         string   number of the last request queued              submit            never
     queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
     waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
+    ages             zset     waiting id -> unix ms of its submit            as queue:TENANT   with its members
     queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
     turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
-    weights          hash     tenant -> weight                               submit            never
+    weights          hash     tenant -> weight                               submit, promise   never
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
+    promises         zset     name of a refused request -> unix ms at which  promise           when kept, or
+                              it was told to return                                            PROMISE after that
+    promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
+                              promised takes up what is promised at all
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
-                              tenant, deadline (unix ms), engine (who                          after its deadline
+                              since (unix ms of its submit), tenant,                           after its deadline
+                              deadline (unix ms), engine (who
                               claimed it), listeners (gateways, one a
                               line), dropped (indices of continuations       attach, cancel
                               nobody wants any more), attempts and said      lapse
@@ -23,13 +29,17 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
                               submit), once (its idempotency key), and by                      request's end, as do
                               continuation I: finish:I (msgpack Finish),     exchange          the two below
                               head:I (msgpack [cached tokens, prompt
-                              logprobs], only where there are any)
+                              logprobs], only where there are any) and
+                              delivered:I (tokens its clients got)           settle
     log:ID:I         string   its output so far, 4 bytes a token, little     exchange
                               endian: what a client may have seen
     log:ID:I:probs   string   (4 bytes length, msgpack [TokenLogprob..]) ..  exchange
                               where they were asked for
     once:KEY         hash     id and body digest of the request that came    submit            with its log
                               first under an idempotency key
+    usage:TENANT     hash     requests (one a prompt), prompt_tokens,        submit            never
+                              generated and                                  exchange
+                              delivered (output tokens)                      settle
     gateways         set      gateways that may be alive                     fleet             when found dead
     gateway:NAME     string   its heartbeat                                  fleet             GATEWAY
     open:GATEWAY     set      ids of requests it listens to                  submit, attach    at their end
@@ -66,11 +76,20 @@ it, and submit queues only while all that is queued stays within all that room p
 happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
 and end with its requests.
 
+Promises.  Who is refused is told when to return, and the fleet remembers, whichever gateway is asked next.  A refused
+request goes by what it asks, so a client need not carry anything; who returns too early hears the same time again.
+Promises are handed out one behind the other, at a share of the pace at which engines start prompts: the rest is for
+those who come for the first time.  The later a promise, the larger the share, so that a long crowd still gets a time.
+
 The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
 one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
 request goes on from there.  It follows that only one engine may write to a log.  When its lease lapses an engine's
 epoch moves on, and an exchange of an earlier epoch is refused as a whole, with a list of what the engine still holds: a
 zombie can't write, whenever it wakes.
+
+The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in the exchange that brings the tokens, so it
+is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
+left.  Of each output position only the first delivery counts, wherever a client goes on reading.
 
 Poison.  A lapse, or a start under the name of an engine that had not closed, counts an attempt for each request held;
 one that has said more since its last attempt begins again at 1.  A request whose attempts reach MAX_ATTEMPTS has killed
@@ -91,6 +110,8 @@ import hashlib
 EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
 TOMBSTONE_MS = 10_000  # longer than any retry of a submit
 STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
+PROMISE_MS = 5_000  # who returns later than this after the time it was told counts as new
+PUNCTUAL_MS = 50  # so much too early is in time
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
@@ -113,8 +134,14 @@ local function charge(tenant, tokens)  -- negative: a refund
   call('ZADD', P .. 'turns', 'XX', counter, tenant)
 end
 
+local function now_ms()
+  local now = call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
 local function enqueue(id)
-  local tokens, place, tenant = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant'))
+  local tokens, place, tenant, since = unpack(
+    call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant', 'since'))
   if not call('ZSCORE', P .. 'turns', tenant) then
     local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
     local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
@@ -126,6 +153,7 @@ local function enqueue(id)
     call('ZADD', P .. 'turns', counter, tenant)
   end
   call('ZADD', P .. 'queue:' .. tenant, place, id)
+  call('ZADD', P .. 'ages', since or now_ms(), id)
   call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
   call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
 end
@@ -136,6 +164,7 @@ local function dequeue(id)  -- says whether it was waiting
   local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
   call('ZREM', P .. 'queue:' .. tenant, id)
   call('HDEL', P .. 'waiting', id)
+  call('ZREM', P .. 'ages', id)
   if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
     call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
   else
@@ -148,11 +177,6 @@ end
 
 local function alive(id)
   return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
-end
-
-local function now_ms()
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
 local function order(engine, what)  -- see orders:ENGINE
@@ -204,9 +228,9 @@ local function route(id, names)  -- from now on these gateways listen
   if engine then order(engine, id .. ' >' .. names) end
 end
 
--- Tell everyone who listens how far the log has come: an empty Delta at the log's end for each continuation, with its
+-- Tell these gateways how far the log has come: an empty Delta at the log's end for each continuation, with its
 -- Finish if there is one.  Whoever has less reads the log.
-local function tell(id)
+local function tell(id, names)
   local log, n = P .. 'log:' .. id, continuations(id)
   local deltas = {{}}
   for i = 0, n - 1 do
@@ -215,7 +239,7 @@ local function tell(id)
   end
   local batch = string.char(0x82) .. cmsgpack.pack('engine', '', 'deltas')
                 .. string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
-  for name in each_of(listeners(id)) do
+  for name in each_of(names) do
     local out = P .. 'out:' .. name
     call('XADD', out, '*', 'b', batch)
     call('PEXPIRE', out, {STREAM_MS})
@@ -224,14 +248,8 @@ end
 
 -- endings
 
-local function bury(id)  -- it is over: its log stays for a while
-  local key, log = P .. 'req:' .. id, P .. 'log:' .. id
-  local names = listeners(id)
-  call('DEL', key)
-  call('HSET', key, 'gone', 1)
-  call('PEXPIRE', key, {TOMBSTONE_MS})
-  for name in each_of(names) do call('SREM', P .. 'open:' .. name, id) end
-  call('ZREM', P .. 'orphans', id)
+local function keep(id)  -- its log goes `retain` ms from now
+  local log = P .. 'log:' .. id
   local retain, once = unpack(call('HMGET', log, 'retain', 'once'))
   if not retain then return end
   for i = 0, continuations(id) - 1 do
@@ -240,6 +258,17 @@ local function bury(id)  -- it is over: its log stays for a while
   end
   call('PEXPIRE', log, retain)
   if once then call('PEXPIRE', P .. 'once:' .. once, retain) end
+end
+
+local function bury(id)  -- it is over: its log stays for a while
+  local key = P .. 'req:' .. id
+  local names = listeners(id)
+  call('DEL', key)
+  call('HSET', key, 'gone', 1)
+  call('PEXPIRE', key, {TOMBSTONE_MS})
+  for name in each_of(names) do call('SREM', P .. 'open:' .. name, id) end
+  call('ZREM', P .. 'orphans', id)
+  keep(id)
 end
 
 local function withdraw(id)
@@ -269,7 +298,7 @@ end
 
 local function end_with(id, finish)  -- what an engine would say, where no engine has it
   finish_open(id, cmsgpack.pack(finish))
-  tell(id)
+  tell(id, listeners(id))
   bury(id)
 end
 
@@ -402,7 +431,8 @@ if not accepted then
       local id, payload, size, n = unpack(ARGV, i, i + 3)
       local key, log = P .. 'req:' .. id, P .. 'log:' .. id
       call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
-           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'), 'listeners', gateway)
+           'place', priority * {PLACES} + call('INCR', P .. 'arrivals'), 'listeners', gateway,
+           'since', now_ms())
       call('PEXPIREAT', key, deadline + {EXPIRY_MS})
       call('HSET', log, 'n', n, 'retain', retain)
       if i == 11 then
@@ -412,6 +442,8 @@ if not accepted then
       call('PEXPIREAT', log, deadline + {EXPIRY_MS})
       call('SADD', P .. 'open:' .. gateway, id)
       call('HSET', P .. 'weights', tenant, weight)
+      call('HINCRBY', P .. 'usage:' .. tenant, 'requests', 1)
+      call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', size)
       enqueue(id)
     end
     if once ~= '' then
@@ -422,6 +454,38 @@ if not accepted then
   end
 end
 return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns(), twin}}
+"""
+
+# name, tenant, weight, prompt tokens, then Terms: pace, least ms, most ms, first share, last share
+_PROMISE = f"""
+local name, tenant = ARGV[1], ARGV[2]
+local weight, tokens, pace, least, most, first, last = unpack(ARGV, 3)
+local now = now_ms()
+call('ZREMRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})
+local due = call('ZSCORE', P .. 'promises', name)
+if due then
+  if due - now > {PUNCTUAL_MS} then return due - now end
+  call('ZREM', P .. 'promises', name)
+  return 0
+end
+local start, others = now + least, 0
+local promised = call('HGETALL', P .. 'promised')
+for i = 1, #promised, 2 do
+  local till = tonumber(promised[i + 1])
+  if promised[i] == tenant then start = math.max(start, till)
+  elseif till > now then others = others + (call('HGET', P .. 'weights', promised[i]) or 1)
+  else call('HDEL', P .. 'promised', promised[i]) end
+end
+if start - now > most + 0 then return -1 end
+local share = (first + (last - first) * (start - now) / most) * weight / (weight + others)
+local pause = math.ceil((start - now) / 1000) * 1000  -- Retry-After knows whole seconds
+call('HSET', P .. 'weights', tenant, weight)
+call('ZADD', P .. 'promises', now + pause, name)
+local till = math.min(start + 1000 * tokens / (pace * share), now + 2 * most)
+call('HSET', P .. 'promised', tenant, string.format('%.0f', till))
+call('PEXPIRE', P .. 'promises', 2 * most + {PROMISE_MS})
+call('PEXPIRE', P .. 'promised', 2 * most + {PROMISE_MS})
+return pause
 """
 
 # gateway, then (id, index) ...; index -1: every continuation
@@ -452,7 +516,7 @@ end
 # gateway, grace in ms before requests of dead gateways are withdrawn
 _FLEET = f"""
 local me, grace = unpack(ARGV)
-call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
+local known = call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
 call('SET', P .. 'gateway:' .. me, 1, 'PX', {GATEWAY_MS})
 call('SADD', P .. 'gateways', me)
 for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do
@@ -480,7 +544,9 @@ local loads = {{}}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
 end
-return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns()}}
+local oldest = call('ZRANGE', P .. 'ages', 0, 0, 'WITHSCORES')[2]
+return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns(), known, oldest and now_ms() - oldest or 0,
+         call('ZCARD', P .. 'quarantine')}}
 """
 
 # id, the gateway that wants to listen ('' for none)
@@ -506,9 +572,65 @@ end
 return {record or '', found}
 """
 
+# id, continuation, output position to begin at, most tokens
+_LOG = """
+local id, index, first, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local log = P .. 'log:' .. id
+local key = log .. ':' .. index
+if tonumber(index) >= continuations(id) then return false end
+local finish, head = unpack(call('HMGET', log, 'finish:' .. index, 'head:' .. index))
+if call('STRLEN', key) > 4 * (first + count) then finish = false end
+-- Frames of logprobs are as large as their Deltas were: skip those before `first`, take those that begin in time.
+local probs, at, position, frames, skipped = key .. ':probs', 0, 0, {}, 0
+while count > 0 do
+  local top = call('GETRANGE', probs, at, at + 8)
+  if #top < 5 then break end
+  local length, kind, a, b, c, d = struct.unpack('<I', top), string.byte(top, 5, 9)
+  local entries = kind < 0xa0 and kind - 0x90 or kind == 0xdc and 256 * a + b or ((256 * a + b) * 256 + c) * 256 + d
+  if position >= first + count then break end
+  if position + entries > first then
+    if #frames == 0 then skipped = first - position end
+    frames[#frames + 1] = call('GETRANGE', probs, at, at + 3 + length)
+  end
+  at, position = at + 4 + length, position + entries
+end
+local found = #frames > 0 and table.concat(frames) or false
+return {call('GETRANGE', key, 4 * first, 4 * (first + count) - 1), finish, head, found, skipped}
+"""
+
 # idempotency key
 _TWIN = """
 return call('HMGET', P .. 'once:' .. ARGV[1], 'id', 'body')
+"""
+
+# idempotency key, and the request that is no longer to be its first
+_RELEASE = """
+local key = P .. 'once:' .. ARGV[1]
+if call('HGET', key, 'id') == ARGV[2] then call('DEL', key) end
+"""
+
+# ids
+_KEEP = """
+for _, id in ipairs(ARGV) do keep(id) end
+"""
+
+# (id, tenant, n, n counts of tokens) ...; returns generated, delivered, and how much of that is new, of each
+_SETTLE = """
+local found, i = {}, 1
+while i <= #ARGV do
+  local id, tenant, n = unpack(ARGV, i, i + 2)
+  local log, delivered, new = P .. 'log:' .. id, 0, 0
+  for index = 0, n - 1 do
+    local before = tonumber(call('HGET', log, 'delivered:' .. index) or 0)
+    local now = math.max(before, ARGV[i + 3 + index])
+    delivered, new = delivered + now, new + now - before
+    if now > before and continuations(id) > 0 then call('HSET', log, 'delivered:' .. index, now) end
+  end
+  if new > 0 then call('HINCRBY', P .. 'usage:' .. tenant, 'delivered', new) end
+  found[#found + 1] = {said(id), delivered, new}
+  i = i + 3 + n
+end
+return found
 """
 
 # '' or an id to drop; returns what is left
@@ -583,7 +705,10 @@ elseif (known[4] or '0') ~= epoch then  -- its lease lapsed: what nobody took go
 else
   call('HDEL', state, 'reply')  -- a first write that memory never refuses: exchanges are what empties a full Redis
   local room_tokens, room_requests = tonumber(ARGV[7]), tonumber(ARGV[8])
-  for tenant, tokens in pairs(cmsgpack.unpack(ARGV[10])) do charge(tenant, {OUTPUT_COST} * tokens) end
+  for tenant, tokens in pairs(cmsgpack.unpack(ARGV[10])) do
+    charge(tenant, {OUTPUT_COST} * tokens)
+    call('HINCRBY', P .. 'usage:' .. tenant, 'generated', tokens)
+  end
   local pieces, tokens, at = cmsgpack.unpack(ARGV[11]), ARGV[12], 1
   for i = 1, #pieces, 2 do
     local id, index = string.match(pieces[i], '^(.*):(%d+)$')
@@ -645,11 +770,11 @@ else
   orders = call('LRANGE', P .. 'orders:' .. me, 0, -1)
   call('DEL', P .. 'orders:' .. me)
   local told = {{}}
-  for _, what in ipairs(orders) do  -- this exchange's tokens went to those who listened before
-    local id = string.match(what, '^(.*) >')
-    if id and not told[id] then tell(id) end
-    if id then told[id] = true end
+  for _, what in ipairs(orders) do  -- this exchange's tokens, perhaps the last, went to those who listened before
+    local id, names = string.match(what, '^(.*) >(.*)$')
+    if id then told[id] = names end
   end
+  for id, names in pairs(told) do tell(id, names) end
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, orders}}),
        'room', room, 'heard', now_ms())
 end
@@ -665,7 +790,7 @@ for _, id in ipairs(claimed) do
     works[#works + 1] = {{payload, names, outputs}}
   end
 end
-return {{works, orders}}
+return {{works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')}}
 """
 
 
@@ -678,7 +803,7 @@ class Script:
 
 
 # A gateway's and then an engine's.
-SUBMIT, CANCEL, ADOPT, FLEET, ATTACH, TWIN, QUARANTINED = map(
-    Script, (_SUBMIT, _CANCEL, _ADOPT, _FLEET, _ATTACH, _TWIN, _QUARANTINED)
+SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE, QUARANTINED = map(
+    Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE, _QUARANTINED)
 )
 OPEN, CLOSE, OTHERS, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _EXCHANGE))

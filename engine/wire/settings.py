@@ -3,6 +3,9 @@
 A field `max_seqs` of a struct is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS` and the key `max_seqs` of the
 file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits come from the
 struct's annotations, help texts from their `msgspec.Meta(description=...)`.
+
+Keys before the file's first table are for every program that reads it; what is for one program stands in its table,
+`[serve]`, `[gateway]` or `[engine]`, and the others pass it over.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import sys
 import textwrap
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -21,25 +24,47 @@ import msgspec
 C = TypeVar("C", bound=msgspec.Struct)
 
 
+TABLES = ("serve", "gateway", "engine")  # of a file, one for each program
+PREFIX = "QUIRE_"
+
+
 class SettingsError(Exception):
     """One line naming the option, its limit and the value given."""
 
 
+class Option(msgspec.Struct, frozen=True):
+    """A field as a reader meets it."""
+
+    name: str
+    flag: str  # --max-seqs, --[no-]prefix-cache
+    limits: list[str]  # what a value must be, in words
+    default: str
+    description: str
+
+
 def load(
-    cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, positional: str | None = None
+    cls: type[C],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str,
+    positional: str | None = None,
+    table: str = "",
+    shared: Collection[str] = (),
 ) -> C:
     """Build `cls` from `argv` (without the program's name), `environ` and an optional file.
 
-    `positional` names the one field that may also be given without its flag.  Variables that name no field are left
-    alone: another process may be meant.  On `--help` prints the options and exits with 0; on a bad setting prints one
-    line to stderr and exits with 2.
+    `positional` names the one field that may also be given without its flag, `table` the program's table in the file,
+    `shared` keys before the tables that are none of its own and yet right.  Variables that name no field are left
+    alone: another process may be meant (`unknown_variable` looks at all).  On `--help` prints the options and exits
+    with 0; on a bad setting prints one line to stderr and exits with 2.
     """
     if any(word in ("-h", "--help") for word in argv):
         words = f" [{positional.upper()}]" if positional else ""
         print(f"usage: {prog}{words} [--config FILE.toml] [options]\n\n{describe(cls)}")
         raise SystemExit(0)
     try:
-        return parse(cls, argv, environ, positional=positional)
+        return parse(cls, argv, environ, positional=positional, table=table, shared=shared)
     except SettingsError as error:
         stop(prog, str(error))
 
@@ -50,18 +75,28 @@ def stop(prog: str, reason: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-def parse(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, positional: str | None = None) -> C:
+def parse(
+    cls: type[C],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    positional: str | None = None,
+    table: str = "",
+    shared: Collection[str] = (),
+) -> C:
     """load() without exits: raises SettingsError."""
     flags, config = _read_flags(cls, argv, positional)
     types = typing.get_type_hints(cls, include_extras=True)
     values: dict[str, Any] = {}
     if config is not None:
-        for name, value in _read_file(config).items():
-            if name not in types:
-                raise SettingsError(f"{config}: {name} is not a setting{_meant(name, types)}")
-            values[name] = _convert(value, types[name], f"{config}: {name}", strict=True)
+        for name, where, value in _read_file(config, table):
+            if name in types:
+                values[name] = _convert(value, types[name], f"{config}: {where}{name}", strict=True)
+            elif where or name not in shared:
+                others = "" if where or not table else "; what is for one program stands in its table, say [engine]"
+                raise SettingsError(f"{config}: {where}{name} is not a setting{_meant(name, types) or others}")
     for name, kind in types.items():
-        if (text := environ.get(variable := f"QUIRE_{name.upper()}")) is not None:
+        if (text := environ.get(variable := f"{PREFIX}{name.upper()}")) is not None:
             values[name] = _convert(_split(text, kind), kind, variable)
     for name, (flag, text) in flags.items():
         values[name] = _convert(_split(text, types[name]), types[name], flag)
@@ -74,6 +109,15 @@ def parse(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, posi
         raise SettingsError(str(error)) from None
 
 
+def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec.Struct]]) -> str | None:
+    """One line about a variable QUIRE_... that is no option of any of `programs`; None if there is none."""
+    known = {f"{PREFIX}{name.upper()}": None for cls in programs for name in cls.__struct_fields__}
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in known:
+            return f"{variable} is not an option{_meant(variable, known)}"
+    return None
+
+
 def flag_of(field: str) -> str:
     """max_seqs -> --max-seqs"""
     return "--" + field.replace("_", "-")
@@ -84,19 +128,27 @@ def is_bool(cls: type[msgspec.Struct], field: str) -> bool:
     return _plain(typing.get_type_hints(cls)[field]) is bool
 
 
-def describe(cls: type[msgspec.Struct]) -> str:
-    """The options of `cls`, one paragraph each: flag, limits, default, meaning."""
+def options(cls: type[msgspec.Struct]) -> list[Option]:
+    """Every field of `cls`, in its order."""
     types = typing.get_type_hints(cls, include_extras=True)
-    lines: list[str] = []
+    found = []
     for field in msgspec.structs.fields(cls):
         kind = types[field.name]
         flag = f"--[no-]{field.name.replace('_', '-')}" if is_bool(cls, field.name) else flag_of(field.name)
         value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        default = "required" if field.required else f"default {_show(value)}"
-        lines.append(f"  {flag}  ({', '.join([*_limits(kind), default])})")
-        for meta in getattr(kind, "__metadata__", ()):
-            if isinstance(meta, msgspec.Meta) and meta.description:
-                lines += textwrap.wrap(meta.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        metas = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+        text = " ".join(meta.description for meta in metas if meta.description)
+        found.append(Option(field.name, flag, _limits(kind), "required" if field.required else _show(value), text))
+    return found
+
+
+def describe(cls: type[msgspec.Struct]) -> str:
+    """The options of `cls`, one paragraph each: flag, limits, default, meaning."""
+    lines: list[str] = []
+    for option in options(cls):
+        default = option.default if option.default == "required" else f"default {option.default}"
+        lines.append(f"  {option.flag}  ({', '.join([*option.limits, default])})")
+        lines += textwrap.wrap(option.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -133,14 +185,23 @@ def _read_flags(
     return found, config
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
+    """(key, the table it stands in, value): those before the tables, then those of `table`, which win."""
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            read = tomllib.load(file)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config {path}: {error}") from None
+    tables = {name: value for name, value in read.items() if isinstance(value, dict) or name in TABLES}
+    for name, value in tables.items():
+        if name not in TABLES:
+            raise SettingsError(f"{path}: [{name}] is not a table{_meant(name, dict.fromkeys(TABLES))}")
+        if not isinstance(value, dict):
+            raise SettingsError(f"{path}: {name} is {_show(value)}; must be a table, [{name}]")
+    common = [(name, "", value) for name, value in read.items() if name not in tables]
+    return common + [(name, f"[{table}] ", value) for name, value in tables.get(table, {}).items()]
 
 
 def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> Any:

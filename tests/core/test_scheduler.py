@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
-from engine.core.limits import Admission, Allocation, Limits
+from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import Scheduler
 from engine.core.swapping import Preempt
@@ -68,6 +68,7 @@ class Rig:
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.deltas: list[Delta] = []
         self.over: set[str] = set()
+        self.milestones: dict[tuple[str, int], list[str]] = defaultdict(list)
         self.plans: list[StepPlan] = []
         self.now = 0
 
@@ -148,7 +149,27 @@ class Rig:
         for request_id in out.finished:
             assert request_id not in self.over
             self.over.add(request_id)
+        for event in out.events:
+            self.note(event)
+        filled, allocated = self.core.used_slots()
+        assert self.core.wasted_slots() == allocated - filled
         self.core.check()
+
+    def note(self, event: Event) -> None:
+        """Milestones come in an order that makes sense, the last one once."""
+        key = event.request.id, event.index
+        past = self.milestones[key]
+        assert "ended" not in past
+        if event.kind == "first":
+            assert "first" not in past
+            assert self.answers[key], "said before the token was"
+        elif event.kind == "resumed":
+            assert any("started" in self.milestones[event.request.id, i] for i in range(event.request.n))
+        elif event.kind == "ended" and event.reason is not None:
+            assert self.finishes[key].reason == event.reason
+            assert event.tokens == len(self.answers[key])
+            assert ("first" in past) == (event.tokens > 0)
+        past.append(event.kind)
 
     def run(self) -> None:
         """Until nothing is left; as the loop does it, `depth` steps in flight."""

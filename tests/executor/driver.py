@@ -50,7 +50,7 @@ class Driver:
     def __init__(self, model: LoadedModel | Path, *, blocks: int = 256, seed: int = 0, **config: object) -> None:
         if isinstance(model, Path):
             model = load_model(str(model), dtype="auto", device=CPU)
-        kernels = os.environ.get("QUIRE_KERNELS_LIBRARY", "")
+        kernels = os.environ.get("QUIRE_KERNELS", "")
         settings = {"kernels": kernels, "max_seqs": 64, "step_tokens": 2048, "poison_free_blocks": True} | config
         self.config = EngineConfig(kv_blocks=blocks, **settings)  # type: ignore[arg-type]
         self.worker = RecordingWorker(

@@ -28,7 +28,7 @@ from tests.executor.driver import Driver
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = os.environ.get("QUIRE_KERNELS_LIBRARY", "")
+KERNELS = os.environ.get("QUIRE_KERNELS", "")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "gemma2"]
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 Checkpoint = Callable[[str], Path]

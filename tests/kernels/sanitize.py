@@ -28,7 +28,7 @@ WINDOWS = [(0, 0.0), (50, 20.0)]
 
 
 def main() -> None:
-    library = os.environ.get("QUIRE_KERNELS_LIBRARY")
+    library = os.environ.get("QUIRE_KERNELS")
     ops.load(library=Path(library) if library else None)
     sizes = zip(SHAPES, itertools.cycle(BLOCK_SIZES))
     for ((heads, kv_heads, dim), block_size), e4m3, (window, soft_cap) in itertools.product(

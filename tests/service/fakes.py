@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -114,10 +114,12 @@ class FakeEngine:
         self.script, self.step_s, self.burst, self.holding = script, step_s, 1, False
         self.seen: list[Generate] = []
         self.aborted: list[str] = []
+        self.generated = 0  # output tokens, as an engine counts them
         self.load_changes: dict[str, object] = {}
         self.room_tokens = 100_000
         self._side = EngineSide(url, engine, namespace=namespace)
         self._engine = engine
+        self._cancelled: list[tuple[str, int, int]] = []  # (request, continuation, position) to be told
         self._running: dict[str, tuple[Generate, list[tuple[list[int], Finish | None]], list[int]]] = {}
 
     @property
@@ -141,18 +143,26 @@ class FakeEngine:
         for generate in claimed.generates:
             self.seen.append(generate)
             scripts = [self.script(generate, index) for index in range(generate.n)]
-            self._running[generate.id] = (generate, scripts, [0] * generate.n)
+            so_far = claimed.resumed.get(generate.id, [])
+            positions = [-1 if said.finish else len(said.token_ids) for said in so_far] or [0] * generate.n
+            self._running[generate.id] = (generate, scripts, positions)
         for order in claimed.aborts:
             self.aborted.append(order.id if order.index < 0 else f"{order.id} {order.index}")
-            if order.index < 0:
-                self._running.pop(order.id, None)
-            elif order.id in self._running:
-                self._running[order.id][2][order.index] = -1
+            if order.id in self._running:
+                positions = self._running[order.id][2]
+                for index in range(len(positions)) if order.index < 0 else [order.index]:
+                    if positions[index] >= 0:  # like an engine's scheduler: every continuation ends in one Finish
+                        self._cancelled.append((order.id, index, positions[index]))
+                        positions[index] = -1
 
     async def _run(self) -> None:
         while True:
             outgoing: dict[str, list[Delta]] = {}
             finished = []
+            for request_id, index, at in self._cancelled:
+                delta = Delta(request_id, at, [], Finish("cancelled"), index)
+                outgoing.setdefault(self._running[request_id][0].gateway, []).append(delta)
+            self._cancelled.clear()
             for request_id, (generate, scripts, positions) in list(self._running.items()):
                 for index, (tokens, finish) in enumerate(scripts):
                     at = positions[index]
@@ -162,6 +172,7 @@ class FakeEngine:
                     if delta is None:
                         continue
                     positions[index] = -1 if delta.finish else at + len(delta.token_ids)
+                    self.generated += len(delta.token_ids)
                     outgoing.setdefault(generate.gateway, []).append(delta)
                 if all(at < 0 for at in positions):
                     finished.append(request_id)
@@ -203,13 +214,20 @@ class FakeEngine:
 class Served:
     """A running gateway, its engine, and a client session with the base URL set."""
 
-    def __init__(self, url: str, gateway: Gateway, streams: Streams, session: ClientSession) -> None:
-        self.url, self.gateway, self.streams, self.session = url, gateway, streams, session
+    def __init__(
+        self, url: str, gateway: Gateway, streams: Streams, session: ClientSession, runner: web.AppRunner
+    ) -> None:
+        self.url, self.gateway, self.streams, self.session, self._runner = url, gateway, streams, session, runner
+
+    def transports(self) -> list[asyncio.Transport]:
+        """Of its clients' connections."""
+        assert self._runner.server is not None
+        return [one.transport for one in self._runner.server.connections if one.transport is not None]
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    """Return as soon as `condition()` holds; fails the test after 5 s."""
-    end = time.monotonic() + 5
+    """Return as soon as `condition()` holds; fails the test after 20 s, for the machine may be busy."""
+    end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.005)

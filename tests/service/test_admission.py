@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import random
 import time
-from collections import Counter
 
 import msgspec
 import pytest
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.wire.bus import Fleet, Turn
 from engine.wire.messages import EngineLoad
-from service.admission import Cost, Promises, ahead, decide, limits
+from service.admission import Cost, Overloaded, ahead, decide, limits
 from service.api import Refusal
 from service.config import GatewayConfig
 from tests.service.fakes import a_load
@@ -41,25 +38,24 @@ def fleet(*engines: EngineLoad, queued: int = 0, room: int = 0, **tenants: Turn)
     return Fleet(list(engines), len(tenants), total, NOW, room, tenants)
 
 
-def outcome(
-    asked: Cost, view: Fleet, now: int = NOW, jitter: float = 0.0, promises: Promises | None = None
-) -> int | Refusal:
+def outcome(asked: Cost, view: Fleet, now: int = NOW, jitter: float = 0.0, *, returning: bool = False) -> int | Refusal:
     try:
-        return decide(asked, view, now, CONFIG, jitter, Promises() if promises is None else promises)
+        return decide(asked, view, now, CONFIG, jitter, returning=returning)
     except Refusal as refusal:
         return refusal
 
 
-def refused(*args: object, **more: object) -> Refusal:
+def refused(*args: object, **more: object) -> Overloaded:
     refusal = outcome(*args, **more)  # type: ignore[arg-type]
-    assert isinstance(refusal, Refusal), refusal
+    assert isinstance(refusal, Overloaded), refusal
     return refusal
 
 
 def test_no_engine_is_503_and_a_full_one_429() -> None:
     for view in (fleet(room=1000), fleet(busy(draining=True), room=1000)):
-        refusal = refused(cost(), view)
-        assert (refusal.status, refusal.code) == (503, "no_engine")
+        none = outcome(cost(), view)
+        assert isinstance(none, Refusal)
+        assert (none.status, none.code) == (503, "no_engine")
     refusal = refused(cost(), fleet(busy(), queued=5000))
     assert (refusal.status, refusal.code, refusal.limit) == (429, "rate_limit_exceeded", 10.0)
 
@@ -80,13 +76,32 @@ def test_what_fits_the_room_is_let_in_at_any_pace() -> None:
     assert refused(cost(100), fleet(slow, queued=50, room=149)).status == 429
 
 
-def test_the_pause_is_what_the_wait_is_too_long_by() -> None:
-    view = fleet(busy(), queued=800 + 20 * 80)
-    assert refused(cost(80), view).retry_after_s == 21
-    assert refused(cost(80), view, jitter=0.8).retry_after_s == 26  # 25.2: whole seconds, so that both headers agree
-    assert refused(cost(80), fleet(busy(), queued=80_000)).retry_after_s == 48
+def test_the_terms_of_a_promise_are_the_pace_and_what_the_wait_is_too_long_by() -> None:
+    refusal = refused(cost(80), fleet(busy(), queued=800 + 20 * 80))
+    assert refusal.terms is not None
+    assert (refusal.terms.pace, refusal.terms.least_ms, refusal.terms.most_ms) == (80.0, 21_000, 60_000)
+    nearly = refused(cost(81), fleet(busy(), queued=720)).terms
+    assert nearly is not None
+    assert nearly.least_ms == 1000
+
+
+def test_a_refusal_without_a_promise_sends_a_crowd_back_at_different_times() -> None:
+    view = fleet(busy(), queued=80_000)
+    assert refused(cost(80), view).retry_after_s == 60
     headers = refused(cost(80), view, jitter=0.99).headers()
-    assert (headers["Retry-After"], headers["retry-after-ms"]) == ("27", "27000")
+    assert (headers["Retry-After"], headers["retry-after-ms"]) == ("46", "46000")
+    still = refused(cost(), fleet(busy(blocks_per_s=0.0, prompt_tokens=0, generated_tokens=0), queued=1600), jitter=0.5)
+    assert (still.terms, still.retry_after_s) == (None, 1.5)
+
+
+def test_who_returns_when_told_may_wait_longer_and_its_own_size_is_left_out() -> None:
+    view = fleet(busy(), queued=1600)
+    assert refused(cost(100), view).status == 429
+    assert outcome(cost(100), view, returning=True) == 1700
+    assert outcome(cost(10_000), view, returning=True) == 11_600  # it would never fit the wait
+    assert refused(cost(100), fleet(busy(), queued=1601), returning=True).code == "rate_limit_exceeded"
+    late = refused(cost(100, timeout_s=5.0), view, returning=True)
+    assert late.code == "deadline_unreachable"
 
 
 def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
@@ -94,7 +109,8 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
     assert outcome(cost(100, timeout_s=5.0), view) == 400
     refusal = refused(cost(101, timeout_s=5.0), view)
     assert (refusal.status, refusal.code, refusal.limit, refusal.param) == (429, "deadline_unreachable", 5.0, "timeout")
-    assert refusal.retry_after_s == 1.0
+    assert refusal.terms is not None
+    assert refusal.terms.least_ms == 1000
     assert outcome(cost(100, timeout_s=0.001), fleet(busy(), room=100)) == 0  # there is room now
 
 
@@ -139,59 +155,6 @@ def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
     assert refused(cost(100, tenant="loud"), fleet(busy(), loud=loud)).status == 429
 
 
-def test_a_crowd_is_told_to_return_one_after_the_other() -> None:
-    promises, view, pauses = Promises(), fleet(busy(), queued=800), []
-    for _ in range(20):
-        pauses.append(refused(cost(160), view, promises=promises).retry_after_s)
-    assert pauses == [2.0 * (1 + i) for i in range(20)]  # 80 tokens a second: 2 s each
-    assert promises.tokens(NOW + 10_000) == 15 * 160
-    assert promises.tokens(NOW + 60_000) == 0
-
-
-def test_a_promise_is_kept_against_who_comes_without_one() -> None:
-    promises = Promises()
-    assert refused(cost(160), fleet(busy(), queued=800), promises=promises).retry_after_s == 2
-    later = msgspec.structs.replace(fleet(busy(), queued=700), time_ms=NOW + 1250)  # 100 tokens have started
-    assert refused(cost(80), later, NOW + 1250, promises=promises).retry_after_s == 2  # though its wait would be 9.75 s
-    then = fleet(busy(time_ms=NOW + 2000), queued=640)
-    assert outcome(cost(160), msgspec.structs.replace(then, time_ms=NOW + 2000), NOW + 2000, promises=promises) == 800
-    roomy = msgspec.structs.replace(later, room_tokens=780)
-    assert outcome(cost(80), roomy, NOW + 1250, promises=Promises()) == 800
-    promises.add(NOW + 9000, 10**6)
-    assert outcome(cost(80), roomy, NOW + 1250, promises=promises) == 0  # room is never left empty for a promise
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_who_returns_when_told_gets_in(seed: int) -> None:
-    """5 requests a second, 15 for half a minute, where 7 can be started: arrivals at random, lengths lognormal."""
-    dice, promises, config = random.Random(seed), Promises(), GatewayConfig()
-    arrivals: list[tuple[float, int, int, int]] = []  # (second, number, prompt tokens, tries before)
-    at = 0.0
-    while at < 120:
-        at += dice.expovariate(15 if 20 <= at < 50 else 5)
-        arrivals.append((at, len(arrivals), max(1, int(dice.lognormvariate(4, 0.8))), 0))
-    heapq.heapify(arrivals)
-    pace = 7 * 55 * 1.4
-    load = busy(blocks_per_s=pace * 2 / 16)
-    queue = last = 0.0
-    tries: Counter[int] = Counter()
-    while arrivals:
-        at, number, tokens, before = heapq.heappop(arrivals)
-        queue, last, now = max(0.0, queue - pace * (at - last)), at, int(at * 1000)
-        turns = {"": Turn(int(queue), 0.0, 1.0)} if queue >= 1 else {}
-        view = Fleet([msgspec.structs.replace(load, time_ms=now)], len(turns), int(queue), now, 0, turns)
-        try:
-            decide(cost(tokens), view, now, config, dice.random(), promises)
-        except Refusal as refusal:
-            heapq.heappush(arrivals, (at + (refusal.retry_after_s or 0.0), number, tokens, before + 1))
-        else:
-            queue += tokens
-            tries[before] += 1
-    late = sum(tries.values()) - tries[0]
-    assert late > 50
-    assert tries[1] >= 0.95 * late
-
-
 def test_limits_are_the_smallest_of_the_fleet() -> None:
     got = limits(fleet(busy(max_model_len=64), busy(total_blocks=50, vocab_size=9)))
     assert (got.max_model_len, got.vocab_size, got.total_blocks) == (64, 9, 50)
@@ -200,13 +163,11 @@ def test_limits_are_the_smallest_of_the_fleet() -> None:
 def test_a_decision_takes_less_than_50_microseconds() -> None:
     turns = {f"t{i}": Turn(100 + i, 10.0 * i, 1.0) for i in range(20)}
     view = fleet(*[busy(engine=f"e{i}", tokens_per_s=5.0) for i in range(4)], **turns)
-    best, promises = 1.0, Promises()
-    for at in range(1, 60_000):
-        promises.add(NOW + at, 50)
+    best = 1.0
     for _ in range(20):
         began = time.perf_counter()
         for _ in range(100):
-            outcome(cost(100, tenant="t7"), view, promises=promises)
+            outcome(cost(100, tenant="t7"), view)
         best = min(best, (time.perf_counter() - began) / 100)
     assert best < 50e-6
 
@@ -253,14 +214,11 @@ JITTER = st.floats(0, 1, exclude_max=True)
 
 
 @settings(max_examples=500)
-@given(COSTS, FLEETS, JITTER, st.integers(0, 10**6))
+@given(COSTS, FLEETS, JITTER, st.booleans())
 def test_every_outcome_is_an_excess_it_keeps_or_an_honest_pause(
-    asked: Cost, view: Fleet, jitter: float, promised: int
+    asked: Cost, view: Fleet, jitter: float, returning: bool
 ) -> None:
-    promises = Promises()
-    if promised:
-        promises.add(NOW + 5000, promised)
-    got = outcome(asked, view, jitter=jitter, promises=promises)
+    got = outcome(asked, view, jitter=jitter, returning=returning)
     if isinstance(got, Refusal):
         assert got.status == (429 if any(not load.draining for load in view.engines) else 503)
         assert got.retry_after_s is not None
@@ -283,6 +241,15 @@ def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, 
         again = outcome(asked, fleet(*engines, queued=queued + more, room=view.room_tokens))
         room = view.room_tokens
         assert isinstance(again, Refusal) == (queued + more + asked.prompt_tokens > room + got)
+
+
+@given(COSTS, FLEETS)
+def test_having_been_told_to_come_never_hurts(asked: Cost, view: Fleet) -> None:
+    usual = outcome(asked, view)
+    if not isinstance(usual, Refusal):
+        promised = outcome(asked, view, returning=True)
+        assert not isinstance(promised, Refusal)
+        assert promised >= usual
 
 
 @given(COSTS, FLEETS, st.integers(0, 10_000))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
 from service import api
-from service.api import EngineLimits, Format, Piece, Prompted, Refusal, ValidRequest
+from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
+from service.format import Format, Piece, Prompted
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5)
@@ -292,14 +293,14 @@ def test_a_chat_stream_begins_with_a_role_and_ends_with_a_reason() -> None:
         {"role": "assistant", "content": ""},
         {"content": "x"},
     ]
-    assert first[0][0] == "r:0,1"
+    assert [event_id for event_id, _ in first] == ["r:,0", "r:,1"]
     assert first[0][1]["usage"] is None
     last = read(written.chunk(Piece(1, "", [2], finish="stop", stop_reason="END")))
     assert [(e["choices"][0]["delta"], e["choices"][0]["finish_reason"]) for _, e in last] == [({}, "stop")]
     assert last[0][1]["choices"][0]["stop_reason"] == "END"
     written.chunk(Piece(0, "", [1, 1, 1], cached_tokens=1, finish="length"))
     [(event_id, usage)] = read(written.usage_chunk())
-    assert event_id == "r:3,2"
+    assert event_id == "r:3,2:usage"
     assert usage["choices"] == []
     assert usage["usage"] == {
         "prompt_tokens": 2,

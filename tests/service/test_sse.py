@@ -9,8 +9,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from service import api, sse
-from service.api import Format, Piece, Prompted, Refusal
+from service.api import Refusal
 from service.config import GatewayConfig
+from service.format import Format, Piece, Prompted
 from service.telemetry import Meter, Telemetry
 
 Turns = list[list[Piece] | Exception]
@@ -43,7 +44,7 @@ async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]
             vocabulary=[],
         )
         try:
-            return await sse.write(request, pieces(), form, Meter(Telemetry("g"), 0.0))
+            return await sse.write(request, pieces(), form, Meter(Telemetry("g"), 0.0), lambda tokens: None)
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=refusal.body())
 
@@ -71,11 +72,16 @@ def data(body: str) -> list[Any]:
 async def test_frames_ids_comments_and_the_end(stream: Callable[[Turns], Awaitable[tuple[int, str]]]) -> None:
     status, body = await stream([[], [piece("a")], [], [piece("b"), piece("c", "length")]])
     assert status == 200
-    assert body.startswith(": keep-alive\n\nid: r:1\ndata: {")
-    assert body.count(": keep-alive\n\n") == 2
+    assert body.startswith(": keep-alive\nid: r:1\ndata: {")
+    assert body.count(": keep-alive\n") == 2
     assert body.endswith("data: [DONE]\n\n")
     assert [event["choices"][0]["text"] for event in data(body)[:-1]] == ["a", "b", "c"]
-    assert [line for line in body.splitlines() if line.startswith("id: ")] == ["id: r:1", "id: r:2", "id: r:3"]
+    assert [line for line in body.splitlines() if line.startswith("id: ")] == [
+        "id: r:1",
+        "id: r:2",
+        "id: r:3:0",
+        "id: r:3:done",
+    ]
     assert all(frame.startswith((":", "id: ", "data: ")) for frame in body.split("\n\n")[:-1])
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide, Queue
+from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
+from engine.wire.tokenlog import Said
+from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.streams import Mailbox, Streams
+from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
+from service.streams import Before, Streams
 from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 
@@ -28,7 +33,7 @@ def drain(mailbox: Mailbox) -> tuple[list[int], Finish | None]:
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 6), st.booleans()), max_size=20))
 def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, bool]]) -> None:
     """(how far back, how many tokens, taken at once): a dead engine is replaced by one that starts further back."""
-    mailbox, got, at = Mailbox(0), list[int](), 0
+    mailbox, got, at = Mailbox(0, Backlog(2**20)), list[int](), 0
 
     def take() -> Finish | None:
         tokens, found, finish = mailbox.take()
@@ -52,18 +57,29 @@ def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, 
     assert not put(0, at + 1, Finish("stop"))
 
 
-def test_a_gap_ends_in_an_error() -> None:
-    mailbox = Mailbox(0)
+def test_a_gap_is_filled_from_the_log() -> None:
+    mailbox = Mailbox(0, Backlog(2**20))
     mailbox.put(Delta("r", 0, [1]))
-    assert mailbox.put(Delta("r", 2, [3]))
-    tokens, finish = drain(mailbox)
-    assert tokens == [1]
-    assert finish is not None
-    assert finish.reason == "error"
+    assert mailbox.put(Delta("r", 2, [3], Finish("length")))
+    assert drain(mailbox) == ([1], None)
+    assert mailbox.behind
+    mailbox.refill(Said([2, 3], Finish("length")))
+    assert drain(mailbox) == ([2, 3], Finish("length"))
+
+
+def test_a_gap_that_the_log_cannot_fill_ends_in_an_error() -> None:
+    for said in (None, Said([])):
+        mailbox = Mailbox(0, Backlog(2**20))
+        assert mailbox.put(Delta("r", 2, [], None))
+        mailbox.refill(said)
+        tokens, finish = drain(mailbox)
+        assert tokens == []
+        assert finish is not None
+        assert finish.reason == "error"
 
 
 def test_the_first_delta_brings_what_the_prompt_brought() -> None:
-    mailbox = Mailbox(0)
+    mailbox = Mailbox(0, Backlog(2**20))
     mailbox.put(Delta("r", 0, [1], cached_tokens=48, prompt_logprobs=[TokenLogprob(-1.0)]))
     mailbox.put(Delta("r", 1, [2]))
     assert mailbox.cached_tokens == 48
@@ -79,24 +95,63 @@ class Wire:
         self.cancelled: list[str] = []
         self.asked: list[int] = []
         self.down = False
+        self.twin: Twin | None = None
+        self.logs: dict[str, list[Said]] = {}
+        self.reads: list[tuple[str, int, int, int]] = []
+        self.attached: list[str] = []
+        self.settled: list[tuple[str, str, list[int]]] = []
+        self.kept: list[str] = []
         self.refusals = 0
+        self.promises: list[int | None] = []  # what `promise` answers
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
-    async def submit(self, *requests: Generate, excess_tokens: int) -> Queue:
+    async def submit(
+        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: Once | None = None
+    ) -> Queue:
         if self.down:
             raise BusDown("gone")
+        if self.twin is not None:
+            return Queue(False, 1, 3, 0, {}, self.twin)
         self.asked.append(excess_tokens)
         accepted = len(self.asked) > self.refusals
         if accepted:
             self.submitted += [request.id for request in requests]
         return Queue(accepted, 1, 3, 0, {})
 
+    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+        if self.down:
+            raise BusDown("gone")
+        return self.promises.pop(0)
+
     async def cancel(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
 
     async def fleet(self) -> Fleet:
+        if self.down:
+            raise BusDown("gone")
         return self.fleets[0]
+
+    async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
+        self.attached += [request_id] if listen else []
+        found = self.logs.get(request_id)
+        return Attached(b"record", found) if found is not None else None
+
+    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+        self.reads.append((request_id, index, first, count))
+        if request_id not in self.logs:
+            return None
+        said = self.logs[request_id][index]
+        end = first + count
+        finish = said.finish if end >= len(said.token_ids) else None
+        return Said(said.token_ids[first:end], finish, said.logprobs[first:end] if said.logprobs else None)
+
+    async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
+        self.settled += delivered
+        return [Usage(order_id, tenant, 0, sum(counts), 0) for order_id, tenant, counts in delivered]
+
+    async def keep(self, request_ids: list[str]) -> None:
+        self.kept += request_ids
 
     async def batches(self) -> AsyncIterator[TokenBatch]:
         while True:
@@ -115,10 +170,17 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     yield made
     await made.stop()
     assert len(made) == 0
+    assert made.backlog.held == 0
 
 
-def anyway(fleet: Fleet) -> int:
+def anyway(fleet: Fleet, returning: bool) -> int:
     return 7
+
+
+def overloaded() -> Overloaded:
+    refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
+    refusal.terms = Terms(100.0, 1000, 60_000, (0.5, 0.5))
+    return refusal
 
 
 def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
@@ -169,10 +231,13 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
     assert wire.cancelled == ["r.1 1", "r.1", "r.0"]
 
 
-async def test_a_gap_stops_the_engine(streams: Streams, wire: Wire) -> None:
+async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire) -> None:
     async with streams.open(orders(), 60, anyway) as opened:
         await put(wire, Delta("r.0", 3, [1]))
-        await anext(opened)
+        [mailbox] = await anext(opened)
+        finish = drain(mailbox)[1]
+        assert finish is not None
+        assert finish.reason == "error"
     await asyncio.sleep(0)
     assert wire.cancelled == ["r.0"]
 
@@ -197,7 +262,7 @@ async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None
 async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire) -> None:
     seen: list[int] = []
 
-    def admit(fleet: Fleet) -> int:
+    def admit(fleet: Fleet, returning: bool) -> int:
         seen.append(fleet.queued_tokens)
         return 10 * len(seen)
 
@@ -210,6 +275,51 @@ async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire
             pytest.fail("must not open")
     assert caught.value.status == 429
     assert len(streams) == 0
+
+
+@pytest.mark.parametrize(("promise", "told_s"), [(7000, 7.0), (250, 0.25), (None, 50.0)])
+async def test_a_refusal_says_what_was_promised(
+    streams: Streams, wire: Wire, promise: int | None, told_s: float
+) -> None:
+    def admit(fleet: Fleet, returning: bool) -> int:
+        assert not returning
+        raise overloaded()
+
+    wire.promises = [promise]
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert caught.value.retry_after_s == told_s
+    assert (wire.promises, wire.submitted) == ([], [])
+
+
+async def test_who_was_told_to_come_now_is_decided_on_as_such(streams: Streams, wire: Wire) -> None:
+    room = True
+
+    def admit(fleet: Fleet, returning: bool) -> int:
+        if returning and room:
+            return 70
+        raise overloaded()
+
+    wire.promises = [0]
+    async with streams.open(orders(), 60, admit):
+        assert (wire.asked, wire.submitted) == ([70], ["r.0"])
+    room, wire.promises = False, [0, 3000]  # there is no room for it, though it was promised: it is told anew
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert (caught.value.retry_after_s, wire.promises) == (3.0, [])
+
+
+async def test_a_promise_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
+    def admit(fleet: Fleet, returning: bool) -> int:
+        raise overloaded()
+
+    wire.down = True
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, admit):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.code) == (503, "queue_unavailable")
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
@@ -249,3 +359,126 @@ async def test_a_reader_that_breaks_ends_every_request(wire: Wire) -> None:
         assert finish.reason == "error"
     assert streams.trouble is not None
     await streams.stop()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
+    deltas: list[tuple[int, int, str]], limit: int, logprobs: bool
+) -> None:
+    """(tokens lost on the way, how many come, whether the reader comes for them): never more than `limit` bytes wait
+    beside one delta or one part of the log, and in the end each token was taken once."""
+    backlog = Backlog(limit)
+    mailbox, said, got = Mailbox(0, backlog), list[int](), list[int]()
+
+    def probs(tokens: list[int]) -> list[TokenLogprob] | None:
+        return [TokenLogprob(float(token)) for token in tokens] if logprobs else None
+
+    def take() -> Finish | None:
+        if mailbox.behind:
+            part = said[mailbox.at : mailbox.at + 7]
+            over = ended if mailbox.at + len(part) == len(said) else None
+            mailbox.refill(Said(part, over, probs(part)))
+        tokens, found, finish = mailbox.take()
+        assert found == probs(tokens) or not tokens
+        got.extend(tokens)
+        return finish
+
+    ended: Finish | None = None
+    for lost, count, then in deltas:
+        said += range(len(said), len(said) + lost)
+        first = len(said)
+        new = list(range(first, first + count))
+        said += new
+        mailbox.put(Delta("r", first, new, None, logprobs=probs(new)))
+        assert backlog.held <= max(limit, 136 * max(count, 7, *(c for _, c, _ in deltas)))
+        if then == "take":
+            assert take() is None
+    ended = Finish("length")
+    mailbox.put(Delta("r", len(said), [], ended))
+    for _ in range(len(said) + 1):
+        if take() is not None:
+            break
+    assert got == said
+    assert backlog.held == 0
+
+
+async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) -> None:
+    """150 readers fall behind by 6,000 tokens each; their engine ends, and what waits here stays within bounds."""
+    made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, backlog_mib=1), Telemetry("g"))
+    await made.start()
+    tokens = list(range(6_000))
+    deadline_ms = int(time.time() * 1000) + 60_000
+    requests = [Generate(f"r{at}.0", "g", [1], 6_000, Sampling(), deadline_ms) for at in range(150)]
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(made.open([request], 60, anyway)) for request in requests]
+        for first in range(0, 6_000, 100):
+            finish = Finish("length") if first == 5_900 else None
+            deltas = [Delta(request.id, first, tokens[first : first + 100], finish) for request in requests]
+            made.deliver(TokenBatch("e0", deltas))
+            assert made.backlog.held <= 2**20
+        assert made.backlog.held > 2**19
+        wire.logs = {request.id: [Said(tokens, Finish("length"))] for request in requests}
+        for one in opened:
+            got: list[int] = []
+            async for changed in one:
+                for mailbox in changed:
+                    taken, _, end = mailbox.take()
+                    got += taken
+                    if end is not None:
+                        one.end(mailbox.choice)
+            assert got == tokens
+        assert made.backlog.held == 0
+        assert max(count for *_, count in wire.reads) <= MAILBOX_BYTES // 4
+    assert wire.cancelled == []
+    await made.stop()
+    assert sorted(wire.settled) == sorted((request.id, "", [0]) for request in requests)
+
+
+async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_missed(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(), 60, anyway) as opened:
+        await put(wire, Delta("r.0", 0, [1]))
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([1], None)
+        wire.logs["r.0"] = [Said([1, 2, 3], Finish("length"))]
+        wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([2, 3], Finish("length"))
+    assert wire.attached[0] == "r.0"
+
+
+async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:
+    made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, retain_s=15.0), Telemetry("g"))
+    await made.start()
+    async with made.open(orders(), 60, anyway):
+        await put(wire, Delta("r.0", 0, [1], Finish("length")))
+        made._kept -= 10.0  # a while ago
+        await settled(lambda: wire.kept == ["r.0"])
+    await made.stop()
+
+
+async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams, wire: Wire) -> None:
+    wire.down = True
+    await settled(lambda: streams.trouble is not None)
+    wire.asked.clear()
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, anyway):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
+    assert wire.asked == []  # nobody waits to hear what is known
+    wire.down = False
+    await settled(lambda: streams.trouble is None)
+    async with streams.open(orders(), 60, anyway):
+        assert wire.asked == [7]
+
+
+async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
+    wire.twin = Twin("q.0", True)
+    with pytest.raises(Before) as caught:
+        async with streams.open(orders(), 60, anyway, once=Once("k", "b")):
+            pytest.fail("must not open")
+    assert caught.value.twin.request_id == "q.0"
+    assert wire.cancelled == []

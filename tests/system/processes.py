@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,11 +24,24 @@ ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 class Process:
     """One `quire ...`, its output in a file."""
 
-    def __init__(self, log: Path, *words: str) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *words: str,
+        command: Sequence[str] = QUIRE,
+        env: Mapping[str, str] = ENVIRONMENT,
+        folder: Path = ROOT,
+    ) -> None:
+        """`folder`: where it runs; anywhere but in ours it has to find the installed code."""
         self._log = log
         with log.open("a") as file:
             self.popen = subprocess.Popen(
-                [*QUIRE, *words], cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                [*command, *words],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
 
     def said(self) -> str:

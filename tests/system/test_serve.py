@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -37,6 +38,28 @@ def test_a_bad_flag_is_one_line(argv: list[str], status: int, says: str) -> None
     assert ended(*argv) == (status, says)
 
 
+def test_a_file_that_cannot_be_right_is_one_line_before_anything_starts(tmp_path: Path) -> None:
+    for text, says in [
+        ("[engine]\nmax_seq = 1", "[engine] max_seq is not a setting; did you mean max_seqs?"),
+        ("[gateway]\nport = 'x'", "[gateway] port is 'x'; must be a whole number, >= 0, <= 65535"),
+        ("[serve]\nengines = 2", "[serve] engines is not a setting"),
+        ("port = 9", "port is not a setting; what is for one program stands in its table, say [engine]"),
+    ]:
+        (file := tmp_path / "quire.toml").write_text(text)
+        assert ended("serve", "--config", str(file)) == (2, f"quire serve: {file}: {says}\n")
+    file.write_text("[gateway]\nserved_name = 'a'\n[engine]\nserved_name = 'b'")
+    says = "quire serve: served_name is 'a' in [gateway] and 'b' in [engine]; give it before the tables\n"
+    assert ended("serve", "--config", str(file)) == (2, says)
+
+
+def test_a_misspelt_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_QUEUE_WAIT", "3")
+    for command in ("serve", "gateway", "engine"):
+        status, says = ended(command)
+        assert (status, says.count("\n")) == (2, 1)
+        assert "QUIRE_QUEUE_WAIT is not an option; did you mean QUIRE_QUEUE_WAIT_S?" in says
+
+
 def test_a_taken_port_and_an_unreachable_redis_are_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -64,9 +87,12 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-def test_it_serves_restarts_what_dies_and_drains() -> None:
+def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
+    (file := tmp_path / "quire.toml").write_text(
+        "served_name = 'from-a-file'\n[serve]\ngateways = 2\n[gateway]\nport = 0\n[engine]\nexecutor = 'scripted'\n"
+    )
     serve = subprocess.Popen(
-        [*QUIRE, "serve", "--port", "0", "--gateways", "2", "--executor", "scripted"],
+        [*QUIRE, "serve", "--config", str(file)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -78,9 +104,11 @@ def test_it_serves_restarts_what_dies_and_drains() -> None:
         first = serve.stdout.readline()
         assert first.startswith("serving "), first
         _, model, _, base = first.split()
+        assert model == "from-a-file"
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
         children = psutil.Process(serve.pid).children()
+        assert len(children) == 5  # Redis, the engine and its spare, two gateways
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
         give_up = time.monotonic() + 40
@@ -99,3 +127,58 @@ def test_it_serves_restarts_what_dies_and_drains() -> None:
     finally:
         serve.kill()
         serve.communicate()
+
+
+def test_a_spare_takes_over_and_is_replaced() -> None:
+    serve = subprocess.Popen(
+        [*QUIRE, "serve", "--port=0", "--executor=scripted"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+    def engines() -> list[int]:
+        """Those alive, the spare last."""
+        found = []
+        for child in psutil.Process(serve.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if child.cmdline()[1:3] == ["-m", "engine"]:
+                    found.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(found)]
+
+    def until_two() -> list[int]:
+        give_up = time.monotonic() + 40
+        while len(found := engines()) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        return found
+
+    try:
+        assert serve.stdout is not None
+        assert serve.stdout.readline().startswith("serving ")
+        engine, spare = until_two()
+        os.kill(engine, signal.SIGKILL)
+        while engine in (found := until_two()):
+            time.sleep(0.05)
+        assert found[0] == spare
+        os.kill(found[1], signal.SIGKILL)  # a spare that died is no use
+        os.kill(found[0], signal.SIGKILL)
+        while set(found) & set(again := until_two()):
+            time.sleep(0.05)
+        assert len(again) == 2
+        serve.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0
+        assert not any(psutil.pid_exists(pid) for pid in again)
+    finally:
+        serve.kill()
+        serve.wait()
+        assert serve.stdout is not None
+        serve.stdout.close()
+
+
+def test_a_standby_ends_with_its_supervisor() -> None:
+    words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
+    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert ended.returncode == 0  # it never asked for that Redis

@@ -302,7 +302,7 @@ class Books(RuleBasedStateMachine):
         assert suspects == self.suspects
         assert {one.request.id for one in self.run(self.gateway.quarantined())} == set(self.condemned)
         for name, said in self.log.items():
-            assert self.run(self.gateway.log(name, 0, 0)).token_ids == said
+            assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
 
 
 def test_the_books_balance_in_any_order(redis_server: EmbeddedRedis) -> None:

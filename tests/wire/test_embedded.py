@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -78,4 +77,9 @@ time.sleep(60)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < give_up
         time.sleep(0.02)
-    shutil.rmtree(Path(url.removeprefix("unix://")).parent)  # which its killed owner could not
+    left = Path(url.removeprefix("unix://")).parent
+    assert left.exists()  # its killed owner could not remove it
+    with EmbeddedRedis() as one, EmbeddedRedis() as other:
+        assert not left.exists()
+        assert one.url != other.url
+        assert Path(one.url.removeprefix("unix://")).exists()  # no owner sweeps away a living one's

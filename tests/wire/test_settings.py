@@ -69,7 +69,9 @@ def test_a_bad_setting_is_one_line_and_status_2(argv: list[str], says: str, caps
     [
         ("nonsense = 1", "nonsense is not a setting"),
         ("max_seqs = '3'", "max_seqs is '3'"),
-        ("[a]\nb=1", "a is not"),
+        ("[a]\nb=1", r"\[a\] is not a table"),
+        ("[engin]\nb=1", r"\[engin\] is not a table; did you mean engine\?"),
+        ("engine = 3", r"engine is 3; must be a table, \[engine\]"),
         ("=", "--config"),
     ],
 )
@@ -86,14 +88,57 @@ def test_help_names_every_option(cls: type[msgspec.Struct]) -> None:
         assert field.replace("_", "-") in text
 
 
+SECTIONED = """
+model = "both"
+max_seqs = 2
+[engine]
+max_seqs = 3
+cache = false
+[gateway]
+port = 9
+"""
+
+
+def test_a_file_has_a_table_for_each_program(tmp_path: Path) -> None:
+    (file := tmp_path / "quire.toml").write_text(SECTIONED)
+    got = settings.parse(Config, ["--config", str(file)], {"QUIRE_CACHE": "true"}, table="engine")
+    assert got == Config(model="both", max_seqs=3, cache=True)  # a table beats the keys for all, the environment both
+    assert settings.parse(Config, ["--config", str(file)], {}, table="serve") == Config(model="both", max_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine]\nmax_seq = 1", r"\[engine\] max_seq is not a setting; did you mean max_seqs\?"),
+        ("[engine]\nmax_seqs = 0", r"\[engine\] max_seqs is 0; must be a whole number, >= 1"),
+        ("port = 9", r"port is not a setting; what is for one program stands in its table"),
+        ("[engine]\ntheirs = 1", r"\[engine\] theirs is not a setting"),  # shared, but not in a table
+    ],
+)
+def test_a_table_is_as_strict_as_the_rest(tmp_path: Path, text: str, says: str) -> None:
+    (file := tmp_path / "quire.toml").write_text(f"theirs = 1\n{text}")
+    with pytest.raises(settings.SettingsError, match=says):
+        settings.parse(Config, ["--config", str(file)], {}, table="engine", shared={"theirs"})
+
+
+def test_a_variable_of_no_program_is_named() -> None:
+    programs = [EngineConfig, GatewayConfig, ServeConfig]
+    fine = {"QUIRE_MAX_SEQS": "1", "QUIRE_PORT": "1", "QUIRE_GATEWAYS": "2", "PATH": "/bin"}
+    assert settings.unknown_variable(fine, programs) is None
+    says = settings.unknown_variable({**fine, "QUIRE_MAX_SEQ": "1"}, programs)
+    assert says == "QUIRE_MAX_SEQ is not an option; did you mean QUIRE_MAX_SEQS?"
+
+
 def test_serve_sorts_its_words() -> None:
     words = ["org/m", "--port", "9", "--gateways=2", "--max-seqs", "4", "--no-prefix-cache", "--served-name", "x"]
     own, gateway, engine = split(words)
     assert own == ["--gateways=2"]
     assert gateway == ["--model", "org/m", "--port", "9", "--served-name", "x"]
     assert engine == ["--model", "org/m", "--max-seqs", "4", "--no-prefix-cache", "--served-name", "x"]
+    assert split(["--config", "f", "--port=1"]) == (["--config", "f"], ["--config", "f", "--port=1"], ["--config", "f"])
 
 
 def test_what_engine_and_gateway_share_goes_to_both() -> None:
     shared = set(EngineConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
-    assert shared - {"redis_url"} == BOTH  # the Redis address is the supervisor's to choose
+    # The Redis address is the supervisor's to choose, and each process has a port of its own.
+    assert shared - {"redis_url", "metrics_port"} == BOTH

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from engine.wire import tokenlog
-from engine.wire.bus import Attached, EngineSide, Once, Twin
+from engine.wire.bus import Attached, EngineSide, Once, Twin, Usage
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
@@ -62,8 +62,8 @@ async def test_another_engine_gets_the_tokens_so_far(bus: Bus) -> None:
     await say(other, Delta("a", 3, [40], Finish("length")), Delta("a", 1, [22], Finish("length"), 2), finished=("a",))
     so_far[0], so_far[2] = Said([10, 20, 30, 40], Finish("length")), Said([12, 22], Finish("length"))
     assert await gateway.attach("a") == Attached(b"body", so_far)  # over, and still there to be read
-    assert await gateway.log("a", 0, 3) == Said([40], Finish("length"))
-    assert await gateway.log("a", 3, 0) is None
+    assert await gateway.log("a", 0, 3, 9) == Said([40], Finish("length"))
+    assert await gateway.log("a", 3, 0, 9) is None
     assert await gateway.attach("never heard of") is None
 
 
@@ -84,7 +84,7 @@ async def test_an_attached_gateway_misses_nothing(bus: Bus) -> None:
     await say(engine, Delta("a", 2, [5], Finish("length"), 1, probs), finished=("a",))
     missed, after = await read(third, 2)
     assert missed.deltas == [Delta("a", 2, [], Finish("length"), 0), Delta("a", 2, [], None, 1)]
-    assert await third.log("a", 1, 1) == Said([4, 5], Finish("length"), probs * 2)
+    assert await third.log("a", 1, 1, 9) == Said([4, 5], Finish("length"), probs * 2)
     assert after.deltas == [Delta("a", 2, [5], Finish("length"), 1, probs)]
 
 
@@ -152,6 +152,20 @@ async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus
         assert list(client.scan_iter(f"{{{namespace}}}:once:*")) == []
 
 
+async def test_a_token_costs_redis_a_few_bytes(redis_server: EmbeddedRedis, bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a"))
+    await take(engine)
+    for at in range(500):
+        await say(engine, Delta("a", at, [100_000 + at]))
+    with redis.Redis.from_url(redis_server.url) as client:
+        tokens = client.memory_usage(f"{{{bus.namespace}}}:log:a:0")
+        rest = client.memory_usage(f"{{{bus.namespace}}}:log:a")
+    print(f"{tokens} bytes for 500 tokens, and {rest} for the rest of the log")
+    assert tokens <= 500 * 2 * tokenlog.TOKEN_BYTES + 200  # strings that grow have room to grow
+    assert rest <= 300
+
+
 async def test_a_zombie_cannot_write(bus: Bus) -> None:
     """Its lease lapsed while it stood still, and another engine has gone on: all it says of that is dropped."""
     gateway, zombie, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
@@ -199,3 +213,80 @@ async def test_requests_of_a_dead_gateway_wait_for_somebody_to_attach(bus: Bus, 
         await asyncio.sleep(0.002)
         await other.fleet()
         assert [abort.id for abort in (await take(engine)).aborts] == ["a"]
+
+
+async def test_a_log_is_read_in_parts_of_any_size(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a", sampling=Sampling(logprobs=1)))
+    await take(engine)
+    tokens = list(range(100, 140))
+    probs = [TokenLogprob(-float(token), [(token, -1.0)]) for token in tokens]
+    at = 0
+    for cut in (1, 20, 2, 17):  # frames of one byte's array header, and of three
+        finish = Finish("length") if at + cut == len(tokens) else None
+        await say(engine, Delta("a", at, tokens[at : at + cut], finish, 0, probs[at : at + cut], 16 if at == 0 else 0))
+        at += cut
+    for first in range(len(tokens)):
+        for count in (1, 3, 25, 100):
+            end = min(first + count, len(tokens))
+            finish = Finish("length") if end == len(tokens) else None
+            assert await gateway.log("a", 0, first, count) == Said(tokens[first:end], finish, probs[first:end], 16)
+
+
+async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus) -> None:
+    first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await first.submit(generate("a", n=2, tenant="t"), generate("b", tenant="t"))
+    await take(engine)
+    await say(engine, Delta("a", 0, [1, 2, 3]), Delta("a", 0, [4, 5, 6], index=1), Delta("b", 0, [7]))
+    assert await first.settle([("a", "t", [2, 0]), ("b", "t", [1])]) == [
+        Usage("a", "t", 6, 2, 2),
+        Usage("b", "t", 1, 1, 1),
+    ]
+    assert await second.settle([("a", "t", [1, 3])]) == [Usage("a", "t", 6, 5, 3)]  # a client that went on elsewhere
+    assert await second.settle([("a", "t", [1, 3])]) == [Usage("a", "t", 6, 5, 0)]  # a repeated one
+    with redis.Redis.from_url(bus.url, decode_responses=True) as client:
+        usage = client.hgetall(f"{{{bus.namespace}}}:usage:t")
+    assert usage == {"requests": "2", "prompt_tokens": "20", "generated": "7", "delivered": "6"}
+
+
+async def test_a_released_key_is_free_and_a_newer_owner_keeps_it(bus: Bus) -> None:
+    gateway = await bus.gateway()
+    once = Once("key", "body")
+    await gateway.submit(generate("a"), once=once)
+    await gateway.release(once, "a")
+    assert await gateway.twin(once) is None
+    assert (await gateway.submit(generate("b"), once=once)).accepted
+    await gateway.release(once, "a")
+    assert await gateway.twin(once) == Twin("b", True)
+
+
+async def test_a_gateway_hears_that_it_was_given_up(bus: Bus) -> None:
+    gateway = await bus.gateway()
+    assert (await gateway.fleet()).forgotten
+    assert not (await gateway.fleet()).forgotten
+    with redis.Redis.from_url(bus.url) as client:
+        client.delete(f"{{{bus.namespace}}}:gateway:g1")
+    assert (await gateway.fleet()).forgotten
+
+
+async def test_a_log_that_is_still_read_is_kept(bus: Bus) -> None:
+    gateway = await bus.gateway(retain_s=30.0)
+    await gateway.submit(generate("a"))
+    await gateway.cancel("a")
+    with redis.Redis.from_url(bus.url) as client:
+        key = f"{{{bus.namespace}}}:log:a"
+        client.pexpire(key, 5_000)
+        await gateway.keep(["a", "unknown"])
+        assert client.pttl(key) > 25_000
+
+
+async def test_who_attaches_while_the_last_tokens_are_under_way_hears_the_end(bus: Bus) -> None:
+    """The engine has not heard of the new listener when it sends them, and forgets the request with them."""
+    first, second, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await first.submit(generate("a"))
+    await take(engine)
+    assert await second.attach("a") == Attached(b"", [Said([])])
+    await say(engine, Delta("a", 0, [1, 2], Finish("length")), finished=("a",))
+    [batch] = await read(second, 1)
+    assert batch.deltas == [Delta("a", 2, [], Finish("length"))]
+    assert await second.log("a", 0, 0, 9) == Said([1, 2], Finish("length"))

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# What the Dockerfile installs, step by step; works in any empty directory, too.
+#
+#   .ci/image.sh gateway PREFIX   a virtual environment that serves HTTP, without torch
+#   .ci/image.sh engine PREFIX    one with torch
+#   .ci/image.sh kernels PREFIX   into the latter: kernels/libquire.so, for GPUS='8.0 9.0' or all common ones; needs nvcc
+#   .ci/image.sh model PREFIX     into the latter: models/quire-builtin-1, which talks nonsense without any download
+#
+# PYTHON=... picks the interpreter.  Versions are those of .ci/constraints.txt.
+set -eu -o pipefail
+part=$1 prefix=$2
+cd "$(dirname "$0")/.."
+
+install() {  # [extras]: the packages, and ours built from a copy, for the build writes beside its sources
+  local sources
+  sources=$(mktemp -d)
+  cp -r pyproject.toml README.md LICENSE service engine csrc "$sources"
+  "${PYTHON:-python3}" -m venv "$prefix"
+  "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+    --constraint .ci/constraints.txt "$sources$1"
+  rm -rf "$sources"
+  "$prefix/bin/python" -m pip uninstall --quiet --yes setuptools pip  # nothing is installed at run time
+}
+
+case $part in
+  gateway) install '' ;;
+  engine) install '[engine]' ;;
+  kernels)
+    "$prefix/bin/python" - "$(nvcc --version)" <<'CHECK'
+import re, sys, torch
+(nvcc,) = re.findall(r"release (\d+\.\d+)", sys.argv[1])
+if nvcc != torch.version.cuda:
+    sys.exit(f"nvcc is of CUDA {nvcc}, torch of {torch.version.cuda}: give the Dockerfile another CUDA")
+CHECK
+    (cd / && "$prefix/bin/python" -m engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
+    rm -r "$prefix/kernels/build"
+    ;;
+  model) (cd / && "$prefix/bin/python" -m engine.executor.models.builtin "$prefix/models/quire-builtin-1") ;;
+  *) sed -n 's/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac

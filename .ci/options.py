@@ -1,0 +1,122 @@
+"""Writes what is derived from the config structs: the page of all options, and their part of the chart's schema.
+
+    python .ci/options.py          brings service/OPTIONS.md and helm/values.schema.json up to date
+
+A test fails while they are not (tests/test_options.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from engine.config import EngineConfig  # noqa: E402
+from engine.wire import settings  # noqa: E402
+from service.cli import ServeConfig  # noqa: E402
+from service.config import GatewayConfig  # noqa: E402
+
+PAGE = ROOT / "service" / "OPTIONS.md"
+SCHEMA = ROOT / "helm" / "values.schema.json"
+SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "serve": (
+        ServeConfig,
+        "`quire serve`: Redis, an engine and gateways on one machine. It takes all the others, too.",
+    ),
+    "gateway": (GatewayConfig, "`quire gateway`: HTTP in, server-sent events out."),
+    "engine": (EngineConfig, "`quire engine`: the model."),
+}
+# What the chart sets itself, for one program or for both; in a values file these would contradict it.
+CHARTS_OWN = {
+    "gateway": {"host", "port", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
+    "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
+}
+OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}
+# The end of a name says the unit of its value.
+UNITS = {
+    "_s": "seconds",
+    "_seconds": "seconds",
+    "_ms": "milliseconds",
+    "_gib": "GiB",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+    "_len": "tokens",
+    "_blocks": "KV blocks",
+    "_seqs": "sequences",
+    "_size": "tokens",
+    "_chars": "characters",
+    "_threshold": "fraction",
+}
+INTRO = """# Every option
+
+Written by `python .ci/options.py` from the config structs; CI refuses a page that is not current.
+
+One precedence everywhere: a flag beats the environment beats the file of `--config` beats the default. An option
+`max_seqs` is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS=64` and the key `max_seqs = 64` of the file. A bool
+is `--x` or `--no-x`; a list is comma-separated, in the file a list. What is unknown or out of its limits refuses to
+start, with one line that names it; so does a variable `QUIRE_...` that is no option of any program.
+
+The file is TOML. Keys before the first table are for every program that reads it, so each must know them; what is for
+one program stands in its table:
+
+```toml
+model = "./llama"           # quire serve gives model, served_name and namespace to both
+[serve]
+gateways = 4
+[gateway]
+port = 9000
+[engine]
+max_model_len = 8192
+```
+"""
+
+
+def page() -> str:
+    """service/OPTIONS.md."""
+    parts = [INTRO]
+    for name, (cls, about) in SECTIONS.items():
+        parts.append(
+            f"\n## {name}\n\n{about}\n\n| option | value | default | what it does, and why |\n|---|---|---|---|"
+        )
+        for option in settings.options(cls):
+            value = ", ".join(filter(None, [unit(option), *option.limits]))
+            cells = [f"`{option.flag}`", value, f"`{option.default}`", option.description]
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(parts) + "\n"
+
+
+def unit(option: settings.Option) -> str:
+    """Of a number; "" where it counts what the option is named after."""
+    if not any("number" in limit or limit.startswith("one of 8") for limit in option.limits):
+        return ""
+    return next((unit for end, unit in UNITS.items() if option.name.endswith(end)), "")
+
+
+def schema() -> str:
+    """helm/values.schema.json with the options of today under $defs; the rest of it is written by hand."""
+    whole = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    for name, own in CHARTS_OWN.items():
+        _, parts = msgspec.json.schema_components([SECTIONS[name][0]], ref_template="#/$defs/{name}")
+        (described,) = parts.values()
+        options: dict[str, Any] = {
+            key: value for key, value in described["properties"].items() if key not in own | OF_BOTH
+        }
+        for option in options.values():
+            del option["default"]  # the program's business; a values file need not repeat it
+        whole["$defs"][f"{name}Config"] = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": options,
+        }
+    return json.dumps(whole, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(schema(), encoding="utf-8")

@@ -1,0 +1,333 @@
+"""OpenAI-shaped JSON, on its way out: one request's answer, whole or as chunks whose constant parts are built once.
+
+Every chunk carries an event id that says how much of the answer its reader has had by then (`Position`), so that any
+gateway can go on from there (`resume.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Self
+
+import msgspec
+
+from engine.wire.messages import TokenLogprob
+from service.api import Refusal, ValidRequest
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How much of an answer a client has had: what an event id says, written `ID:TOKENS[:ENDED]`.
+
+        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing at all of choice 1, 20 tokens of choice 2
+        cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
+        cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
+        cmpl-5f0c:17,9,20:done   all there is
+
+    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of so many tokens is a function of
+    the tokens, so nothing else need be known to go on at exactly the next character."""
+
+    request_id: str
+    tokens: tuple[int | None, ...]  # of each choice; None: not begun
+    ended: frozenset[int] = frozenset()  # choices whose last event was sent
+    usage: bool = False  # the usage chunk was sent
+    done: bool = False  # [DONE] was sent
+
+    @classmethod
+    def start(cls, request_id: str, choices: int) -> Self:
+        return cls(request_id, (None,) * choices)
+
+    @classmethod
+    def parse(cls, event_id: str) -> Self:
+        """Raises Refusal(400) for what no event of ours can have carried."""
+        found = _EVENT_ID.fullmatch(event_id)
+        if found is None:
+            raise _malformed(event_id)
+        request_id, counts, ended = found["id"], found["tokens"].split(","), found["ended"] or ""
+        tokens = tuple(int(count) if count else None for count in counts)
+        if ended in ("usage", "done"):
+            return cls(request_id, tokens, frozenset(range(len(tokens))), True, ended == "done")
+        choices = frozenset(map(int, filter(None, ended.split(","))))
+        if any(choice >= len(tokens) or tokens[choice] is None for choice in choices):
+            raise _malformed(event_id)
+        return cls(request_id, tokens, choices)
+
+
+REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
+_EVENT_ID = re.compile(
+    rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
+    re.ASCII,
+)
+
+
+def _malformed(event_id: str) -> Refusal:
+    message = "Last-Event-ID: not the id of any event of this server"
+    return Refusal(400, "invalid_event_id", message, param="last-event-id", given=event_id[:64])
+
+
+class Piece(msgspec.Struct):
+    """What one choice has new for its client.  `token_ids` are all its new tokens; `text` lags behind them while a
+    character or a possible stop string is incomplete, and everything comes out by the time `finish` is set."""
+
+    choice: int  # prompt number * n + continuation
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None  # one for each token
+    offsets: list[int] | None = None  # characters of output before each token; set with logprobs
+    prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
+    finish: str | None = None  # "stop" or "length"; nothing follows
+    stop_reason: str | int | None = None  # the stop string, or the client's own stop token
+
+
+class Prompted(msgspec.Struct, frozen=True):
+    """A prompt as answered: its tokens, and what `echo` repeats of it."""
+
+    token_ids: list[int]
+    text: str = ""  # only with echo
+    offsets: list[int] = []  # characters before each token; only with echo and logprobs
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no -Infinity
+
+
+class Format:
+    """Writes one request's answer in OpenAI's shape.
+
+    Constant parts are encoded once: a chunk with nothing but text costs one string encoding and two concatenations.
+    `vocabulary` is the bytes of each token id.
+    """
+
+    def __init__(
+        self,
+        valid: ValidRequest,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        fingerprint: str | None,
+        prompts: list[Prompted],
+        vocabulary: list[bytes],
+    ) -> None:
+        self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
+        self._id = request_id.encode()
+        choices = len(prompts) * valid.n
+        self._tokens = [0] * choices  # output tokens so far
+        self._started = [False] * choices
+        self._ended: list[int] = []  # choices, in the order they ended
+        self._stage = b""  # what an event id says of the ends: see Position
+        self._wants_usage = valid.include_usage
+        self._cached = [0] * len(prompts)
+        kind = "chat.completion" if valid.chat else "text_completion"
+        if valid.chat and valid.stream:
+            kind += ".chunk"
+        frame = {
+            "id": request_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._open = msgspec.json.encode(frame)[:-1]  # without its closing brace
+        # stream_options.include_usage: every chunk but the last carries a null
+        self._no_usage = b',"usage":null}\n\n' if valid.include_usage and not valid.continuous_usage else b"}\n\n"
+        field = b'"delta":{"content":' if valid.chat else b'"text":'
+        self._text_heads = [
+            b'data: %s,"choices":[{"index":%d,%s' % (self._open, choice, field) for choice in range(choices)
+        ]
+        self._text_tail = b'%s,"logprobs":null,"finish_reason":null}]%s' % (
+            b"}" if valid.chat else b"",
+            self._no_usage,
+        )
+
+    def skip(self, had: Position, cached: list[int]) -> None:
+        """Go on after what a client has had.  `had` has as many choices as this answer, and so has `cached`: prompt
+        tokens found in the prefix cache."""
+        for choice, tokens in enumerate(cached):
+            prompt = choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], tokens)
+        self._tokens = [count or 0 for count in had.tokens]
+        self._started = [count is not None for count in had.tokens]
+        for choice in sorted(had.ended):
+            self._end(choice)
+        self._wants_usage = self._wants_usage and not had.usage
+
+    # -- numbers
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many continuations it has."""
+        prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self._tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens of each choice that have been written."""
+        return self._tokens
+
+    def _note(self, piece: Piece) -> None:
+        self._tokens[piece.choice] += len(piece.token_ids)
+        if piece.cached_tokens:
+            prompt = piece.choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    def _end(self, choice: int) -> None:
+        self._ended.append(choice)
+        self._stage = b":" + ",".join(map(str, self._ended)).encode()
+
+    # -- one chunk
+
+    def _event_id(self) -> bytes:
+        """Of the next event: it counts what that brings."""
+        tokens = self._tokens
+        if len(tokens) == 1:
+            return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
+        counts = [str(count) if begun else "" for count, begun in zip(tokens, self._started, strict=True)]
+        return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
+
+    def chunk(self, piece: Piece) -> bytes:
+        """The event or events this piece makes; empty when it holds nothing a client can see yet."""
+        choice, valid = piece.choice, self._valid
+        begins, self._started[choice] = not self._started[choice], True
+        role = (
+            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
+        )
+        self._note(piece)
+        plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
+        if not begins and plain and not valid.continuous_usage:
+            if not piece.text:
+                return b""
+            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
+        if valid.chat:
+            events = role
+            if piece.text or piece.logprobs or (valid.return_token_ids and piece.token_ids):
+                events += self._event(choice, {"delta": {"content": piece.text}}, piece)
+            if piece.finish is not None:
+                self._end(choice)
+                events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
+            return events
+        text = self._prompts[choice // valid.n].text + piece.text if begins else piece.text
+        if piece.finish is not None:
+            self._end(choice)
+        elif not (text or piece.logprobs or (valid.return_token_ids and piece.token_ids)):
+            self._started[choice] = not begins
+            return b""
+        return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=begins)
+
+    def _event(
+        self,
+        choice: int,
+        body: dict[str, Any],
+        piece: Piece | None,
+        finish: str | None = None,
+        stop_reason: str | int | None = None,
+        *,
+        first: bool = False,
+    ) -> bytes:
+        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            entry["stop_reason"] = stop_reason
+        if piece is not None:
+            if piece.logprobs is not None:
+                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
+            if self._valid.return_token_ids:
+                entry["token_ids"] = piece.token_ids
+        tail = (
+            b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
+        )
+        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
+
+    def usage_chunk(self) -> bytes:
+        """The last chunk before [DONE], where the client asked for usage; else empty."""
+        if not self._wants_usage:
+            return b""
+        self._stage = b":usage"
+        usage = msgspec.json.encode(self.usage())
+        return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
+
+    def done(self) -> bytes:
+        """The event that says that nothing follows."""
+        self._stage = b":done"
+        return self._event_id() + b"data: [DONE]\n\n"
+
+    # -- the whole answer
+
+    def whole(self, pieces: list[Piece]) -> bytes:
+        """The body of a response that is not streamed, from every piece of every choice in order of arrival."""
+        by_choice: list[list[Piece]] = [[] for _ in self._tokens]
+        for piece in pieces:
+            self._note(piece)
+            by_choice[piece.choice].append(piece)
+        choices = [self._choice(at, parts) for at, parts in enumerate(by_choice)]
+        return b'%s,"choices":%s,"usage":%s}' % (
+            self._open,
+            msgspec.json.encode(choices),
+            msgspec.json.encode(self.usage()),
+        )
+
+    def _choice(self, choice: int, parts: list[Piece]) -> dict[str, Any]:
+        valid, last = self._valid, parts[-1]
+        text = "".join(part.text for part in parts)
+        whole = Piece(choice, text, [token for part in parts for token in part.token_ids])
+        whole.prompt_logprobs = parts[0].prompt_logprobs
+        if valid.sampling.logprobs >= 0:
+            whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
+            whole.offsets = [offset for part in parts for offset in part.offsets or ()]
+        entry: dict[str, Any] = {"index": choice}
+        if valid.chat:
+            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            entry["text"] = self._prompts[choice // valid.n].text + text
+        entry["logprobs"] = None if whole.logprobs is None else self._logprobs(whole, with_prompt=True)
+        entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
+        if valid.return_token_ids:
+            entry["token_ids"] = whole.token_ids
+            entry["prompt_token_ids"] = self._prompts[choice // valid.n].token_ids
+        return entry
+
+    # -- logprobs
+
+    def _bytes(self, token: int) -> bytes:
+        return self._vocabulary[token] if token < len(self._vocabulary) else b""
+
+    def _name(self, token: int) -> str:
+        return self._bytes(token).decode("utf-8", "replace")
+
+    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
+        entries, ids = piece.logprobs or [], piece.token_ids
+        if self._valid.chat:
+            return {"content": [self._chat_logprob(token, at) for token, at in zip(ids, entries, strict=True)]}
+        prompt = self._prompts[piece.choice // self._valid.n]
+        shift = len(prompt.text)
+        tokens: list[int] = list(ids)
+        found: list[TokenLogprob | None] = list(entries)
+        offsets = [shift + offset for offset in piece.offsets or ()]
+        if with_prompt and self._valid.echo:
+            # Nothing precedes a prompt's first token, so it has no probability.
+            tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
+            found = [None, *(piece.prompt_logprobs or []), *found]
+        tops = [
+            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
+            for token, at in zip(tokens, found, strict=True)
+        ]
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
+        top = [self._alternative(i, p) for i, p in at.top]
+        return {**self._alternative(token, at.logprob), "top_logprobs": top}
+
+    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._bytes(token))}

@@ -1,0 +1,89 @@
+"""Coming back to an answer: what a gateway must know to go on with a request of any other, and who may ask for it.
+
+    POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
+    POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: goes on at 18
+    POST with the same `Idempotency-Key` and body                                       the same answer from its start
+
+The record goes to Redis with the request and stays as long as its token log.  With both, the answer is a function: the
+text after so many tokens is the text of the tokens after them.  It is the same byte for byte; where it is cut into
+events may differ, since a client that catches up gets larger ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+import msgspec
+
+from engine.wire.bus import Once
+from service.api import Refusal, ValidRequest
+from service.format import Format, Prompted
+
+_ID_TIME = 12  # hexadecimal digits of a request id that say when it was made, unix milliseconds
+
+
+class Record(msgspec.Struct, frozen=True):
+    """An accepted request, as another gateway needs it to write the answer.  Fields are only ever appended."""
+
+    owner: str  # digest of the API key that may come back to it: see Tenants.owner
+    tenant: str
+    valid: ValidRequest  # but for its prompts, which are here as answered:
+    prompts: list[Prompted]
+    model: str
+    created: int  # unix seconds
+    fingerprint: str | None
+    deadline_ms: int  # unix time
+    traceparent: str = ""  # what it belongs to: whoever comes back goes on in the same trace
+
+    def encode(self) -> bytes:
+        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
+
+    def form(self, request_id: str, vocabulary: list[bytes]) -> Format:
+        """Writes the answer from its start."""
+        return Format(
+            self.valid,
+            request_id=request_id,
+            model=self.model,
+            created=self.created,
+            fingerprint=self.fingerprint,
+            prompts=self.prompts,
+            vocabulary=vocabulary,
+        )
+
+
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
+    """The record, if `owner` made the request.  Raises Refusal, the same for what is not kept and what is another's:
+    410 if it may have been kept once, because its id was made longer ago than any answer is kept at least; else 404."""
+    found = _decode(record) if record else None
+    if found is not None and found.owner == owner:
+        return found
+    made_ms = int(request_id.rpartition("-")[2][:_ID_TIME], 16)
+    if made_ms < now_ms - retain_s * 1000:
+        raise Refusal(410, "stream_gone", "this answer is not kept any longer", given=request_id)
+    raise Refusal(404, "stream_not_found", "no answer with this id", given=request_id)
+
+
+def new_id(prefix: str, now_ms: int) -> str:
+    """Nobody can guess it: 80 of its 128 bits are random, the others say when it was made."""
+    return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
+
+
+def once(key: str | None, owner: str, path: str, body: bytes) -> Once | None:
+    """What an Idempotency-Key header stands for: scoped to the API key; the same request is one with the same path and
+    body, byte for byte.  None without a header.  Raises Refusal."""
+    if key is None:
+        return None
+    if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
+        message = "idempotency-key: must be 1 to 255 printable ASCII characters"
+        raise Refusal(400, "invalid_value", message, param="idempotency-key", limit=255)
+    return Once(_digest(owner.encode(), key.encode()), _digest(path.encode(), body))
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -1,0 +1,171 @@
+"""A real Prometheus that scrapes a real deployment, for as long as a test lasts."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.wire.embedded import EmbeddedRedis
+from tests.system.processes import ROOT, Process, ending, wait_until_ready
+from tests.system.stack import free_port
+
+ALERTS = ROOT / "grafana" / "alerts.yaml"
+# Nothing on this machine is reached through a proxy.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def tool(name: str) -> str:
+    """Path of a program of Debian's package `prometheus`, which CI installs; without it the test is skipped."""
+    if (path := shutil.which(name)) is None:
+        pytest.skip(f"needs {name} (Debian: apt-get install prometheus)")
+    return path
+
+
+class Deployment:
+    """One engine that says a script, one gateway, two tenants; and threads that ask for more than there is room for."""
+
+    KEYS = ("key-of-acme", "key-of-zeta")
+
+    def __init__(self, redis_url: str, checkpoint: Path, folder: Path, processes: list[Process]) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.metrics_ports = free_port(), free_port()  # engine, gateway
+        tenants = folder / "tenants.toml"
+        digests = {key.removeprefix("key-of-"): hashlib.sha256(key.encode()).hexdigest() for key in self.KEYS}
+        tenants.write_text(
+            "".join(f'[{name}]\nweight = 1.0\nkey_sha256 = ["{digest}"]\n' for name, digest in digests.items())
+        )
+        shared = [str(checkpoint), f"--redis-url={redis_url}", "--namespace=grafana", "--served-name=tiny"]
+        engine = ["--executor=scripted", "--scripted-step-ms=5", "--kv-blocks=48", "--max-seqs=12", "--engine-id=e0"]
+        gateway = [f"--port={port}", "--gateway-id=g0", "--queue-wait-s=0.3", f"--tenants={tenants}"]
+        for name, options, metrics in (
+            ("engine", [*engine, "--admission=none"], self.metrics_ports[0]),
+            ("gateway", gateway, self.metrics_ports[1]),
+        ):
+            words = [*shared, *options, f"--metrics-port={metrics}", "--vllm-metrics"]
+            processes.append(Process(folder / f"{name}.log", name, *words))
+        self._stopping = threading.Event()
+        self._turn = itertools.count()
+
+    @contextmanager
+    def loaded(self, clients: int = 24) -> Iterator[None]:
+        """So many clients ask one request after the other."""
+        threads = [threading.Thread(target=self._ask_on) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            for thread in threads:
+                thread.join()
+
+    def _ask_on(self) -> None:
+        while not self._stopping.is_set():
+            turn = next(self._turn)
+            self._ask(turn)
+            self._stopping.wait(0.05)
+
+    def _ask(self, turn: int) -> None:
+        """Mostly what a client asks; every fifth time what cannot be answered."""
+        body = {
+            "model": "tiny",
+            "prompt": "Twenty requests share this prefix of some tokens. " + f"And not this: {turn}. " * (1 + turn % 5),
+            "max_tokens": 5 + turn % 60 if turn % 5 else -1,
+            "stream": turn % 2 == 0,
+            "ignore_eos": True,
+            "n": 1 + (turn % 7 == 0),
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.KEYS[turn % 2]}"},
+        )
+        try:
+            with _open(request, timeout=60) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            error.close()
+
+
+class Prometheus:
+    """A server that scrapes each second, and evaluates our rules as often."""
+
+    def __init__(self, folder: Path, ports: tuple[int, ...]) -> None:
+        config = folder / "prometheus.json"  # JSON is YAML
+        targets = [f"127.0.0.1:{port}" for port in ports]
+        config.write_text(
+            json.dumps(
+                {
+                    "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                    "rule_files": [str(ALERTS)],
+                    "scrape_configs": [{"job_name": "quire", "static_configs": [{"targets": targets}]}],
+                }
+            )
+        )
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = folder / "prometheus.log"
+        words = [f"--config.file={config}", f"--storage.tsdb.path={folder}", f"--web.listen-address=127.0.0.1:{port}"]
+        with self._log.open("w") as file:
+            self._process = subprocess.Popen([tool("prometheus"), *words], stdout=file, stderr=file)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def get(self, path: str, **words: str) -> Any:
+        """What its API answers.  Raises OSError while it starts."""
+        try:
+            with _open(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                pytest.fail(f"{words}: {error.read().decode()}")
+
+    def wait_ready(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.get("/api/v1/status/runtimeinfo")
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline, self._log.read_text()
+                time.sleep(0.1)
+            else:
+                return
+
+    def values(self, query: str) -> list[float]:
+        """Of every series of an instant query, those that are numbers."""
+        result = self.get("/api/v1/query", query=query)["result"]
+        return [value for series in result if math.isfinite(value := float(series["value"][1]))]
+
+
+@contextmanager
+def scraped(checkpoint: Path, folder: Path) -> Iterator[tuple[Deployment, Prometheus]]:
+    """A deployment under a Prometheus, both ready."""
+    tool("prometheus")
+    with EmbeddedRedis() as redis, ending([]) as processes:
+        deployment = Deployment(redis.url, checkpoint, folder, processes)
+        prometheus = Prometheus(folder, deployment.metrics_ports)
+        try:
+            wait_until_ready(deployment.url)
+            prometheus.wait_ready()
+            yield deployment, prometheus
+        finally:
+            prometheus.close()

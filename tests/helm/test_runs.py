@@ -1,0 +1,240 @@
+"""The CPU profile, run: every pod's command, environment, probes and end, as processes here, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.executor import ops
+from engine.wire.embedded import server_binary
+from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
+from tests.system.processes import ROOT, Process, ending
+from tests.system.stack import free_port
+
+pytestmark = pytest.mark.system
+PATIENCE_S = 90.0
+# Notes every path that Python opens for writing: what a read-only root filesystem would refuse.
+AUDIT = """
+import os, sys
+LOG = os.open(os.environ["WRITES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def note(event, words):
+    if event == "open" and isinstance(words[0], str) and words[2] & (os.O_WRONLY | os.O_RDWR):
+        os.write(LOG, (os.path.abspath(words[0]) + "\\n").encode())
+    elif event == "os.mkdir":
+        os.write(LOG, (os.path.abspath(words[0]) + "\\n").encode())
+sys.addaudithook(note)
+"""
+
+
+class Node:
+    """Runs pods' containers as processes: paths below `folder` instead of /, ports of its own instead of theirs."""
+
+    def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
+        self.folder = folder
+        self.manifests = manifests
+        self.pods = pods(manifests)
+        self.ports = {name: free_port() for name in ("http", "metrics", "redis")}
+        self.writes = folder / "writes"
+        for path in ("tmp", "var/cache/quire", "data", "etc/quire", "bin"):
+            (folder / path).mkdir(parents=True)
+        (folder / "etc/quire/quire.toml").write_text(config_text(manifests))
+        (folder / "bin/sitecustomize.py").write_text(AUDIT)
+
+    def container(self, component: str) -> Manifest:
+        (found,) = self.pods[component]["containers"]
+        return found
+
+    def here(self, text: str) -> str:
+        """A mounted path as it is on this machine."""
+        return re.sub(r"^/(?=(tmp|var/cache/quire|data|etc/quire)(/|$))", f"{self.folder}/", text)
+
+    def environment(self, component: str, container: Manifest) -> dict[str, str]:
+        """As the kubelet makes it: secrets and fields looked up, $(NAMES) replaced; names of Services resolved."""
+        found: dict[str, str] = {}
+        for one in container["env"]:
+            if secret := one.get("valueFrom", {}).get("secretKeyRef"):
+                found[one["name"]] = self._secret(**secret)
+            elif "valueFrom" in one:
+                assert one["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+                found[one["name"]] = f"demo-quire-{component}-0"
+            else:
+                found[one["name"]] = self.here(self._expand(one["value"], found))
+        return {name: self._resolve(value) for name, value in found.items()}
+
+    def _secret(self, name: str, key: str) -> str:
+        secret = only(self.manifests, "Secret", name)
+        return secret.get("stringData", {}).get(key) or base64.b64decode(secret["data"][key]).decode()
+
+    def _expand(self, text: str, known: dict[str, str]) -> str:
+        return re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], text)
+
+    def _resolve(self, text: str) -> str:
+        for service in (m for m in self.manifests if m["kind"] == "Service"):
+            (port,) = service["spec"]["ports"]
+            address = f"{service['metadata']['name']}:{port['port']}"
+            text = re.sub(rf"(?<=[@/]){address}(?=/|$)", f"127.0.0.1:{self.ports[port['targetPort']]}", text)
+        return text
+
+    def start(self, component: str, **more: str) -> Process:
+        """Of one of our images: `quire`, then the container's arguments."""
+        container = self.container(component)
+        env = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(self.folder / "bin"),
+            "WRITES": str(self.writes),
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # an image is compiled when it is built
+            # in the files of the chart are the ports of the pods; the environment beats them
+            "QUIRE_PORT" if component == "gateway" else "QUIRE_METRICS_PORT": str(
+                self.ports[container["ports"][0]["name"]]
+            ),
+            **self.environment(component, container),
+            **more,
+        }
+        words = [self.here(word) for word in container["args"]]
+        return Process(self.folder / f"{component}.log", *words, env=env)
+
+    def start_redis(self) -> subprocess.Popen[bytes]:
+        """With the machine's Redis under the image's names, on a port of its own."""
+        binary, port = server_binary(), self.ports["redis"]
+        for name, words in {
+            "valkey-server": f"{binary} --port {port}",
+            "valkey-cli": f"{binary.parent}/redis-cli -p {port}",
+        }.items():
+            script = self.folder / "bin" / name
+            # `--save ""` and the like come after the port
+            script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            script.chmod(0o755)
+        container = self.container("redis")
+        env = self.environment("redis", container)
+        command = [self.here(self._expand(word, env)) for word in container["command"]]
+        log = (self.folder / "redis.log").open("wb")
+        with log:
+            return subprocess.Popen(command, executable=self.folder / "bin" / command[0], stdout=log, stderr=log)
+
+    def probe(self, component: str, name: str) -> bool:
+        """One of the container's probes, once."""
+        container = self.container(component)
+        probe = container[f"{name}Probe"]
+        if "exec" in probe:
+            path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+            env = {"PATH": path, **self.environment(component, container)}
+            return subprocess.run(probe["exec"]["command"], env=env, capture_output=True, check=False).returncode == 0
+        (port,) = [p["name"] for p in container["ports"] if p["name"] == probe["httpGet"]["port"]]
+        return self.get(port, probe["httpGet"]["path"]) is not None
+
+    def get(self, port: str, path: str) -> str | None:
+        """The page there, or None for any other answer than 200."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=20) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            pass
+        return None
+
+
+def wait(holds: Callable[[], bool], *processes: Process) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        for process in processes:
+            assert process.popen.poll() is None, process.said()
+        assert time.monotonic() < deadline, [process.said() for process in processes]
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(400)
+def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    kernels = ops.build(ops.default_directory())
+    changes: dict[str, Any] = values("cpu")
+    changes["model"] |= {"name": str(checkpoint("llama")), "servedName": "tiny"}
+    changes["engine"]["config"] |= {"threads": 1, "dtype": "float32"}
+    changes["apiKeys"] = {"keys": ["a-key"]}
+    changes["engine"]["keda"] = {"enabled": True}
+    changes["monitoring"] = {"enabled": True}
+    node = Node(tmp_path, rendered(changes))
+    redis = node.start_redis()
+    with ending([]) as processes:
+        try:
+            wait(lambda: node.probe("redis", "startup"))
+            assert node.probe("redis", "readiness")
+
+            gateway = node.start("gateway")
+            processes.append(gateway)
+            wait(lambda: node.probe("gateway", "startup"), gateway)
+            assert node.probe("gateway", "liveness")
+            assert not node.probe("gateway", "readiness")  # nobody could answer yet
+            assert not node.probe("engine", "startup")
+
+            engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # which the image sets
+            processes.append(engine)
+            wait(lambda: node.probe("engine", "startup"), engine, gateway)
+            assert node.probe("engine", "liveness")
+            assert node.probe("engine", "readiness")
+            wait(lambda: node.probe("gateway", "readiness"), engine, gateway)
+
+            assert node.get("http", "/v1/models") is None  # 401: a key is needed
+            asked = helm_test(node)
+            assert asked.returncode == 0, asked.stderr
+            assert "'completion_tokens': 4" in asked.stdout
+
+            check_scrapes(node)
+            assert engine.terminate() == 0, engine.said()
+            assert gateway.terminate() == 0, gateway.said()
+        finally:
+            redis.send_signal(signal.SIGTERM)
+            assert redis.wait(30) == 0
+    written = set(node.writes.read_text().split())
+    assert any(path.startswith(str(tmp_path / "var/cache/quire")) for path in written)  # so the audit sees them
+    mounted = [str(tmp_path / "tmp"), str(tmp_path / "var/cache/quire"), "/dev/"]
+    assert not [path for path in written if not path.startswith(tuple(mounted))]
+    assert (tmp_path / "data" / "appendonlydir").exists() or (tmp_path / "data" / "appendonly.aof").exists()
+
+
+def helm_test(node: Node) -> subprocess.CompletedProcess[str]:
+    """What `helm test` runs in the cluster."""
+    (container,) = only(node.manifests, "Pod", "test")["spec"]["containers"]
+    python, *words = container["command"]
+    assert python == "python"
+    env = {"PATH": os.environ["PATH"], **node.environment("test", container)}
+    return subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def check_scrapes(node: Node) -> None:
+    """Every page a monitor scrapes is there, and has what KEDA asks for."""
+    pages = ""
+    for m in node.manifests:
+        for endpoint in m.get("spec", {}).get("endpoints", []) + m.get("spec", {}).get("podMetricsEndpoints", []):
+            page = node.get(endpoint["port"], endpoint["path"])
+            assert page, m["metadata"]["name"]
+            pages += page
+    queries = [trigger["metadata"]["query"] for trigger in only(node.manifests, "ScaledObject")["spec"]["triggers"]]
+    names = {
+        name for query in queries for name in re.findall(r"quire_\w+", re.sub(r"\(queue\|waiting\)", "queue", query))
+    }
+    assert len(names) == 3
+    for name in names | {"quire_waiting_oldest_seconds"}:
+        assert re.search(rf"^{name}\{{", pages, re.MULTILINE), name
+
+
+def test_the_charts_image_is_run_by_what_the_dockerfile_makes_it() -> None:
+    """Pods give arguments only, so the image must bring `quire`; and the models that values.yaml names."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert dockerfile.count('ENTRYPOINT ["quire"]') == 2
+    chart = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
+    assert dockerfile.count(chart["model"]["name"]) >= 1
+    assert chart["podSecurityContext"]["runAsUser"] == int(re.findall(r"--uid (\d+)", dockerfile)[0])

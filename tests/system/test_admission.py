@@ -1,0 +1,105 @@
+"""Admission on a small pool, in a whole stack without a model: what each mode keeps, and that gateways share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+import pytest
+
+from engine.core.limits import Admission
+from engine.core.plan import StepPlan
+from engine.core.scheduler import WATERMARK, Scheduler
+from engine.wire.embedded import EmbeddedRedis
+from engine.wire.messages import Generate
+from tests.system.stack import Stack
+
+pytestmark = pytest.mark.system
+
+BLOCKS, SIZE = 64, 16
+PROMPT, OUTPUT = 40, 60  # 3 blocks at the start, 7 at the end
+
+
+class Watch:
+    """What the pool held when it mattered.  Called on the engine's own thread."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self.accepted: list[int] = []  # blocks taken, with all prompts inside the engine, when one more was accepted
+        self.started: list[int] = []  # blocks taken after a plan that started somebody beside others
+        accept, plan = core.accept, core.plan
+
+        def watched_accept(request: Generate) -> None:
+            accept(request)
+            self.accepted.append(taken() + sum(-(-seq.known // SIZE) for seq in core.waiting))
+
+        def watched_plan(now_ms: int) -> StepPlan | None:
+            made = plan(now_ms)
+            if made is not None and made.starts and core.running > len(made.starts):
+                self.started.append(taken())
+            return made
+
+        def taken() -> int:
+            return core.pool.total - core.pool.available
+
+        core.accept, core.plan = watched_accept, watched_plan  # type: ignore[method-assign]
+
+
+async def ask(client: aiohttp.ClientSession, url: str, number: int, *, prompt: int = PROMPT) -> int:
+    """One request to its end, asked again as long as it is refused.  Returns how often it was."""
+    body = {"model": "tiny", "prompt": [9 + number] * prompt, "max_tokens": OUTPUT, "ignore_eos": True}
+    refusals = 0
+    while True:
+        async with client.post(f"{url}/v1/completions", json=body) as response:
+            answer = await response.json()
+            if response.status == 200:
+                assert answer["usage"]["completion_tokens"] == OUTPUT
+                assert answer["choices"][0]["finish_reason"] == "length"
+                return refusals
+            assert response.status == 429, answer
+            assert 1 <= int(response.headers["Retry-After"]) <= 60
+        refusals += 1
+        await asyncio.sleep(0.02)  # in spite of what it was told: room may come at any time
+
+
+async def hammer(stack: Stack, count: int, **options: Any) -> int:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as client:
+        urls = [gateway.url for gateway in stack.gateways]
+        return sum(await asyncio.gather(*(ask(client, urls[i % len(urls)], i, **options) for i in range(count))))
+
+
+@pytest.mark.parametrize("mode", get_args(Admission))
+async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], mode: Admission
+) -> None:
+    engine = {"executor": "scripted", "scripted_step_ms": 1.0, "kv_blocks": BLOCKS, "max_seqs": 64, "admission": mode}
+    waits = {"queue_wait_s": 1000.0}  # nobody is refused: the engine's rule alone is seen
+    with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
+        watch = Watch(stack.core)
+        assert await hammer(stack, 60) == 0
+        preemptions, most = stack.core.totals.preemptions, max(watch.started)
+        if mode == "none":
+            assert preemptions > 0
+        elif mode == "threshold":
+            assert most <= 0.9 * BLOCKS
+        elif mode == "watermark":
+            assert most <= (1 - WATERMARK) * BLOCKS
+        else:  # forecast and reserve
+            assert preemptions == 0
+
+
+async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Nothing may be queued beyond what the engine says it would claim, whichever gateway is asked."""
+    engine = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
+    none = {"queue_wait_s": 0.0}
+    with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:
+        watch = Watch(stack.core)
+        refusals = await hammer(stack, 48, prompt=90)
+        assert refusals > 0, "nobody was refused, so nothing was tested"
+        assert max(watch.accepted) <= BLOCKS + -(-90 // SIZE)
+        assert stack.core.totals.preemptions == 0

@@ -1,0 +1,129 @@
+"""What is installed: the wheel, the images' steps in a clean prefix, and what the Dockerfile takes for granted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.executor import ops
+from engine.executor.models import builtin
+from engine.wire.embedded import EmbeddedRedis
+from tests.service.fakes import byte_level
+from tests.system.processes import Process, ending, wait_until_ready
+from tests.system.stack import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+NOT_SHIPPED = {".md", ".pyc"}
+
+
+def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path) -> None:
+    sources, wheels, site = tmp_path / "sources", tmp_path / "wheels", tmp_path / "site"
+    sources.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    rooms = ("service", "engine", "csrc")
+    for name in rooms:
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=100)
+    (wheel,) = wheels.glob("quire-*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    ours = {
+        path.relative_to(ROOT)
+        for name in rooms
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and path.suffix not in NOT_SHIPPED
+    }
+    missing = sorted(str(path) for path in ours if not (site / path).is_file())
+    assert not missing, "add their endings to [tool.setuptools.package-data]"
+    assert all((site / path).read_bytes() == (ROOT / path).read_bytes() for path in ours)
+    # Loaded from the wheel, the builder finds the wheel's own sources; what it compiles them to is the same as here.
+    code = (
+        "import sys; from pathlib import Path; from engine.executor import ops; import torch\n"
+        "assert ops.CSRC == Path(sys.argv[1]) / 'csrc', ops.CSRC\n"
+        "script = ops._build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
+        "ops.load(library=Path(sys.argv[2])); print(ops.rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())"
+    )
+    library = ops.build(ops.default_directory())
+    run = subprocess.run(
+        [sys.executable, "-c", code, site, library],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "8.0\n"), run.stderr
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
+    """The Dockerfile's own steps, into an empty prefix: packages come from the index, so this takes half a minute."""
+    prefix = tmp_path / "prefix"
+    done = subprocess.run(
+        [ROOT / ".ci" / "image.sh", "gateway", prefix],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    installed = {path.name for path in prefix.glob("lib/python3.*/site-packages/*")}
+    assert not {"torch", "ninja", "pip", "setuptools"} & installed
+    quire = [str(prefix / "bin" / "quire")]
+    model, port = byte_level(tmp_path / "tiny"), free_port()
+    url = f"http://127.0.0.1:{port}"
+    with EmbeddedRedis() as redis, ending([]) as processes:
+        shared = [str(model), f"--redis-url={redis.url}"]
+        processes.append(
+            Process(tmp_path / "gateway.log", "gateway", *shared, f"--port={port}", command=quire, folder=tmp_path)
+        )
+        processes[0].wait_for("listens on")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/health", timeout=20)
+        assert json.load(refused.value) == {"status": "no engine is running", "engines": 0}
+        refused.value.close()
+        # An engine without torch says what it lacks; with a script instead of a model it needs none.
+        engine = Process(tmp_path / "lacking.log", "engine", *shared, "--kv-blocks=8", command=quire, folder=tmp_path)
+        processes.append(engine)
+        assert engine.popen.wait(60) == 2, engine.said()
+        assert engine.said().splitlines()[-1] == "quire engine: there is no torch here: pip install 'quire[engine]'"
+        words = [*shared, "--executor=scripted", "--engine-id=scripted"]
+        processes.append(Process(tmp_path / "engine.log", "engine", *words, command=quire, folder=tmp_path))
+        wait_until_ready(url)
+        with urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
+            assert json.load(answer) == {"status": "ok", "engines": 1}
+        body = json.dumps({"model": "tiny", "prompt": "To be", "max_tokens": 4, "ignore_eos": True}).encode()
+        ask = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(ask, timeout=20) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+
+
+def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
+    script = (ROOT / ".ci" / "image.sh").read_text()
+    for part in re.findall(r"/src/\.ci/image\.sh (\w+)", DOCKERFILE):
+        assert re.search(rf"^  {part}\)", script, re.MULTILINE), part
+    assert re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)[-2:] == ["gateway", "engine"]
+    assert DOCKERFILE.count("USER 10001:10001") == 2
+    (gpus,) = re.findall(r'^ARG GPUS="(.*)"', DOCKERFILE, re.MULTILINE)
+    assert tuple(gpus.split()) == ops.AHEAD_GPUS
+    for name in re.findall(r"QUIRE_(\w+)=", DOCKERFILE):
+        assert name.lower() in EngineConfig.__struct_fields__
+    assert f"/models/{builtin.NAME}-{builtin.VERSION}/" in DOCKERFILE
+    assert f"models/{builtin.NAME}-{builtin.VERSION}" in script
+    assert ops.LIBRARY in DOCKERFILE
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for name in re.findall(r"cp -r (.*) \"", script)[0].split():
+        assert f"!{name}" in ignored

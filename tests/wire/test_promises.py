@@ -1,0 +1,121 @@
+"""Who is refused is told when to return, by whichever gateway, and is known when they do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.wire.bus import GatewaySide, Terms
+from engine.wire.embedded import EmbeddedRedis
+from engine.wire.messages import Generate, Sampling
+from tests.wire.promises import Book
+
+TERMS = Terms(pace=100.0, least_ms=500, most_ms=60_000, shares=(0.5, 0.5))
+
+
+def asked(name: str, tokens: int = 10, tenant: str = "", weight: float = 1.0) -> Generate:
+    """A new attempt of request `name`: ids, seeds and deadlines differ between attempts, what is asked does not."""
+    prompt = [hash(name) % 10_007] * tokens
+    later = time.time_ns()
+    return Generate(f"r{later}", "g", prompt, 5, Sampling(seed=later), later, tenant=tenant, weight=weight)
+
+
+@pytest.fixture
+async def gateways(redis_server: EmbeddedRedis, namespace: str) -> AsyncIterator[Sequence[GatewaySide]]:
+    sides = [GatewaySide(redis_server.url, name, namespace=namespace) for name in ("g0", "g1")]
+    yield sides
+    for side in sides:
+        await side.close()
+
+
+async def test_a_crowd_is_told_to_return_one_behind_the_other_whoever_tells(gateways: Sequence[GatewaySide]) -> None:
+    # Half of 100 tokens a second: 100 tokens take 2 s.  First in 0.5 s, then in 2.5 s, ..., in whole seconds.
+    began = time.monotonic()
+    pauses = [await gateways[i % 2].promise(asked(f"a{i}", 100), terms=TERMS) for i in range(6)]
+    late = time.monotonic() - began
+    for i, pause in enumerate(pauses):
+        assert pause is not None
+        assert 1000 + 2000 * i - 1000 * (late + 1) <= pause <= 1000 + 2000 * i
+        assert pause % 1000 == 0
+    assert pauses == sorted(pauses, key=int)
+
+
+async def test_too_early_hears_the_same_time_again_and_in_time_is_let_in_once(gateways: Sequence[GatewaySide]) -> None:
+    first, second = gateways
+    pause = await first.promise(asked("a"), terms=TERMS)
+    told = time.monotonic()
+    assert pause == 1000
+    again = await second.promise(asked("a"), terms=TERMS)
+    assert again is not None
+    assert 0 < again <= 1000
+    await asyncio.sleep(max(0.0, told + 1.0 - time.monotonic()))
+    assert await second.promise(asked("a"), terms=TERMS) == 0
+    anew = await first.promise(asked("a"), terms=TERMS)
+    assert anew is not None
+    assert anew >= 1000  # kept is kept: this is a new promise
+
+
+async def test_beyond_the_last_moment_nothing_is_promised(gateways: Sequence[GatewaySide]) -> None:
+    gateway = gateways[0]
+    assert await gateway.promise(asked("huge", 3100), terms=TERMS) == 1000  # the next one could come in 62 s
+    assert await gateway.promise(asked("next"), terms=TERMS) is None
+    assert await gateway.promise(asked("next"), terms=TERMS) is None  # and so it left no trace
+    other = await gateway.promise(asked("other", tenant="quiet"), terms=TERMS)
+    assert other == 1000  # another tenant's crowd is not in the way
+
+
+async def test_the_same_prompt_of_another_tenant_or_length_is_another_request(gateways: Sequence[GatewaySide]) -> None:
+    gateway = gateways[0]
+    for request in (asked("a"), asked("a", tenant="b"), asked("a", 11)):
+        pause = await gateway.promise(request, terms=TERMS)
+        assert pause is not None
+        assert pause % 1000 == 0  # new: what is left of an old one would not be whole seconds
+
+
+# Each takes up 2 s or more of its tenant's share, so that no promise runs out during an example.
+CALLS = st.tuples(st.integers(0, 30), st.integers(100, 400), st.sampled_from((("", 1.0), ("a", 2.0), ("b", 0.5))))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(CALLS, min_size=1, max_size=25),
+    st.floats(5, 50),
+    st.integers(1, 5000),
+    st.tuples(st.floats(0.05, 0.5), st.floats(0.5, 1.0)),
+)
+def test_the_script_does_what_the_book_does(
+    redis_server: EmbeddedRedis,
+    namespace: str,
+    calls: list[tuple[int, int, tuple[str, float]]],
+    pace: float,
+    least_ms: int,
+    shares: tuple[float, float],
+) -> None:
+    terms, book = Terms(pace, least_ms, 60_000, shares), Book()
+
+    async def run(gateway: GatewaySide) -> None:
+        began = time.time_ns() // 1_000_000
+        for number, tokens, (tenant, weight) in calls:
+            got = await gateway.promise(asked(str(number), tokens, tenant, weight), terms=terms)
+            late = time.time_ns() // 1_000_000 - began
+            if late > 900:
+                return  # a machine this busy says nothing about where whole seconds are cut
+            want = book.promise(f"{tenant} {number} {tokens}", tokens, terms, began, tenant, weight)
+            if got is None or want < 0:
+                assert (60_000 if got is None else got) - (60_000 if want < 0 else want) <= 1000 + late
+            else:
+                assert abs(got - want) <= 1000 + late
+
+    async def connected() -> None:
+        gateway = GatewaySide(redis_server.url, "g", namespace=f"{namespace}-{time.time_ns()}")
+        try:
+            await run(gateway)
+        finally:
+            await gateway.close()
+
+    asyncio.run(connected())
