@@ -11,7 +11,6 @@ import pytest
 from engine.core.blocks import BooksError
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, State
-from engine.wire.messages import FinishReason
 from tests.core.test_scheduler import Rig
 
 SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}
@@ -152,11 +151,7 @@ def test_a_late_stop_ends_a_swapped_sequence() -> None:
             rig.add([5 + i] * 8, 40, seed=seed * 3 + i, stop_token_ids=list(range(0, 50, 9)))
         original = rig.core._end
 
-        def spy(
-            seq: Sequence,
-            reason: FinishReason | None,
-            original: Callable[[Sequence, FinishReason | None], None] = original,
-        ) -> None:
+        def spy(seq: Sequence, reason: str, original: Callable[[Sequence, str], None] = original) -> None:
             nonlocal ended
             ended += bool(seq.host)
             original(seq, reason)
