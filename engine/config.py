@@ -31,6 +31,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Of weights, activations and KV cache; auto: the checkpoint's own."),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="A request's tokens are the same bit for bit whoever is computed beside it, greedy or sampled, "
+            "and after a preemption or an engine's death. On a CPU; refused where that can't be promised."
+        ),
+    ] = False
     load: Annotated[
         Literal["safetensors", "random"],
         Meta(description="random: weights made up on the device; the model's directory needs a config.json only."),

@@ -39,7 +39,7 @@ PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 CONFIG_ERROR = 2  # exit status of a child that another start can't help
-FAILURES = 5  # starts in a row that may fail
+FAILURES = 5  # first starts that may fail
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
 ENGINE_GRACE_S = 5.0  # its gateways have gone by then: what is left has lost its clients, and may wait in the queue
 ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
@@ -265,7 +265,8 @@ class Child:
 
     async def keep(self) -> None:
         """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
-        FAILURES starts in a row after which it was not up.  One that had been up is started again for ever, at once."""
+        the first FAILURES starts if it was never up.  One that has been up is started again for ever, at once where it
+        was up to the last: whatever it lacks now, Redis perhaps, may come back."""
         with ready.Ear() as ear:
             try:
                 await self._keep(ear)
@@ -276,7 +277,7 @@ class Child:
                     await self._spare.wait()
 
     async def _keep(self, ear: ready.Ear) -> None:
-        failures, first = 0, True
+        failures, first, known = 0, True, False
         while not self._stopping.is_set():
             self._process = self._promoted() or await self._start(ear)
             status, up = await self._watch(self._process, ear)
@@ -284,12 +285,12 @@ class Child:
                 return
             if first and status == CONFIG_ERROR:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
-            first = False
+            first, known = False, known or up
             failures = 0 if up else failures + 1
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            if failures == FAILURES:
+            if failures == FAILURES and not known:
                 raise GivenUp(f"the {self._name} {how} {failures} times in a row")
-            pause = min(BACKOFF_S[0] * 2 ** (failures - 1), BACKOFF_S[1]) if failures else 0.0
+            pause = min(BACKOFF_S[0] * 2 ** min(failures - 1, 10), BACKOFF_S[1]) if failures else 0.0
             print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
             await asyncio.sleep(pause)
 

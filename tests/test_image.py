@@ -88,7 +88,7 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
     with EmbeddedRedis() as redis, ending([]) as processes:
         shared = [str(model), f"--redis-url={redis.url}"]
         processes.append(
-            Process(tmp_path / "gateway.log", "gateway", *shared, f"--port={port}", command=quire, folder=tmp_path)
+            Process(tmp_path / "gateway.log", "gateway", *shared, f"--port={port}", command=quire, cwd=tmp_path)
         )
         processes[0].wait_for("listens on")
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -96,12 +96,12 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
         assert json.load(refused.value) == {"status": "no engine is running", "engines": 0}
         refused.value.close()
         # An engine without torch says what it lacks; with a script instead of a model it needs none.
-        engine = Process(tmp_path / "lacking.log", "engine", *shared, "--kv-blocks=8", command=quire, folder=tmp_path)
+        engine = Process(tmp_path / "lacking.log", "engine", *shared, "--kv-blocks=8", command=quire, cwd=tmp_path)
         processes.append(engine)
         assert engine.popen.wait(60) == 2, engine.said()
         assert engine.said().splitlines()[-1] == "quire engine: there is no torch here: pip install 'quire[engine]'"
         words = [*shared, "--executor=scripted", "--engine-id=scripted"]
-        processes.append(Process(tmp_path / "engine.log", "engine", *words, command=quire, folder=tmp_path))
+        processes.append(Process(tmp_path / "engine.log", "engine", *words, command=quire, cwd=tmp_path))
         wait_until_ready(url)
         with urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
             assert json.load(answer) == {"status": "ok", "engines": 1}

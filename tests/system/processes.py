@@ -30,14 +30,13 @@ class Process:
         *words: str,
         command: Sequence[str] = QUIRE,
         env: Mapping[str, str] = ENVIRONMENT,
-        folder: Path = ROOT,
+        cwd: Path = ROOT,
     ) -> None:
-        """`folder`: where it runs; anywhere but in ours it has to find the installed code."""
         self._log = log
         with log.open("a") as file:
             self.popen = subprocess.Popen(
                 [*command, *words],
-                cwd=folder,
+                cwd=cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from service import cli
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,6 +179,32 @@ def test_a_spare_takes_over_and_is_replaced() -> None:
         serve.wait()
         assert serve.stdout is not None
         serve.stdout.close()
+
+
+@pytest.mark.parametrize("was_up", [True, False])
+async def test_what_was_up_once_is_started_for_ever(
+    was_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next starts may fail for as long as Redis is away."""
+    monkeypatch.setattr(cli, "BACKOFF_S", (0.01, 0.01))
+    starts = tmp_path / "starts"
+    code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(1)"
+    if was_up:
+        code = (
+            f"import os; os.path.exists({str(starts)!r}) or __import__('engine.wire.ready').wire.ready.tell(); {code}"
+        )
+    child = cli.Child("engine", ["-c", code], 5.0)
+    keeping = asyncio.create_task(child.keep())
+    if was_up:
+        async with asyncio.timeout(60):
+            while not starts.exists() or len(starts.read_text()) < 2 * cli.FAILURES:  # noqa: ASYNC110  (of other processes)
+                await asyncio.sleep(0.02)
+        await child.stop()
+        await keeping
+    else:
+        with pytest.raises(cli.GivenUp, match="ended with status 1 5 times in a row"):
+            await keeping
+        assert len(starts.read_text()) == cli.FAILURES
 
 
 def test_a_standby_ends_with_its_supervisor() -> None:
