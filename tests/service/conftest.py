@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, web
 
+from engine.wire import bus
 from engine.wire.bus import GatewaySide
 from engine.wire.embedded import EmbeddedRedis
 from service.app import Gateway
@@ -58,12 +59,12 @@ async def serve(
         }
         config = GatewayConfig(model=str(byte_level_dir), namespace=namespace, port=0, **settings)
         gateway_id = f"g{len(closers)}"
-        bus = GatewaySide(
+        side = GatewaySide(
             config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
         )
-        await bus.open()
+        await side.open()
         telemetry = Telemetry(gateway_id)
-        streams = Streams(bus, config, telemetry)
+        streams = Streams(side, config, telemetry)
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants)
         gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
@@ -78,7 +79,7 @@ async def serve(
             await session.close()
             await runner.cleanup()
             await streams.stop()
-            await bus.close()
+            await side.close()
             assert len(streams) == 0
 
         closers.append(close)
@@ -87,6 +88,13 @@ async def serve(
     yield start
     for close in reversed(closers):
         await close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may take as long as a busy machine makes it; it is not what is tested."""
+    monkeypatch.setattr(bus, "PATIENCE_S", 60.0)
+    monkeypatch.setitem(bus._Link.script.__kwdefaults__, "patience_s", 60.0)
 
 
 @pytest.fixture
