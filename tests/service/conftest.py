@@ -118,9 +118,22 @@ def port() -> int:
     return a_free_port()
 
 
+class Logged(subprocess.Popen[str]):
+    """Its stderr goes to a file: a pipe that nobody reads meanwhile would fill with the log, and stop it."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as file:
+            super().__init__(command, cwd=ROOT, stderr=file, text=True)
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        super().communicate(input, timeout)
+        return "", self._log.read_text()
+
+
 @pytest.fixture
 def launch(
-    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int
+    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int, tmp_path: Path
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start gateways as processes that share `port`: `launch(*options)`."""
     started: list[subprocess.Popen[str]] = []
@@ -128,7 +141,7 @@ def launch(
     def start(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
         command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process = Logged(command, tmp_path / f"gateway-{len(started)}.log")
         started.append(process)
         return process
 
