@@ -32,12 +32,12 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "gateway": (GatewayConfig, "`quire gateway`: HTTP in, server-sent events out."),
     "engine": (EngineConfig, "`quire engine`: the model."),
 }
-# What the chart sets itself; in a values file these would contradict it.
+# What the chart sets itself, for one program or for both; in a values file these would contradict it.
 CHARTS_OWN = {
-    "gateway": {"model", "served_name", "namespace", "host", "port", "drain_s", "redis_url", "gateway_id"}
-    | {"api_keys", "tenants"},
-    "engine": {"model", "served_name", "namespace", "redis_url", "engine_id", "metrics_host", "metrics_port"},
+    "gateway": {"host", "port", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
+    "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
 }
+OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}
 # The end of a name says the unit of its value.
 UNITS = {
     "_s": "seconds",
@@ -104,7 +104,9 @@ def schema() -> str:
     for name, own in CHARTS_OWN.items():
         _, parts = msgspec.json.schema_components([SECTIONS[name][0]], ref_template="#/$defs/{name}")
         (described,) = parts.values()
-        options: dict[str, Any] = {key: value for key, value in described["properties"].items() if key not in own}
+        options: dict[str, Any] = {
+            key: value for key, value in described["properties"].items() if key not in own | OF_BOTH
+        }
         for option in options.values():
             del option["default"]  # the program's business; a values file need not repeat it
         whole["$defs"][f"{name}Config"] = {

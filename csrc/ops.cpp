@@ -54,6 +54,17 @@ TORCH_LIBRARY(quire, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // x [rows, inner] · packed: a weight [features, inner] as product_layout says, padded with zeros · bias [features] · plus,
+  // out [rows, features] = x weight^T + bias + plus; out may be plus.  Sums in float32, rounded once; a row's result is bit
+  // for bit the same whatever else is in the call
+  m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // For weights of like's dtype: (columns, together), where packed is [strips, steps, columns, together],
+  // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
+  m.def("product_layout(Tensor like) -> (int, int)");
+
+  // How many threads all kernels here share their work among, on a CPU; 0: as many as torch uses for its own
+  m.def("set_threads(int threads) -> ()");
+
   // What a decoder layer does between its matrix products.  Arithmetic in float32, one rounding to the dtype of x.
   // The weights of norms must be at rest: a GPU may read them before what was launched earlier is done.
 

@@ -31,6 +31,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Of weights, activations and KV cache; auto: the checkpoint's own."),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="A request's tokens are the same bit for bit whoever is computed beside it, greedy or sampled, "
+            "and after a preemption or an engine's death. On a CPU; refused where that can't be promised."
+        ),
+    ] = False
     load: Annotated[
         Literal["safetensors", "random"],
         Meta(description="random: weights made up on the device; the model's directory needs a config.json only."),
@@ -144,6 +151,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "it waits in the queue for one that starts.",
         ),
     ] = 30.0
+    standby: Annotated[
+        bool,
+        Meta(
+            description="Import everything, then wait for a line on standard input before the model is loaded: a spare "
+            "that a supervisor keeps for an engine that may die. Ends when standard input does."
+        ),
+    ] = False
     metrics_host: Annotated[str, Meta(description="Address of metrics_port.")] = "127.0.0.1"
     metrics_port: Annotated[
         int,
@@ -152,6 +166,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     vllm_metrics: Annotated[
         bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
     ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+        ),
+    ] = ""
+    trace_sample: Annotated[
+        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+    ] = 1.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False

@@ -37,6 +37,7 @@ from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
 BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
+LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
 
 
 class ConfigError(Exception):
@@ -247,7 +248,7 @@ class Engine:
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
         )
         outputs = core.outputs()
-        self.telemetry.publish(load, totals, outputs, now, core.wasted_slots)
+        self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
 
 
@@ -330,10 +331,15 @@ class BusThread:
             raise error
 
     def stop(self) -> None:
-        """Send what has gathered, give the lease up."""
+        """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
+        client has seen it, and whoever takes over says it again."""
         self._stopping = True
         self._ring()
-        self._thread.join()
+        self._thread.join(LAST_WORDS_S)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
 
     def drain(self, wait_s: float) -> list[Order]:
         if self._failure is not None:
@@ -363,8 +369,9 @@ class BusThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._serving = self._loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serving)
         except BaseException as error:
             self._failure = error
             self._opened.put(error)

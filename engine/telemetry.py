@@ -25,6 +25,7 @@ from engine.core.scheduler import Event, Outputs, Totals
 from engine.wire import figures
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad, Generate
+from engine.wire.tracing import Tracing, Value
 
 WASTE_S = 1.0  # how often the loop is asked to count wasted slots, which looks at every sequence
 STALLED_S = 60.0  # a loop that has not turned for so long is taken for dead; the longest step of a CPU takes seconds
@@ -34,25 +35,28 @@ PHASES = ("accept", "plan", "execute", "commit", "publish")  # of a turn of the 
 class Clock:
     """When the milestones of one request came, `time.monotonic` seconds; 0: not yet."""
 
-    __slots__ = ("first", "preempted", "queued", "request", "resumed", "started", "step")
+    __slots__ = ("claimed", "first", "preempted", "queued", "request", "resumed", "started", "step", "traced")
 
-    def __init__(self, request: Generate, queued: float) -> None:
+    def __init__(self, request: Generate, queued: float, claimed: float, *, traced: bool) -> None:
         self.request = request
         self.queued = queued  # in Redis
+        self.claimed = claimed  # from there
         self.started = 0.0  # in the batch
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # those that wait to come back
-        self.resumed: dict[int, float] = {}  # those that compute again what they had
-        self.step = 0  # in which it started
+        self.resumed: dict[int, float] = {}  # those that another engine began, since they go on here
+        self.step = 0  # the first of its present phase
+        self.traced = traced
 
 
 class Telemetry(Collector):
     """All figures of one engine.  The loop's thread writes, the bus thread its own few, any thread may scrape."""
 
-    def __init__(self, engine: str = "", *, vllm: bool = False) -> None:
+    def __init__(self, engine: str = "", *, vllm: bool = False, tracing: Tracing | None = None) -> None:
         """`vllm`: also say under vLLM's names what vLLM says, for dashboards and autoscalers made for it."""
         self._labels = (engine, "")
         self._vllm = vllm
+        self._tracing = tracing or Tracing()
         self._info: dict[str, str] = {}
         self._clocks: dict[str, Clock] = {}
         self._load: EngineLoad | None = None
@@ -91,7 +95,8 @@ class Telemetry(Collector):
     def accept(self, request: Generate, now: float, unix_ms: int) -> None:
         """A request came from the queue.  Times on two clocks: it says when it was queued in unix time."""
         waited = max(0, unix_ms - request.queued_ms) / 1000 if request.queued_ms else 0.0
-        self._clocks[request.id] = Clock(request, now - waited)
+        traced = self._tracing.on and bool(request.traceparent)
+        self._clocks[request.id] = Clock(request, now - waited, now, traced=traced)
         self._accepted += 1
 
     def planned(self, plan: StepPlan, running: int) -> None:
@@ -124,17 +129,26 @@ class Telemetry(Collector):
         if idle:
             self._last_result = 0.0
 
-    def publish(self, load: EngineLoad, totals: Totals, outputs: Outputs, now: float, waste: Callable[[], int]) -> None:
-        """What the core said in this turn.  `waste` counts the wasted slots; it is not asked every time."""
+    def publish(
+        self,
+        load: EngineLoad,
+        totals: Totals,
+        outputs: Outputs,
+        steps: tuple[int, int],
+        now: float,
+        waste: Callable[[], int],
+    ) -> None:
+        """What the core said in this turn.  `steps`: the last one planned, the last one committed.  `waste` counts the
+        wasted slots; it is not asked every time."""
         self._load, self._totals = load, totals
         if now - self._wasted_at >= WASTE_S:
             self._wasted, self._wasted_at = waste(), now
         for event in outputs.events:
-            self._milestone(event, now)
+            self._milestone(event, *steps, now)
         for request_id in outputs.finished:
             self._clocks.pop(request_id, None)
 
-    def _milestone(self, event: Event, now: float) -> None:
+    def _milestone(self, event: Event, planned: int, committed: int, now: float) -> None:
         if event.kind == "ended":
             self._finished[event.reason or "moved"] += 1
             if event.reason is None:  # no Finish of ours: it will not be among those finished
@@ -143,25 +157,68 @@ class Telemetry(Collector):
             return
         index = event.index
         if event.kind == "started":
-            clock.started = now
+            clock.started, clock.step = now, planned
             self._queue_s.add(now - clock.queued)
             self._prompt.add(len(event.request.token_ids))
+            self._span("queue", clock, event, clock.queued, now)
         elif event.kind == "first":
+            if not clock.first:  # the others forked from its prefill
+                self._span("prefill", clock, event, clock.started, now, committed)
+                clock.step = committed + 1
             clock.first[index] = now
             self._prefill_s.add(now - clock.started)
         elif event.kind == "preempted":
             clock.preempted[index] = now
         elif event.kind == "resumed":
-            self._away_s.add(now - clock.preempted.pop(index, now))
+            if (since := clock.preempted.pop(index, None)) is not None:
+                self._away_s.add(now - since)
+            else:
+                since = clock.claimed
+                clock.resumed[index], clock.step = now, planned
+            self._span("resume", clock, event, since, now)
         else:
-            self._ended(clock, event, now)
+            self._ended(clock, event, committed, now)
 
-    def _ended(self, clock: Clock, event: Event, now: float) -> None:
-        if event.reason is not None and clock.started:
+    def _ended(self, clock: Clock, event: Event, step: int, now: float) -> None:
+        if event.reason is None:
+            return
+        first = clock.first.get(event.index)
+        if clock.started:
             self._inference_s.add(now - clock.started)
             self._output.add(event.tokens)
-            if first := clock.first.get(event.index):
+            if first is not None:
                 self._decode_s.add(now - first)
+        if (since := first or clock.resumed.get(event.index)) is not None:
+            self._span("decode", clock, event, since, now, step)
+        elif clock.started:
+            self._span("prefill", clock, event, clock.started, now, step)
+        else:
+            self._span("queue", clock, event, clock.queued, now)
+
+    def _span(self, name: str, clock: Clock, event: Event, since: float, now: float, step: int | None = None) -> None:
+        """What a request has behind it with this event; `step`: the last in which something of it was computed."""
+        if not clock.traced:
+            return
+        request = event.request
+        attributes: dict[str, Value] = {
+            "gen_ai.request.id": request.id,
+            "quire.engine": self._labels[0],
+            "quire.continuation": event.index,
+        }
+        if step is not None:
+            attributes |= {"quire.first_step": min(clock.step, step), "quire.last_step": step}
+        error = ""
+        if event.kind == "started":
+            attributes["gen_ai.usage.cache_read.input_tokens"] = event.tokens
+        elif event.kind == "first":
+            attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
+        elif event.kind == "resumed":
+            attributes["quire.tokens_to_compute"] = event.tokens
+        elif event.reason is not None:
+            attributes["gen_ai.usage.output_tokens"] = event.tokens
+            attributes["gen_ai.response.finish_reasons"] = [event.reason]
+            error = event.reason if event.reason in ("error", "deadline") else ""
+        self._tracing.add(name, request.traceparent, since, now, attributes, error)
 
     # -- what the bus thread says
 
@@ -242,9 +299,9 @@ class Telemetry(Collector):
         # sequences
         yield gauges(
             "quire_sequences",
-            "Sequences in this engine: in the batch, or not started or preempted.",
+            "Sequences in this engine: in the batch, not started or preempted, or in the host's memory.",
             "state",
-            {"running": load.running, "waiting": load.waiting},
+            {"running": load.running, "waiting": load.waiting - load.swapped, "swapped": load.swapped},
         )
         yield gauge("quire_waiting_tokens", "Tokens the waiting sequences must compute.", load.waiting_tokens)
         yield gauge(
@@ -262,6 +319,17 @@ class Telemetry(Collector):
         yield counter("quire_generated_tokens", "Output tokens.", totals.generated_tokens)
         yield counter("quire_preemptions", "Sequences that lost their blocks to older ones.", totals.preemptions)
         yield counter("quire_recomputed_tokens", "Tokens computed again after a preemption.", totals.recomputed_tokens)
+        yield counter(
+            "quire_swap_preemptions",
+            "Preemptions that copied KV blocks to the host's memory.",
+            totals.swap_preemptions,
+        )
+        yield counters(
+            "quire_swapped_bytes",
+            "Bytes of KV blocks copied to the host's memory and back.",
+            "direction",
+            {"out": load.swapped_out_bytes, "in": load.swapped_in_bytes},
+        )
         # steps
         yield figures.histogram(
             "quire_step_seconds",

@@ -84,6 +84,7 @@ preemptions = Panel(
     "Preemptions and what they cost",
     {
         "preemptions": rate("quire_preemptions_total"),
+        "of them, to the host's memory": rate("quire_swap_preemptions_total"),
         "tokens computed again": rate("quire_recomputed_tokens_total"),
     },
     "cps",
@@ -227,6 +228,12 @@ engine = Board(
                 {"mean": part(rate("quire_preempted_seconds_sum"), rate("quire_preempted_seconds_count"))},
                 "s",
             ),
+            Panel(
+                "KV blocks to the host's memory and back",
+                {"{{direction}}": rate("quire_swapped_bytes_total", "direction")},
+                "Bps",
+                text="Where a copy takes less time than to compute it again (--preempt auto).",
+            ),
         ],
         "Steps and kernels": [
             Panel("Step time", heat("quire_step_seconds"), "s", "heatmap"),
@@ -283,6 +290,28 @@ gateway = Board(
                 "Tokens lost, tokens repeated",
                 {"lost": "sum(quire_tokens_lost_total)", "repeated": "sum(quire_tokens_repeated_total)"},
                 text="Lost stays 0. Repeated ones were dropped, clients see each once; they come after a death.",
+            ),
+            Panel(
+                "Answers that a client came back to",
+                {"{{gateway}}": rate("quire_comebacks_total", "gateway")},
+                "reqps",
+                text="After a lost connection or gateway, or under an Idempotency-Key that was known.",
+            ),
+            Panel(
+                "Output tokens: sent, and delivered",
+                {
+                    "sent": rate("quire_output_tokens_total"),
+                    "delivered": rate("quire_delivered_tokens_total"),
+                },
+                "cps",
+                text="Sent counts again what a client that came back had lost; delivered is what to bill, and comes at "
+                "a request's end.",
+            ),
+            Panel(
+                "Tokens that wait for slow readers",
+                {"{{gateway}}": "sum by (gateway) (quire_backlog_bytes)"},
+                "bytes",
+                text="Bounded by --backlog-mib; the rest waits in Redis.",
             ),
         ],
         "Answers and refusals": [

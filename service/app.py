@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -31,9 +32,10 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from engine.wire import figures, ready, settings
+from engine.wire import figures, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.messages import Finish
+from engine.wire.tracing import Tracing
 from service import admission, api, resume, sse, text
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -55,6 +57,9 @@ TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the key that asks
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
 TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
+# Of the garbage collector.  With Python's own 700 a batch of 1,000 deltas counts as old by the time it is dealt with,
+# so that all open requests were walked through every few seconds: 100 to 800 ms at 1,000 of them, and no token moved.
+GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 
@@ -168,7 +173,9 @@ class Gateway:
         now_ms = int(time.time() * 1000)
         request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        trace = api.traceparent(request.headers.get("traceparent", ""))
+        meter = request[METER]
+        came = api.traceparent(request.headers.get("traceparent", ""))
+        trace = meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), came)
         orders = api.generates(
             valid,
             request_id,
@@ -190,10 +197,9 @@ class Gateway:
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
             deadline_ms=deadline_ms,
+            traceparent=trace,
         )
         form = record.form(request_id, self._tokenizer.table)
-        meter = request[METER]
-        meter.describe(request_id, valid, tenant.name, prompt_tokens, max(rooms))
         resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
             self._answer(valid.timeout_s),
@@ -233,7 +239,8 @@ class Gateway:
                 left_s,
             ) as opened,
         ):
-            request[METER].resume(request_id, prompts * n, record.tenant)
+            came = api.traceparent(request.headers.get("traceparent", ""))
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, came)
             form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
             for choice in had.ended:
                 opened.end(choice)
@@ -492,8 +499,8 @@ class StartError(Exception):
     """The gateway cannot start; one line an operator can act on."""
 
 
-async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
-    """Run one gateway until `stopping` is set.  Raises StartError."""
+async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
+    """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError."""
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     try:
         tenants = Tenants(config.api_keys, config.tenants)
@@ -511,8 +518,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None
+    tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
-        gateway_id, model=config.served_name or text.served_name(config.model), vllm=config.vllm_metrics
+        gateway_id,
+        model=config.served_name or text.served_name(config.model),
+        vllm=config.vllm_metrics,
+        tracing=tracing,
+        trace_prompts=config.trace_prompts,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()
@@ -529,7 +541,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
             await _listen(page, config.host, config.metrics_port, "--metrics-port")
         site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
-        ready.tell()
+        started()
         await stopping.wait()
         gateway.refuse_new()
         await site.stop()
@@ -539,6 +551,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await page.cleanup()
         await streams.stop()
         await bus.close()
+        await asyncio.to_thread(tracing.close)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
@@ -557,16 +570,23 @@ def main(argv: Sequence[str]) -> None:
     cannot start."""
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.start(config.log_format)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence
+
+    def started() -> None:
+        # What is loaded stays: the collector need not walk through it again and again while tokens wait.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        ready.tell()
 
     async def run() -> None:
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-        await serve(config, stopping)
+        await serve(config, stopping, started)
 
     try:
         asyncio.run(run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 0
     vllm_metrics: Annotated[
         bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
+    ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+    ] = "text"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+        ),
+    ] = ""
+    trace_sample: Annotated[
+        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+    ] = 1.0
+    trace_prompts: Annotated[
+        bool, Meta(description="Put prompts and answers into traces: whoever reads those reads them.")
     ] = False
     redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
         "redis://127.0.0.1:6379/0"

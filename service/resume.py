@@ -35,6 +35,7 @@ class Record(msgspec.Struct, frozen=True):
     created: int  # unix seconds
     fingerprint: str | None
     deadline_ms: int  # unix time
+    traceparent: str = ""  # what it belongs to: whoever comes back goes on in the same trace
 
     def encode(self) -> bytes:
         bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])

@@ -8,12 +8,14 @@
     data: [DONE]
 
 Headers wait for the first token or the first heartbeat, so that what fails before has a proper HTTP status.  Each
-handler waits for its own socket only; meanwhile tokens merge in the request's mailbox.
+handler waits for its own socket only, as soon as WRITE_BUFFER_BYTES stand in it; meanwhile tokens merge in the
+request's mailbox.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -28,6 +30,9 @@ log = logging.getLogger("quire.gateway")
 # No blank line after it: after an id, OpenAI's client takes a lone one for an event without data, and fails on it.
 KEEP_ALIVE = b": keep-alive\n"
 RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
+# What may stand in a socket for a slow reader, beside one event: here, and in the kernel, which doubles it and would go
+# to megabytes by itself.  The rest stays tokens, a fiftieth as long.
+WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -56,8 +61,9 @@ async def write(
                 meter.note(piece)
             data = b"".join([form.chunk(piece) for piece in changed]) if changed else KEEP_ALIVE
             if data:
+                sent(form.tokens)  # before: of a write that fails, a part may have arrived
                 await response.write(data)
-                sent(form.tokens)
+                await request.writer.drain()  # aiohttp looks at the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
             response = await _begin(request)
         last = form.usage_chunk() + form.done()
@@ -82,6 +88,9 @@ async def write(
 
 
 async def _begin(request: web.Request) -> web.StreamResponse:
+    if (transport := request.transport) is not None:
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     response = web.StreamResponse(headers=HEADERS)
     await response.prepare(request)
     return response

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -20,6 +22,7 @@ from engine.wire import figures
 from engine.wire.bus import Fleet, Usage
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad
+from engine.wire.tracing import Trace, Tracing, Value
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 
@@ -57,15 +60,28 @@ TENANTS = 20
 FINGERPRINTS = 8  # deploys whose latencies are kept apart
 OTHER = "other"  # all tenants beyond the first TENANTS
 NAMELESS = "default"  # whoever has no tenant of their own
+ASKED = ("/v1/", "/tokenize", "/detokenize")  # endpoints that people ask, not probes
 NO_ROOM = (429, 503)  # refusals for want of room, not for a fault in the request
 
 
 class Telemetry(Collector):
     """Metric objects of one gateway, in a registry of their own (tests run several gateways in one process)."""
 
-    def __init__(self, gateway: str, *, model: str = "", vllm: bool = False) -> None:
-        """`vllm`: also say under vLLM's names what vLLM says, for dashboards made for it."""
-        self._gateway, self._model, self._vllm = gateway, model, vllm
+    def __init__(
+        self,
+        gateway: str,
+        *,
+        model: str = "",
+        vllm: bool = False,
+        tracing: Tracing | None = None,
+        trace_prompts: bool = False,
+    ) -> None:
+        """`vllm`: also say under vLLM's names what vLLM says, for dashboards made for it.  `trace_prompts`: spans carry
+        prompts and answers."""
+        self.tracing = tracing or Tracing()
+        self.trace_prompts = trace_prompts
+        self.model = model
+        self._gateway, self._vllm = gateway, vllm
         self._registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -171,7 +187,7 @@ class Telemetry(Collector):
 
     def _as_vllm(self) -> Iterator[Metric]:
         """Names, labels and buckets of vLLM's own page, for what a gateway measures; engines' pages have the rest."""
-        labels, values = ("model_name", "engine"), (self._model, self._gateway)
+        labels, values = ("model_name", "engine"), (self.model, self._gateway)
 
         def tally(name: str, text: str, figure: Tally, bounds: tuple[float, ...] = ()) -> Metric:
             return figures.histogram(name, text, labels, [(values, figure)], bounds)
@@ -194,15 +210,15 @@ class Telemetry(Collector):
 
     def record_usage(self, usage: Usage) -> None:
         """A request (one prompt of a client's) is over here.  One that is read on elsewhere comes again from there, and
-        the last line of the log counts."""
+        of the log's lines on it the furthest counts."""
         self._delivered_tokens.inc(usage.new)
-        usage_log.info(
-            "usage of %s: tenant '%s', %d tokens generated, %d delivered",
-            usage.request_id,
-            usage.tenant,
-            usage.generated,
-            usage.delivered,
-        )
+        line = {
+            "id": usage.request_id,
+            "tenant": usage.tenant or NAMELESS,
+            "generated_tokens": usage.generated,
+            "delivered_tokens": usage.delivered,
+        }
+        usage_log.info("usage", extra={"fields": line})
 
     def record_backlog(self, held: int) -> None:
         self._backlog.set(held)
@@ -313,6 +329,17 @@ def _identity(load: EngineLoad) -> tuple[str, str, str]:
     return load.engine, load.model, load.fingerprint[:16]
 
 
+def _operation(valid: ValidRequest) -> str:
+    return "chat" if valid.chat else "text_completion"
+
+
+def _messages(messages: list[dict[str, Any]]) -> str:
+    """As the GenAI conventions write them.  A prompt of token ids is its ids."""
+    return msgspec.json.encode(
+        [{"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]} for message in messages]
+    ).decode()
+
+
 class Meter:
     """Clocks one request.  Its figures are recorded once, at the end, so that a token costs an addition."""
 
@@ -327,26 +354,59 @@ class Meter:
         self._retry_after_s: float | None = None
         self._finishes: set[str] = set()
         self._cached_tokens = 0
+        self._described = 0.0  # when it was understood
+        self._valid: ValidRequest | None = None
+        self._trace: Trace | None = None
+        self._context = ""  # the traceparent of whatever it belongs to
+        self._said: dict[int, str] = {}  # choice -> its text, where traces carry it
         self.tenant = ""
         self.admitted = self.resumed = False
         self.prompt_tokens = self.output_tokens = self.asked_tokens = self.choices = 0
 
-    def describe(self, answer_id: str, valid: ValidRequest, tenant: str, prompt_tokens: int, asked_tokens: int) -> None:
-        """It was understood, and will be answered under `answer_id` if there is room."""
+    def describe(
+        self,
+        answer_id: str,
+        valid: ValidRequest,
+        tenant: str,
+        prompt_tokens: int,
+        asked_tokens: int,
+        traceparent: str = "",
+    ) -> str:
+        """It was understood, and will be answered under `answer_id` if there is room.  Returns the trace context that
+        what is done for it belongs to: its own span's, or the `traceparent` it brought where it is not traced."""
         self._id, self.tenant, self.prompt_tokens, self.choices = answer_id, tenant, prompt_tokens, valid.n
-        self.asked_tokens = asked_tokens
+        self.asked_tokens, self._described = asked_tokens, time.monotonic()
+        return self._begin(valid, _operation(valid), traceparent)
+
+    def _begin(self, valid: ValidRequest, operation: str, traceparent: str, link: str = "") -> str:
+        self._valid = valid
+        name = f"{operation} {self._telemetry.model}"
+        self._trace = self._telemetry.tracing.begin(name, traceparent, self._started, link)
+        self._context = self._trace.traceparent if self._trace is not None else traceparent
+        return self._context
 
     def admit(self) -> None:
         """It is in the queue."""
         self.admitted = True
         self._telemetry.record_decision(None)
         self._telemetry.prompt_tokens.inc(self.prompt_tokens)
+        self._span_admission()
 
-    def resume(self, answer_id: str, choices: int, tenant: str) -> None:
-        """A client has come back to an answer that was admitted before."""
+    def _span_admission(self, error: str = "") -> None:
+        if self._trace is not None:
+            now = time.monotonic()
+            self._telemetry.tracing.add("admission", self._trace.traceparent, self._described, now, {}, error)
+
+    def resume(
+        self, answer_id: str, valid: ValidRequest, choices: int, tenant: str, begun: str = "", traceparent: str = ""
+    ) -> None:
+        """A client has come back to an answer that was admitted before, in the context `begun`: its trace goes on.
+        `traceparent`: which it brought now."""
         self._id, self.choices, self.tenant = answer_id, choices, tenant
+        self.prompt_tokens = 0  # accepted and counted then
         self.admitted = self.resumed = True
         self._telemetry.comebacks.inc()
+        self._begin(valid, "resume", begun or traceparent, traceparent if begun else "")
 
     def note(self, piece: Piece) -> None:
         """A choice has something new."""
@@ -366,6 +426,8 @@ class Meter:
             self.output_tokens += tokens
         if piece.finish is not None:
             self._finishes.add(piece.finish)
+        if self._trace is not None and self._telemetry.trace_prompts:
+            self._said[piece.choice] = self._said.get(piece.choice, "") + piece.text
 
     def fail(self, refusal: Refusal) -> None:
         """It is answered with an error: instead of an answer, or at the end of a broken one."""
@@ -373,6 +435,7 @@ class Meter:
         self._telemetry.record_refusal(refusal.code)
         if not self.admitted and refusal.status in NO_ROOM:
             self._telemetry.record_decision(refusal)
+            self._span_admission(refusal.code)
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -388,6 +451,80 @@ class Meter:
         outcome = self._outcome(status)
         if self._id:
             self._telemetry.record_tenant(self, outcome)
+        if self._trace is not None and self._valid is not None:
+            failed = "" if outcome == "ok" else self._code or outcome
+            self._trace.end(self._attributes(self._valid, status), failed)
+        self._log(endpoint, status, outcome, seconds)
+
+    def _log(self, endpoint: str, status: int, outcome: str, seconds: float) -> None:
+        """One line.  Probes and scrapes, which come all the time, only at level DEBUG."""
+        level = logging.INFO if endpoint.startswith(ASKED) else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
+        line: dict[str, object] = {
+            "request_id": self._request_id,
+            "endpoint": endpoint,
+            "status": status,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+        }
+        if self._id:
+            line |= {"id": self._id, "tenant": self.tenant or NAMELESS, "output_tokens": self.output_tokens}
+            if self.resumed:
+                line["resumed"] = True
+            else:
+                line |= {"prompt_tokens": self.prompt_tokens, "cached_tokens": self._cached_tokens}
+        if self._first_s is not None:
+            line["first_token_s"] = round(self._first_s, 4)
+        if self.seconds_per_token is not None:
+            line["token_s"] = round(self.seconds_per_token, 5)
+        if self._finishes:
+            line["finish"] = ",".join(sorted(self._finishes))
+        if self._code is not None:
+            line["error"] = self._code
+        if self._retry_after_s is not None:
+            line["retry_after_s"] = self._retry_after_s
+        if self._context:
+            line["trace_id"] = self._context.split("-")[1]
+        log.log(level, "request", extra={"fields": line})
+
+    def _attributes(self, valid: ValidRequest, status: int) -> dict[str, Value]:
+        """OpenTelemetry's GenAI conventions."""
+        sampling = valid.sampling
+        found: dict[str, Value] = {
+            "gen_ai.operation.name": _operation(valid),
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": self._telemetry.model,
+            "gen_ai.response.model": self._telemetry.model,
+            "gen_ai.response.id": self._id,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.choice.count": valid.n,
+            "gen_ai.request.stream": valid.stream,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+            "gen_ai.response.finish_reasons": sorted(self._finishes),
+            "http.response.status_code": status,
+            "quire.request_id": self._request_id,
+            "quire.tenant": self.tenant or NAMELESS,
+        }
+        if not self.resumed:  # what the first span of its trace says
+            found["gen_ai.request.max_tokens"] = self.asked_tokens
+            found["gen_ai.usage.input_tokens"] = self.prompt_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
+        if valid.seeded:
+            found["gen_ai.request.seed"] = sampling.seed
+        if self._first_s is not None:
+            found["gen_ai.response.time_to_first_chunk"] = self._first_s
+        if self._telemetry.trace_prompts:
+            if not self.resumed:
+                asked = valid.messages or [{"role": "user", "content": prompt} for prompt in valid.prompts]
+                found["gen_ai.input.messages"] = _messages(asked)
+            answered = [{"role": "assistant", "content": text} for _, text in sorted(self._said.items())]
+            found["gen_ai.output.messages"] = _messages(answered)
+        return found
 
     def _outcome(self, status: int) -> str:
         """ok, cancelled (its client left), refused (for want of room), invalid or failed."""

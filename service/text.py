@@ -22,7 +22,8 @@ from typing import Any
 from engine.wire.messages import Finish
 from service.api import Prompt, Refusal, ValidRequest
 from service.format import Piece, Prompted
-from service.streams import Mailbox, OpenRequest
+from service.mailbox import Mailbox
+from service.streams import OpenRequest
 
 # Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.
 INLINE_CHARS = 4096

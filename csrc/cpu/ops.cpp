@@ -5,7 +5,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,12 +17,24 @@
 #include "batch.h"
 #include "cache.h"
 #include "layers.h"
+#include "product.h"
 #include "sampling.h"
 #include "simd.h"
 
 namespace quire::cpu::door {
 
-inline int threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+std::atomic<int> chosen_threads{0};
+
+void set_threads(int64_t threads) {
+  TORCH_CHECK_VALUE(threads >= 0, "threads: ", threads, " is negative");
+  chosen_threads = static_cast<int>(threads);
+}
+
+inline int threads() {
+  if (at::in_parallel_region()) return 1;
+  const int chosen = chosen_threads.load(std::memory_order_relaxed);
+  return chosen ? chosen : at::get_num_threads();
+}
 
 // [blocks, Hkv, block_size, D]; inside a block contiguous, the stride between blocks is free.
 void expect_cache(const char* who, const at::Tensor& cache, Size& blocks, Size& kv_heads, Size& block_size, Size& dim) {
@@ -349,6 +363,52 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
 }
 
+std::tuple<int64_t, int64_t> product_layout(const at::Tensor& like) {
+  std::tuple<int64_t, int64_t> layout;
+  by_dtype("like", like, [&](auto type) { layout = {kColumns, kTogether<decltype(type)>}; });
+  return layout;
+}
+
+void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  Size rows("rows"), inner("inner size"), features("features"), strips("strips"), steps("steps"), columns("columns"),
+      together("numbers together");
+  expect("x", x, {rows, inner});
+  expect("out", out, {rows, features});
+  if (plus) expect("plus", *plus, {rows, features});
+  if (bias) expect_plain("bias", *bias, features, x.scalar_type());
+  const auto [wide, deep] = product_layout(x);
+  columns.agree("this build", wide);
+  together.agree("this build", deep);
+  strips.agree("out", (features + wide - 1) / wide);
+  steps.agree("x", (inner + deep - 1) / deep);
+  expect("packed", packed, {strips, steps, columns, together});
+  expect_contiguous("packed", packed);
+  for (const auto& [who, t] : {std::pair{"x", &x}, {"out", &out}, {"packed", &packed}, {"plus", plus ? &*plus : &out}}) {
+    expect_cpu(who, *t);
+    expect_last_contiguous(who, *t);
+    expect_dtype(who, *t, x.scalar_type(), "x");
+  }
+  by_dtype("x", x, [&](auto type) {
+    using T = decltype(type);
+    const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
+    cpu::product<T>({
+        .x = numbers(x),
+        .x_stride = x.stride(0),
+        .weight = numbers(packed),
+        .bias = bias ? numbers(*bias) : nullptr,
+        .plus = plus ? numbers(*plus) : nullptr,
+        .plus_stride = plus ? plus->stride(0) : 0,
+        .out = static_cast<T*>(out.data_ptr()),
+        .out_stride = out.stride(0),
+        .rows = rows,
+        .inner = inner,
+        .features = features,
+        .threads = threads(),
+    });
+  });
+}
+
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& slots, const std::optional<at::Tensor>& q_norm,
                    const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
@@ -521,9 +581,13 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("add_rms_norm", quire::cpu::door::add_rms_norm);
   m.impl("silu_mul", quire::cpu::door::silu_mul);
   m.impl("linear", quire::cpu::door::linear);
+  m.impl("product", quire::cpu::door::product);
+  m.impl("product_layout", quire::cpu::door::product_layout);
   m.impl("rope_kv_write", quire::cpu::door::rope_kv_write);
   m.impl("apply_edits", quire::cpu::door::apply_edits);
   m.impl("decode_inputs", quire::cpu::door::decode_inputs);
   m.impl("decode_outputs", quire::cpu::door::decode_outputs);
   m.impl("sample", quire::cpu::door::sample);
 }
+
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("set_threads", quire::cpu::door::set_threads); }

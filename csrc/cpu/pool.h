@@ -29,8 +29,7 @@ class Tickets {
   const int64_t items_;
 };
 
-// Calls work(tickets) on every thread of the pool and returns when all have; on this thread alone if `threads` is 1.
-// `threads` must be what at::get_num_threads() says: it only saves waking the pool, whose size torch sets.
+// Calls work(tickets) on so many threads of the pool and returns when all have; on this thread alone if `threads` is 1.
 // `work` must not throw.
 template <class Work>
 void share(int64_t items, int threads, const Work& work) {
@@ -39,8 +38,8 @@ void share(int64_t items, int threads, const Work& work) {
     const Work& work;
   } shared{Tickets(items), work};
   if (threads <= 1 || items <= 1) return work(shared.tickets);
-  GOMP_parallel([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared, 0,
-                0);
+  GOMP_parallel([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared,
+                static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace quire::cpu

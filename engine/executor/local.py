@@ -12,15 +12,17 @@ import logging
 import os
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
+from engine.executor import ops
 from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
 from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
-from engine.executor.models import builtin
+from engine.executor.models import builtin, fused
 from engine.executor.models.hf import load_model, one_line
 from engine.executor.models.weights import fingerprint
 from engine.executor.worker import GPU_DEPTH, Pending, Worker
@@ -48,8 +50,13 @@ class LocalExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model, take the KV memory, start.  Raises ModelLoadError."""
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))  # of this thread's team
+        """Compile the kernels where this machine has not yet, load the model, take the KV memory, start.
+
+        Raises ModelLoadError, and KernelBuildError without a compiler.
+        """
+        threads = config.threads or max(1, (os.cpu_count() or 1) - 1)
+        torch.set_num_threads(threads)  # of this thread's team
+        ops.load(library=Path(config.kernels) if config.kernels else None)
         kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
@@ -59,7 +66,16 @@ class LocalExecutor:
             device=torch.device(kind),
             max_model_len=config.max_model_len,
             random=config.load == "random",
+            deterministic=config.deterministic,
         )
+        # Torch's activations give a number other bits where a thread's share of them ends.
+        alone = config.deterministic and not fused.is_fused(model.module)
+        ops.set_threads(threads if alone else 0)
+        torch.set_num_threads(1 if alone else threads)
+        dependence = model.batch_dependence
+        if not (dependence or alone or fused.is_fused(model.module) or threads == 1):
+            dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
+        log.info("a request's tokens depend on its batch: %s", dependence or "no")
         loaded = time.monotonic()
         self.info = ModelInfo(
             name=config.served_name or config.model or builtin.NAME,

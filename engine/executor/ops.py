@@ -61,13 +61,14 @@ def default_directory() -> Path:
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
     """Make the operators callable in this process, compiling them first unless `directory` holds a build that fits.
 
-    `library`: one compiled ahead, taken as it is.
+    `library`: one compiled ahead, taken as it is; without it, what this process has loaded already is good.
     Any number of processes may call this at once: one compiles, the others wait for it.  Calling twice is harmless.
     Says on stderr when it compiles.  Raises KernelBuildError.
     """
     if library is not None and not library.is_file():
         raise KernelBuildError(f"{library}: no such file; `python -m engine.executor.ops --ahead DIRECTORY` makes one")
-    # A library that is already loaded is not loaded again.
+    if library is None and hasattr(torch.ops.quire, "linear"):
+        return
     path = library or build(directory or default_directory())
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
 
@@ -501,36 +502,79 @@ def sample(
     torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, finite)
 
 
-# Not ours: oneDNN's matrix product with a weight kept in the layout its instructions want.  torch's own linear converts
-# the weight in every call, which at the few rows of a decode step costs as much as the product itself.
+# Products on a CPU with a weight that was packed for them, once, at load.  torch's own linear converts the weight in
+# every call, which at the few rows of a decode step costs as much as the product itself.
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `packed_linear` can take this [out, in] weight: bfloat16, on a CPU that oneDNN computes bfloat16 on."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+@dataclass(frozen=True)
+class Packed:
+    """A weight [out, in] as `packed_linear` wants it: opaque."""
+
+    numbers: torch.Tensor
+    size: int  # out
+    ordered: bool  # ours: a row's bits don't depend on the batch; else oneDNN's
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of weight [out, in] in oneDNN's blocked layout: opaque, good for `packed_linear` only."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return packed
+def pack_weight(weight: torch.Tensor, *, ordered: bool) -> Packed | None:
+    """A packed copy of weight [out, in] on a CPU.
+
+    ordered: for products whose bits don't depend on the batch.  Else for those that are fastest here; None where
+    nothing is faster than torch's own linear.
+    """
+    size, inner = weight.shape
+    if ordered or _ordered_is_fast(weight.dtype):
+        columns, together = torch.ops.quire.product_layout.default(weight)
+        padded = torch.nn.functional.pad(weight.detach(), (0, -inner % together, 0, -size % columns))
+        strips = padded.view(len(padded) // columns, columns, -1, together)
+        return Packed(strips.transpose(1, 2).contiguous(), size, True)
+    if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
+    return None
 
 
 def packed_linear(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None = None
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., in] times the packed weight [out, in] transposed, plus bias [out], plus `plus` [..., out]; one dtype."""
+    """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
+
+    One dtype.  Sums in float32, rounded once.
+    """
     y: torch.Tensor
-    if plus is None:
-        y = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    if packed.ordered:
+        y = x.new_empty(*x.shape[:-1], packed.size) if plus is None else plus
+        rows = y.view(-1, packed.size)
+        torch.ops.quire.product.default(
+            x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows
+        )
+    elif plus is None:
+        y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
     else:
-        y = torch.ops.mkldnn._linear_pointwise.binary(x, plus, packed, bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise.binary(x, plus, packed.numbers, bias, "add")
     return y
+
+
+def _onednn_bfloat16() -> bool:
+    return bool(
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _ordered_is_fast(dtype: torch.dtype) -> bool:
+    """Whether our products take no more time than the libraries', as far as measured (csrc/notes/product.md).
+
+    They do where the library knows an instruction that this build has not, or matrix tiles (AMX), which ours don't use.
+    """
+    columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
+    if dtype == torch.bfloat16:
+        tiles = torch.cpu._is_amx_tile_supported()
+        return not _onednn_bfloat16() or (together == 2 and not tiles)
+    return columns == 32 or "AVX512" not in torch.backends.cpu.get_cpu_capability()
+
+
+def set_threads(count: int) -> None:
+    """How many threads our kernels share their work among on a CPU, in this process; 0: as many as torch's own do."""
+    torch.ops.quire.set_threads.default(count)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -54,12 +53,10 @@ class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
     def __init__(self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int) -> None:
-        """Compiles the kernels where this machine has not yet, takes the KV memory, captures CUDA graphs.
+        """Takes the KV memory, captures CUDA graphs.  The kernels must be loaded.
 
-        Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len, and
-        KernelBuildError without a compiler.
+        Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len.
         """
-        ops.load(library=Path(config.kernels) if config.kernels else None)
         self.device = device = model.module.device
         self._gpu = device.type == "cuda"
         self._model = model.module

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from engine.executor import ops
 from engine.executor.models import fused
@@ -19,39 +20,37 @@ from tests.executor.driver import Driver
 from tests.executor.test_worker import words
 
 CPU = torch.device("cpu")
-PRODUCTS = {PackedLinear, Product, nn.Linear}
+PRODUCTS = {PackedLinear, Product, nn.Linear, Conv1D}
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @torch.inference_mode()
-def test_packed_linear(rows: int, bias: bool) -> None:
+def test_packed_linear(rows: int, bias: bool, ordered: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(512, 384, bias=bias).bfloat16()
-    if not ops.can_pack(linear.weight):
+    packed = ops.pack_weight(linear.weight, ordered=ordered)
+    if packed is None:
         pytest.skip("no bfloat16 in this CPU's oneDNN")
     x = torch.randn(1, rows, 512).bfloat16()
     exact = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None)
     noise = (linear(x).float() - exact).abs().max()
-    ours = PackedLinear(linear)(x)
+    ours = PackedLinear(packed, linear.bias)(x)
     assert ours.shape == (1, rows, 384)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).abs().max() <= 2 * noise
 
 
-def test_only_what_can_be_packed_is(checkpoint: Callable[[str], Path]) -> None:
-    def packed(dtype: str, family: str) -> set[bool]:
-        model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU).module
-        return {
-            type(m) is PackedLinear or getattr(m, "packed", None) is not None
-            for m in model.modules()
-            if type(m) in PRODUCTS
-        }
-
-    assert packed("float32", "qwen3") == packed("float32", "gpt_neox") == {False}
-    if not ops.can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)):
-        pytest.skip("no bfloat16 in this CPU's oneDNN")
-    assert packed("bfloat16", "qwen3") == packed("bfloat16", "gpt_neox") == {True}
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_product_of_a_deterministic_model_is_ordered(
+    checkpoint: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True).module
+    products = [module for module in model.modules() if type(module) in PRODUCTS]
+    assert len(products) > 8
+    assert all(type(product) is not nn.Linear and product.packed.ordered for product in products)
 
 
 FUSED = {"llama", "mistral", "qwen2", "qwen3"}

@@ -96,6 +96,7 @@ def test_programs_know_every_flag_variable_and_key(name: str) -> None:
 @every_values_file
 def test_the_config_file_is_read_by_both_programs(name: str, tmp_path: Any) -> None:
     manifests = rendered(values(name))
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     (file := tmp_path / "quire.toml").write_text(config_text(manifests))
     read = config(manifests)
     for component, cls in PROGRAMS.items():
@@ -103,6 +104,10 @@ def test_the_config_file_is_read_by_both_programs(name: str, tmp_path: Any) -> N
         for key, value in values(name).get(component, {}).get("config", {}).items():
             assert getattr(got, key) == value
         assert (got.model, got.namespace) == (read["model"], read["namespace"])
+        logs, traces = (defaults[key] | values(name).get(key, {}) for key in ("logs", "traces"))
+        assert got.log_format == logs["format"]
+        assert (got.otlp_endpoint, got.trace_sample) == (traces["endpoint"], traces["sample"])
+        assert getattr(got, "trace_prompts", traces["prompts"]) is traces["prompts"]
 
 
 @every_values_file
@@ -173,6 +178,9 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
         ({"engine": {"config": {"max_seqs": 3}}}, [False, True]),
         ({"model": {"name": "other/model"}}, [True, True]),
         ({"apiKeys": {"keys": ["new"]}}, [True, False]),
+        ({"logs": {"format": "text"}}, [True, True]),
+        ({"traces": {"sample": 0.5}}, [True, True]),
+        ({"traces": {"prompts": True}}, [True, False]),
     ]:
         assert [a != b for a, b in zip(before, sums(changes), strict=True)] == changed, changes
 
@@ -191,6 +199,9 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
         ({"redis": {"bundled": {"enabled": False}}}, "external"),
         ({"redis": {"external": {"url": "redis://:secret@host"}}}, "url"),
         ({"model": {"cache": {"size": "100 GB"}}}, "size"),
+        ({"logs": {"format": "yaml"}}, "format"),
+        ({"traces": {"endpoint": "collector:4318"}}, "endpoint"),
+        ({"engine": {"config": {"log_format": "text"}}}, "log_format"),  # the chart's own: logs.format
     ],
 )
 def test_typos_are_refused(changes: dict[str, Any], says: str) -> None:

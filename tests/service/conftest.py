@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,7 @@ def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
     return Tokenizer(str(sentencepiece_like(tmp_path_factory.mktemp("tokenizers") / "spm")))
 
 
+ROOT = Path(__file__).resolve().parents[2]
 Serve = Callable[..., Awaitable[Served]]
 
 
@@ -77,7 +82,7 @@ async def serve(
             assert len(streams) == 0
 
         closers.append(close)
-        return Served(url, gateway, streams, session)
+        return Served(url, gateway, streams, session, runner)
 
     yield start
     for close in reversed(closers):
@@ -92,3 +97,35 @@ def engine(redis_server: EmbeddedRedis, namespace: str) -> Callable[..., FakeEng
         return FakeEngine(redis_server.url, namespace, script, **options)  # type: ignore[arg-type]
 
     return make
+
+
+def a_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def port() -> int:
+    return a_free_port()
+
+
+@pytest.fixture
+def launch(
+    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start gateways as processes that share `port`: `launch(*options)`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
+        command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -214,8 +214,15 @@ class FakeEngine:
 class Served:
     """A running gateway, its engine, and a client session with the base URL set."""
 
-    def __init__(self, url: str, gateway: Gateway, streams: Streams, session: ClientSession) -> None:
-        self.url, self.gateway, self.streams, self.session = url, gateway, streams, session
+    def __init__(
+        self, url: str, gateway: Gateway, streams: Streams, session: ClientSession, runner: web.AppRunner
+    ) -> None:
+        self.url, self.gateway, self.streams, self.session, self._runner = url, gateway, streams, session, runner
+
+    def transports(self) -> list[asyncio.Transport]:
+        """Of its clients' connections."""
+        assert self._runner.server is not None
+        return [one.transport for one in self._runner.server.connections if one.transport is not None]
 
 
 async def settled(condition: Callable[[], bool]) -> None:

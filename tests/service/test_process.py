@@ -12,45 +12,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession
 
-from engine.wire.embedded import EmbeddedRedis
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, settled
 
 ROOT = Path(__file__).resolve().parents[2]
 EngineMaker = Callable[..., FakeEngine]
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-        return number
-
-
-@pytest.fixture
-def launch(
-    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int
-) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
-        command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
 
 
 async def answers(url: str) -> None:

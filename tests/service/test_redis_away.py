@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import redis
+
 from engine.wire.embedded import EmbeddedRedis
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
@@ -22,6 +24,7 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
         async with FakeEngine(server.url, namespace, says(byte_level_tokenizer), step_s=0.01) as fake:
             await settled(lambda: bool(served.streams.fleet.engines))
             expected = merged(await events(served.session, "/v1/completions", body))
+            fake.step_s = 0.2  # it cannot end meanwhile, however long Redis takes to stop
             running = asyncio.create_task(events(served.session, "/v1/completions", body))
             await settled(lambda: fake.busy)
             await asyncio.to_thread(server.stop)
@@ -35,6 +38,7 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
                 assert float(response.headers["Retry-After"]) >= 1
             assert not running.done()
             await asyncio.to_thread(server.start)
+            fake.step_s = 0.0
             await settled(lambda: served.streams.trouble is None)
             async with served.session.get("/ready") as answer:
                 assert answer.status == 200
@@ -44,4 +48,30 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
                 again = merged(await events(served.session, "/v1/completions", body))
                 assert again["text 0"] == expected["text 0"]
         assert len(fake.seen) == 3
+        await served.streams.stop()
+
+
+async def test_a_full_redis_refuses_new_work_and_lets_what_runs_end(
+    serve: Serve, namespace: str, byte_level_tokenizer: Tokenizer
+) -> None:
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as admin:
+        served = await serve(redis_url=server.url)
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 120, "stream": True}
+        async with FakeEngine(server.url, namespace, says(byte_level_tokenizer), step_s=0.2) as fake:
+            await settled(lambda: bool(served.streams.fleet.engines))
+            running = asyncio.create_task(events(served.session, "/v1/completions", body))
+            await settled(lambda: fake.busy)
+            admin.config_set("maxmemory", 1)
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "queue_unavailable"
+                assert float(response.headers["Retry-After"]) >= 1
+            assert not running.done()
+            fake.step_s = 0.0
+            whole = merged(await running)
+            assert whole["end 0"] == [("length", None)]
+            admin.config_set("maxmemory", 0)
+            await settled(lambda: served.streams.trouble is None)
+            assert merged(await events(served.session, "/v1/completions", body))["text 0"] == whole["text 0"]
+            assert len(fake.seen) == 2
         await served.streams.stop()

@@ -1,6 +1,6 @@
 """Swaps submodules of a transformers model for ones that compute the same, faster.  Everything else stays as it is.
 
-    nn.Linear           -> PackedLinear   bfloat16 on a CPU: the weight is put into oneDNN's layout once, at load
+    nn.Linear, Conv1D   -> PackedLinear   on a CPU: the weight is put into the layout of a product once, at load
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3 on a CPU: a quarter of the operators
     four families
 
@@ -36,6 +36,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.activations import SiLUActivation
+from transformers.pytorch_utils import Conv1D
 
 from engine.executor import ops
 from engine.executor.attention import attend
@@ -48,19 +49,21 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     Qwen2ForCausalLM: lambda attention: attention.sliding_window,
     Qwen3ForCausalLM: lambda attention: attention.sliding_window,
 }
+ON_A_GPU = "on a GPU products and attention are cut into shares that depend on who else is in the step"
+VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
 
 
 class PackedLinear(nn.Module):
     """nn.Linear whose weight [out, in] exists in packed form only, so that it costs no memory twice."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, packed: ops.Packed, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._packed = ops.pack_weight(linear.weight)  # no parameter or buffer: nothing but this class can read it
+        self.out_features = packed.size
+        self.bias = bias
+        self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.packed_linear(x, self._packed, self.bias)
+        return ops.packed_linear(x, self.packed, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -78,7 +81,7 @@ class Product(nn.Module):
     Several linear layers of the same input become one: their outputs, one after another.
     """
 
-    def __init__(self, *linears: nn.Linear, norm: RMSNorm | None = None, silu_mul: bool = False) -> None:
+    def __init__(self, *linears: nn.Linear, ordered: bool, norm: RMSNorm | None = None, silu_mul: bool = False) -> None:
         """norm: of the input, first.  silu_mul: of the output's halves, gate and up, silu(gate) * up is returned."""
         super().__init__()
         first, *others = linears
@@ -87,7 +90,7 @@ class Product(nn.Module):
         self.out_features = len(weight)
         self.norm = norm
         self.silu_mul = silu_mul
-        self.packed = ops.pack_weight(weight) if ops.can_pack(weight) else None
+        self.packed = ops.pack_weight(weight, ordered=ordered) if weight.device.type == "cpu" else None
         self.weight = weight if self.packed is None else None
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -105,15 +108,15 @@ class Product(nn.Module):
 class Attention(nn.Module):
     """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, norm: RMSNorm, window: int | None) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, window: int | None, ordered: bool) -> None:
         super().__init__()
         self.layer: int = plain.layer_idx
         self.head_size: int = plain.head_dim
         self.scale: float = plain.scaling
         self.window = window or 0
         self.heads = plain.q_proj.out_features // plain.head_dim
-        self.qkv_proj = Product(plain.q_proj, plain.k_proj, plain.v_proj, norm=norm)
-        self.o_proj = Product(plain.o_proj)
+        self.qkv_proj = Product(plain.q_proj, plain.k_proj, plain.v_proj, norm=norm, ordered=ordered)
+        self.o_proj = Product(plain.o_proj, ordered=ordered)
         self.q_norm = RMSNorm(plain.q_norm) if hasattr(plain, "q_norm") else None  # qwen3
         self.k_norm = RMSNorm(plain.k_norm) if hasattr(plain, "k_norm") else None
 
@@ -140,10 +143,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, norm: RMSNorm) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, ordered: bool) -> None:
         super().__init__()
-        self.gate_up_proj = Product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True)
-        self.down_proj = Product(plain.down_proj)
+        self.gate_up_proj = Product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True, ordered=ordered)
+        self.down_proj = Product(plain.down_proj, ordered=ordered)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(self.gate_up_proj(x), plus=x)
@@ -153,10 +156,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """x [T, hidden] -> [T, hidden]; x must not be used afterwards."""
 
-    def __init__(self, plain: Any, window: int | None) -> None:
+    def __init__(self, plain: Any, window: int | None, ordered: bool) -> None:
         super().__init__()
-        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window)
-        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm))
+        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, ordered)
+        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm), ordered)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, cos, sin, step))
@@ -166,7 +169,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The whole model: a step -> logits."""
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int, ordered: bool) -> None:
         super().__init__()
         plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
@@ -177,9 +180,9 @@ class Decoder(nn.Module):
         self.angles = torch.stack([cos[0], sin[0]], 1)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(plain.layers):
-            self.layers.append(Layer(layer, window(layer.self_attn)))
+            self.layers.append(Layer(layer, window(layer.self_attn), ordered))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
-        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm))
+        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered)
 
     def forward(self, step: StepTensors, out: Tensor | None = None) -> Tensor:
         """Logits [L, V] of the tokens that `step` wants them of, in `out` where given."""
@@ -196,24 +199,55 @@ class Decoder(nn.Module):
         return logits
 
 
-def fuse(model: PreTrainedModel, max_model_len: int) -> None:
+def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -> None:
     """Swap what can be swapped, in place.  The model must be on its device, in its dtype, and never move again.
 
+    ordered: on a CPU, have products whose bits don't depend on the batch even where others are faster.
     A model whose decoder was swapped is good for `logits_of` and nothing else.
     """
     if has_plain_decoder(model):
-        model.model, model.lm_head = Decoder(model, max_model_len), nn.Identity()
+        model.model, model.lm_head = Decoder(model, max_model_len, ordered), nn.Identity()
+    if model.device.type != "cpu":
+        return
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and ops.can_pack(child.weight):
-                setattr(parent, name, PackedLinear(child))
+            if type(child) in (nn.Linear, Conv1D):
+                weight = child.weight if type(child) is nn.Linear else child.weight.T
+                if packed := ops.pack_weight(weight, ordered=ordered):
+                    setattr(parent, name, PackedLinear(packed, child.bias))
+
+
+def batch_dependence(model: PreTrainedModel) -> str:
+    """Why a fused model's logits may depend on who else is in a step, to the last bit; empty: they do not.
+
+    On a CPU: attention, norms and our products don't.  What a model brings of its own may: products with weights that
+    are in no linear layer (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
+    """
+    if model.device.type != "cpu":
+        return ON_A_GPU
+    products = [module for module in model.modules() if isinstance(module, PackedLinear | Product)]
+    if not all(product.packed and product.packed.ordered for product in products):
+        return "the library's products are faster on this CPU and depend on the number of rows"
+    if is_fused(model):
+        return ""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
+                return f"{path}.{name} is the weight of a product we don't compute"
+        if isinstance(module, PackedLinear) and module.out_features % VECTOR and module is not model.lm_head:
+            return f"{path} has {module.out_features} outputs, which is no multiple of {VECTOR}"
+    return ""
+
+
+def is_fused(model: PreTrainedModel) -> bool:
+    """Whether `fuse` swapped the whole decoder, so that nothing runs but our operators."""
+    return isinstance(getattr(model, "model", None), Decoder)
 
 
 def logits_of(model: PreTrainedModel, step: StepTensors, out: Tensor | None = None) -> Tensor:
     """One forward: logits [L, V] of the tokens that `step` wants them of (perhaps none), in `out` where given."""
-    decoder = getattr(model, "model", None)
-    if isinstance(decoder, Decoder):
-        logits: Tensor = decoder(step, out)
+    if is_fused(model):
+        logits: Tensor = model.model(step, out)
         return logits
     logits = model(
         input_ids=step.input_ids,

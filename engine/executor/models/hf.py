@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape
-from engine.executor.models.fused import fuse
+from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.weights import weight_files
 
 PROBE = "kv_blocks_probe"
@@ -49,6 +49,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
+    batch_dependence: str  # why logits may depend on who else is in the step, to the last bit; empty: they do not
 
 
 def find(name: str) -> Path:
@@ -68,14 +69,24 @@ def find(name: str) -> Path:
 
 
 def load_model(
-    name: str, *, dtype: str, device: torch.device, max_model_len: int = 0, random: bool = False
+    name: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int = 0,
+    random: bool = False,
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Load `name` (a directory or a hub name) onto `device` and prove that it can be served.
 
     dtype: auto (the checkpoint's own), float32, bfloat16 or float16.  max_model_len 0: what the model was made for.
     random: make the weights up, for measurements; the directory needs no weight files.
+    deterministic: logits must not depend on the batch, to the last bit, even if that costs time.
+    The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
+    if deterministic and device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
     directory = find(name)
     config = read_config(directory)
     max_model_len = check_length(config, max_model_len)
@@ -87,7 +98,10 @@ def load_model(
     if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
         sizes = sorted(GPU_HEAD_SIZES)
         raise UnsupportedModel(f"{config.model_type}: head size {min(odd)}; on a GPU it must be one of {sizes}")
-    fuse(module, max_model_len)
+    fuse(module, max_model_len, ordered=deterministic)
+    dependence = batch_dependence(module)
+    if deterministic and dependence:
+        raise UnsupportedModel(f"{config.model_type}: --deterministic: {dependence}")
     return LoadedModel(
         module=module,
         directory=directory,
@@ -96,6 +110,7 @@ def load_model(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module),
+        batch_dependence=dependence,
     )
 
 

@@ -1,0 +1,179 @@
+// A task is some rows times some strips of the weight.  Within it, for each run of `inner`:
+//
+//        run of inner          strip
+//      +-------------+      +---------+      up to kRows rows at a time are laid side by side (`Rows`), and meet a strip
+//  x   | kRows rows  |   w  | a run   |      of weights in as many accumulators as there are registers.  Every element
+//      +-------------+      | of inner|      of the result has a lane to itself, which walks the run from left to right:
+//                           +---------+      who its neighbours are can't enter its sum.
+
+#include "product.h"
+
+#include <algorithm>
+
+#include "pool.h"
+
+namespace quire::cpu {
+namespace {
+
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights beside them
+// Numbers of `inner` summed in a register before they join the sum of the runs before.  Rounding errors of a sum grow with
+// its length; in float32 it is what decides them, in 16 bits they are far below the last rounding.
+template <class T>
+constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
+constexpr int64_t kTaskRows = 8 * kRows, kTaskStrips = 4;
+constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread wakes up too late
+
+// What a weight meets: numbers of x as they are where an instruction takes them in pairs, else floats.
+template <class T>
+using Met = std::conditional_t<kTogether<T> == 2, bf16, float>;
+
+// Some rows of x over one run, padded so that equal places of two rows don't fall into the same set of the cache.
+template <class T>
+struct alignas(64) Rows {
+  static constexpr int64_t kStride = kRun<T> + 64 / sizeof(Met<T>);
+  Met<T> numbers[kRows * kStride];
+};
+
+template <class T>
+void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T* from = x + i * stride;
+    Met<T>* to = rows.numbers + i * Rows<T>::kStride;
+    if constexpr (std::is_same_v<T, Met<T>>) {
+      std::memcpy(to, from, inner * sizeof(T));
+      if (inner % kTogether<T>) to[inner] = Met<T>{};
+    } else {
+      int64_t k = 0;
+      for (; k + kLanes <= inner; k += kLanes) store(to + k, load(from + k));
+      if (k < inner) {
+        T rest[kLanes] = {};
+        std::copy_n(from + k, inner - k, rest);
+        Met<T> wide[kLanes];
+        store(wide, load(rest));
+        std::copy_n(wide, inner - k, to + k);
+      }
+    }
+  }
+}
+
+// sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip; `steps`: of kTogether numbers.
+template <class T, int rows>
+void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
+  Floats sum[rows][2] = {};
+  const Met<T>* numbers = x.numbers;
+  for (int64_t step = 0; step < steps; ++step) {
+#if defined(__AVX512BF16__)
+    if constexpr (kTogether<T> == 2) {
+      const auto left = bit_cast<__m512bh>(_mm512_loadu_si512(weight));
+      const auto right = bit_cast<__m512bh>(_mm512_loadu_si512(weight + 2 * kLanes));
+      unroll<rows>([&](auto i) {
+        int32_t pair;
+        std::memcpy(&pair, numbers + i * Rows<T>::kStride, sizeof pair);
+        const auto both = bit_cast<__m512bh>(_mm512_set1_epi32(pair));
+        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, both);
+        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], right, both);
+      });
+    } else
+#endif
+    {
+      const Floats left = load(weight), right = load(weight + kLanes);
+      unroll<rows>([&](auto i) {
+        const Floats number = broadcast(static_cast<float>(numbers[i * Rows<T>::kStride]));
+        sum[i][0] = fma(left, number, sum[i][0]);
+        sum[i][1] = fma(right, number, sum[i][1]);
+      });
+    }
+    weight += kColumns * kTogether<T>;
+    numbers += kTogether<T>;
+  }
+  unroll<rows>([&](auto i) {
+    float* to = sums + i * kTaskStrips * kColumns;
+    store(to, first ? sum[i][0] : load(to) + sum[i][0]);
+    store(to + kLanes, first ? sum[i][1] : load(to + kLanes) + sum[i][1]);
+  });
+}
+
+template <class T, int... i>
+void multiply(int64_t rows, const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first,
+              std::integer_sequence<int, i...>) {
+  using Multiply = void (*)(const Rows<T>&, const T*, int64_t, float*, bool);
+  static constexpr Multiply by_rows[] = {multiply<T, i + 1>...};
+  by_rows[rows - 1](x, weight, steps, sums, first);
+}
+
+// One strip of one row: what remains is elementwise.
+template <class T>
+void finish(const ProductArgs<T>& args, int64_t row, int64_t column, const float* sums) {
+  const int64_t columns = std::min(kColumns, args.features - column);
+  T* out = args.out + row * args.out_stride + column;
+  const T* bias = args.bias ? args.bias + column : nullptr;
+  const T* plus = args.plus ? args.plus + row * args.plus_stride + column : nullptr;
+  for (int64_t j = 0; j < columns; j += kLanes) {
+    const auto value = [&](const T* of_bias, const T* of_plus) {
+      Floats y = load(sums + j);
+      if (of_bias) y += load(of_bias);
+      if (of_plus) y += load(of_plus);
+      return y;
+    };
+    if (j + kLanes <= columns) {
+      store(out + j, value(bias ? bias + j : nullptr, plus ? plus + j : nullptr));
+      continue;
+    }
+    T rest[3][kLanes] = {};
+    if (bias) std::copy_n(bias + j, columns - j, rest[0]);
+    if (plus) std::copy_n(plus + j, columns - j, rest[1]);
+    store(rest[2], value(bias ? rest[0] : nullptr, plus ? rest[1] : nullptr));
+    std::copy_n(rest[2], columns - j, out + j);
+  }
+}
+
+template <class T>
+void task(const ProductArgs<T>& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+  alignas(64) float sums[kTaskRows][kTaskStrips * kColumns];
+  Rows<T> x;
+  const int64_t strip_size = (args.inner + kTogether<T> - 1) / kTogether<T> * kTogether<T> * kColumns;
+  const int64_t groups = (rows + kRows - 1) / kRows;
+  for (int64_t run = 0; run < args.inner || run == 0; run += kRun<T>) {
+    const int64_t inner = std::min(kRun<T>, args.inner - run);
+    const bool last = run + kRun<T> >= args.inner;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
+      lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, inner);
+      for (int64_t strip = 0; strip < strips; ++strip) {
+        const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;
+        float* to = sums[begin] + strip * kColumns;
+        multiply(count, x, weight, (inner + kTogether<T> - 1) / kTogether<T>, to, run == 0,
+                 std::make_integer_sequence<int, kRows>{});
+        for (int64_t i = 0; last && i < count; ++i) {
+          finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void product(const ProductArgs<T>& args) {
+  const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
+  const int64_t row_tasks = (args.rows + kTaskRows - 1) / kTaskRows;
+  const int threads = args.rows * args.inner * args.features < kWorthSharing ? 1 : args.threads;
+  // Enough tasks that no thread waits long for the last one.
+  const int64_t fewest = (4 * threads + row_tasks - 1) / std::max<int64_t>(1, row_tasks);
+  const int64_t strips = threads == 1 ? kTaskStrips : std::clamp<int64_t>(all_strips / fewest, 1, kTaskStrips);
+  const int64_t strip_tasks = (all_strips + strips - 1) / strips;
+  share(row_tasks * strip_tasks, threads, [&](Tickets& tickets) {
+    for (int64_t item; tickets.take(item);) {
+      const int64_t row = item / strip_tasks, first = item % strip_tasks * strips;
+      const int64_t begin = row * args.rows / row_tasks, end = (row + 1) * args.rows / row_tasks;
+      task(args, begin, end - begin, first, std::min(strips, all_strips - first));
+    }
+  });
+}
+
+template void product<float>(const ProductArgs<float>&);
+template void product<bf16>(const ProductArgs<bf16>&);
+template void product<fp16>(const ProductArgs<fp16>&);
+
+}  // namespace quire::cpu

@@ -1,0 +1,44 @@
+// Matrix products whose sums are taken in one order, whatever else is in the call: a row's result is bit for bit the
+// same alone, in a batch, in any chunk of a prompt and on any number of threads.
+
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace quire::cpu {
+
+// How a weight [features, inner] lies packed: [strips, inner / kTogether, kColumns, kTogether], padded with zeros.
+//
+//   strip 0: features 0 .. kColumns - 1      | inner 0 and 1 of feature 0, of feature 1, ... | inner 2 and 3 ... |
+//   strip 1: the next kColumns ...           (kTogether 2: what one bf16 instruction multiplies and adds)
+constexpr int64_t kColumns = 2 * kLanes;
+
+template <class T>
+constexpr int64_t kTogether = 1;
+#if defined(__AVX512BF16__)
+template <>
+inline constexpr int64_t kTogether<bf16> = 2;
+#endif
+
+template <class T>
+struct ProductArgs {
+  const T* x;  // [rows, inner]
+  int64_t x_stride;
+  const T* weight;  // packed
+  const T* bias;    // [features], or null
+  const T* plus;    // [rows, features], or null; may be out
+  int64_t plus_stride;
+  T* out;  // [rows, features]
+  int64_t out_stride;
+  int64_t rows, inner, features;
+  int threads;
+};
+
+// out = x weight^T + bias + plus.  Sums in float, over runs of `inner` that start at fixed places, run after run; one
+// rounding at the end.  T: float, bf16 or fp16.
+template <class T>
+void product(const ProductArgs<T>& args);
+
+}  // namespace quire::cpu

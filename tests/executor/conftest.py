@@ -1,0 +1,16 @@
+"""Kernels are compiled once for all tests here, into the user's cache, or taken from QUIRE_KERNELS_LIBRARY."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.executor import ops
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    library = os.environ.get("QUIRE_KERNELS_LIBRARY")
+    ops.load(library=Path(library) if library else None)

@@ -1,0 +1,139 @@
+"""The same bits whatever the batch: alone, in a crowd, in chunks, after a preemption, after a prefix hit."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.executor.errors import UnsupportedModel
+from engine.executor.local import LocalExecutor
+from engine.executor.models.hf import load_model
+from engine.offline import LLM
+from engine.wire.messages import Sampling
+from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
+from tests.executor.driver import CPU, Driver
+from tests.executor.test_worker import words
+
+Checkpoint = Callable[[str], Path]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    """Recompute equals decode: the logits of every position, in one chunk, in chunks of 7, alone and in a crowd."""
+    model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True)
+    prompt = words(61)
+
+    def logits(chunk: int, mates: int = 0) -> torch.Tensor:
+        driver = Driver(model, blocks=64 + 20 * mates)
+        driver.add(prompt, None, chunk=chunk, targets=True)
+        for mate in range(mates):
+            driver.add(words(5 + 9 * mate, mate), Sampling(temperature=1.0, seed=mate), chunk=3 + mate)
+        found = []
+        while driver.rows[0].computed < len(prompt):
+            driver.step()
+            count = min(chunk, len(prompt) - 1 - sum(map(len, found)))
+            samples = len(driver.worker.logits) - count
+            found.append(driver.worker.logits[samples:])
+        return torch.cat(found)
+
+    one_by_one = logits(1)
+    assert one_by_one.shape == (60, VOCAB)
+    assert torch.equal(logits(512), one_by_one)
+    assert torch.equal(logits(7), one_by_one)
+    assert torch.equal(logits(512, mates=6), one_by_one)
+    assert torch.equal(logits(1, mates=6), one_by_one)
+
+
+def requests() -> list[tuple[list[int], Sampling]]:
+    """32 of them, half with a prefix in common; greedy, sampled, filtered."""
+    rng = random.Random(3)
+    shared = rng.choices(range(3, VOCAB), k=40)
+    made = []
+    for i in range(32):
+        own = rng.choices(range(3, VOCAB), k=rng.randrange(1, 40))
+        sampling = Sampling(
+            temperature=0.0 if i % 4 == 0 else 1.0, top_p=0.9 if i % 4 == 2 else 1.0, seed=i, ignore_eos=True
+        )
+        made.append((shared + own if i % 2 else own, sampling))
+    return made
+
+
+def digest(texts: list[list[int]]) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+# Two fused, two as transformers made them.
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma2", "float32"), ("gpt2", "bfloat16")]
+)
+def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    """One at a time, all at once, in small chunks, with forced preemptions, on two threads: one hash."""
+
+    def run(batch: int, **options: object) -> tuple[str, LLM]:
+        settings: dict[str, object] = {"kv_blocks": 400, "threads": 1, "prefix_cache": False} | options
+        config = EngineConfig(
+            model=str(checkpoint(family)),
+            dtype=dtype,  # type: ignore[arg-type]
+            deterministic=True,
+            block_size=8,
+            max_model_len=160,
+            max_seqs=32,
+            admission="none",
+            check_books=True,
+            **settings,  # type: ignore[arg-type]
+        )
+        llm = LLM.over(config, LocalExecutor(config))
+        jobs, done = requests(), []
+        for first in range(0, len(jobs), batch):
+            group = [llm.submit(ids, sampling, max_new_tokens=12) for ids, sampling in jobs[first : first + batch]]
+            while llm.unfinished:
+                llm.step()
+            done += group
+        return digest([each.outputs[0].token_ids for each in done]), llm
+
+    wanted, _ = run(1)
+    together, _ = run(32)
+    assert together == wanted
+    chunked, _ = run(32, step_tokens=48, chunk_tokens=5)
+    assert chunked == wanted
+    crowded, llm = run(32, kv_blocks=32, preempt="recompute")
+    assert llm.engine.core.totals.recomputed_tokens > 0
+    assert crowded == wanted
+    cached, llm = run(8, prefix_cache=True)
+    assert llm.engine.core.totals.cached_prompt_tokens > 0
+    assert cached == wanted
+    shared, _ = run(32, threads=2)
+    assert shared == wanted
+
+
+def test_what_cannot_be_promised_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def load(directory: Path, device: str = "cpu") -> None:
+        load_model(str(directory), dtype="auto", device=torch.device(device), deterministic=True)
+
+    with pytest.raises(UnsupportedModel, match=r"--deterministic: on a GPU .*; --device cpu can"):
+        load(checkpoint("llama"), "cuda")
+    experts = make_checkpoint(
+        tmp_path / "mixtral", "mixtral", **FAMILIES["llama"], num_local_experts=4, num_experts_per_tok=2
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"mixtral: --deterministic: model\.layers\.0\.mlp\..* is the weight of a product"
+    ):
+        load(experts)
+    odd = make_checkpoint(tmp_path / "odd", "gpt2", n_inner=200)
+    with pytest.raises(UnsupportedModel, match=r"mlp.c_fc has 200 outputs"):
+        load(odd)
+
+
+def test_without_the_flag_a_model_says_whether_it_depends_on_the_batch(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = load_model(str(checkpoint("llama")), dtype="float32", device=CPU, deterministic=True)
+    assert model.batch_dependence == ""
+    odd = make_checkpoint(tmp_path / "odd", "gpt2", n_inner=200)
+    assert load_model(str(odd), dtype="float32", device=CPU).batch_dependence
