@@ -1,9 +1,10 @@
-# Four commands.  Each sets up what it needs on a fresh machine, and says so; the second time it starts at once.
+# Five commands.  Each sets up what it needs on a fresh machine, and says so; the second time it starts at once.
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make lint                                                   format, lint, types
 #   make bench [ARGS='--rounds 1']                              tokens per second beside other systems
+#   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
 
@@ -16,7 +17,7 @@ KERNELS := .venv/.kernels
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test lint bench
+.PHONY: serve test lint bench chaos
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
@@ -32,6 +33,9 @@ lint: $(INSTALLED)
 
 bench: $(KERNELS)
 	@$(RUN) -m loadtest.throughput $(ARGS)
+
+chaos: $(KERNELS)
+	@$(RUN) -m tests.system.chaos $(ARGS)
 
 # One pip call, so that the constraints choose the build of torch before anything that depends on it can.
 $(INSTALLED): pyproject.toml .ci/constraints.txt

@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
 # What the chart sets itself, for one program or for both; in a values file these would contradict it.
 CHARTS_OWN = {
     "gateway": {"host", "port", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
-    "engine": {"engine_id", "metrics_host", "metrics_port"},
+    "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
 }
 OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}
 # The end of a name says the unit of its value.

@@ -9,6 +9,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +18,7 @@ from engine.config import EngineConfig
 from engine.core.blocks import BooksError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
+from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
 from engine.wire import logs, ready, settings
@@ -37,35 +40,46 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        # CPU time of this process so far: there is no portable way to ask when it began.
-        self._laps = {"interpreter": time.process_time()}
+        self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self._laps[name], self._last = now - self._last, now
+        self.laps[name], self._last = now - self._last, now
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._laps.items())
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.laps.items())
 
 
-def load(config: EngineConfig, watch: Stopwatch) -> Executor:
-    """Raises ModelLoadError."""
+def code(config: EngineConfig) -> Callable[[EngineConfig], Executor]:
+    """What loads the model, with all that it needs imported.  Raises ModelLoadError."""
     if config.executor == "scripted":
-        return ScriptedExecutor.load(config)
+        return ScriptedExecutor.load
     try:
         from engine.executor import local  # torch, seconds to import: only for a configuration found good
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
         raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
-    watch.lap("imports")
-    return local.load(config)
+    return local.load
+
+
+def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
+    """Of the flight log, if one is wanted.  Raises ConfigError."""
+    if not config.flight_log:
+        return None
+    try:
+        return Recorder(Path(config.flight_log), header(config, executor), config.flight_log_mib << 20)
+    except OSError as error:
+        raise ConfigError(f"flight_log: {error}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a drain, with what is not finished back in the queue; 2 with one line on stderr when configuration, model
-    or Redis make a start impossible; 1 when another engine took this one's name, or the GPU failed."""
+    """0 after a drain, with what is not finished back in the queue, and when a standby is not wanted any more; 2 with
+    one line on stderr when configuration, model or Redis make a start impossible; 1 when another engine took this one's
+    name, or the GPU failed."""
     watch = Stopwatch()
+    # CPU time of this process so far: there is no portable way to ask when it began.
+    watch.laps["interpreter"] = time.process_time()
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
@@ -78,9 +92,17 @@ def main(argv: list[str] | None = None) -> int:
     telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=tracing)
     bus = BusThread(config, telemetry)
     page: Page | None = None
+    flight: Recorder | None = None
     try:
-        executor = load(config, watch)
-        engine = Engine(config, executor, bus, bus, telemetry)
+        load = code(config)
+        watch.lap("imports")
+        if config.standby:
+            if not sys.stdin.readline():
+                return 0
+            watch = Stopwatch()
+        executor = load(config)
+        flight = recorder(config, executor)
+        engine = Engine(config, executor, bus, bus, telemetry, flight=flight)
         watch.lap("model")
         if config.metrics_port:
             page = Page(telemetry, config.metrics_host, config.metrics_port)
@@ -118,6 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         executor.close()
         if page is not None:
             page.close()
+        if flight is not None:
+            flight.close()
         tracing.close()
     return 0
 

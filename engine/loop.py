@@ -29,8 +29,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, BooksError, DoubleFree, HostPool, Leak
 from engine.core.costs import Costs
-from engine.core.scheduler import Limits, Outputs, Scheduler
+from engine.core.limits import Event, Limits, Outputs
+from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
+from engine.flight import Recorder, Seen
 from engine.telemetry import Telemetry
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
@@ -41,6 +43,7 @@ IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
 BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
 AUDIT_SHARE = 0.005  # of the loop's time, for looking at samples of the books
+LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
 
 
 class ConfigError(Exception):
@@ -129,8 +132,12 @@ class Engine:
         inbox: Inbox,
         outbox: Outbox,
         telemetry: Telemetry | None = None,
+        *,
+        flight: Recorder | None = None,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """`telemetry`: None for figures that nobody asks for."""
+        """`telemetry`: None for figures that nobody asks for; `flight` records every turn; `clock` is the unix time in
+        ms, for a replay."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
@@ -155,6 +162,9 @@ class Engine:
         self._alarm = ""  # the last one
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
+        self._flight = flight
+        self._clock = clock or unix_ms
+        self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
 
     def run(self) -> None:
         """Until drained.  What is still here then has to be given back by whoever owns the inbox."""
@@ -186,30 +196,38 @@ class Engine:
             else:
                 self.core.abort(order.id, order.index)
         marks.append(clock())
-        result = None
+        now_ms, stalled, failed, result = self._clock(), self._outbox.full, False, None
+        prompt_tokens, took_s = 0, 0.0
         try:
-            plan = None if self._outbox.full else self.core.plan(unix_ms())
+            plan = None if stalled else self.core.plan(now_ms)
             marks.append(clock())
             if plan is not None:
                 telemetry.planned(plan, self.core.running)
                 self.executor.submit(plan)
                 self._in_flight += 1
+                self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                result = self.executor.collect()
+                result, prompt_tokens = self.executor.collect(), self._prompts.popleft()
         except StepError as error:
-            self._in_flight = 0
+            self._in_flight, failed = 0, True
+            self._prompts.clear()
             self.core.fail_running(str(error))
             telemetry.failed()
         marks.append(clock())
         if result is not None:
             self.core.commit(result)
-            self._pace.step(marks[-1])
+            took_s = self._pace.step(marks[-1])
             telemetry.collected(result, marks[-1])
         marks.append(clock())
-        self._publish()
+        events = self._publish()
         marks.append(clock())
         telemetry.turn(marks, self.core.idle)
+        if self._flight and not (self._idle and self.core.idle and not orders):
+            held, waiting = self.core.pool.total - self.core.pool.available, len(self.core.waiting)
+            self._flight.turn(
+                Seen(now_ms, marks[1], orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, events)
+            )
         # The whole audit takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
             self.audit(whole=True)
@@ -244,9 +262,9 @@ class Engine:
             return self._alarm
         return ""
 
-    def _publish(self) -> None:
+    def _publish(self) -> list[Event]:
         core, info, pool = self.core, self.executor.info, self.core.pool
-        now, totals = time.monotonic(), core.totals
+        now, totals, calibration = time.monotonic(), core.totals, core.outlook.calibration
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
         load = EngineLoad(
             engine=self.config.engine_id,
@@ -276,12 +294,20 @@ class Engine:
             swap_preemptions=totals.swap_preemptions,
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
+            paused=core.paused,
+            pauses=totals.pauses,
+            length_calibration=calibration.table(),
+            peaks_judged=calibration.peaks,
+            peaks_passed=calibration.peaks_passed,
+            peaks_bound_blocks=calibration.bound_blocks,
+            peaks_blocks=calibration.peak_blocks,
             audits=totals.audits,
             alarms=totals.leaks + totals.double_frees + totals.other_alarms,
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
+        return outputs.events
 
 
 class Rate:
@@ -315,12 +341,15 @@ class Pace:
         self._seen = 0
         self.value = 0.0  # 0: not known
 
-    def step(self, now: float) -> None:
-        """A step's results are in, at `now` (seconds, monotonic)."""
+    def step(self, now: float) -> float:
+        """A step's results are in, at `now` (seconds, monotonic).  Returns the seconds it took; 0 after a pause."""
+        took = 0.0
         if self._last is not None:
+            took = now - self._last
             self._seen = min(self._seen + 1, self.STEPS)
-            self.value += (now - self._last - self.value) / self._seen
+            self.value += (took - self.value) / self._seen
         self._last = now
+        return took
 
     def pause(self) -> None:
         """What comes next does not follow the last step."""
@@ -363,10 +392,15 @@ class BusThread:
             raise error
 
     def stop(self) -> None:
-        """Send what has gathered, give the lease up."""
+        """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
+        client has seen it, and whoever takes over says it again."""
         self._stopping = True
         self._ring()
-        self._thread.join()
+        self._thread.join(LAST_WORDS_S)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
 
     def drain(self, wait_s: float) -> list[Order]:
         if self._failure is not None:
@@ -396,8 +430,9 @@ class BusThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._serving = self._loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._serving)
         except BaseException as error:
             self._failure = error
             self._opened.put(error)

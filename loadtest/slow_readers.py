@@ -58,7 +58,8 @@ class SlowReaders:
     async def come(self) -> None:
         for _ in range(self._count):
             one = socket.socket()
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+            if self._bytes_per_s < RECEIVE_BYTES:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
             one.setblocking(False)
             await asyncio.get_running_loop().sock_connect(one, ("127.0.0.1", self._port))
             one.send(self._request)

@@ -178,7 +178,7 @@ async def test_a_seed_gives_the_same_text_whatever_else_runs(server: Server) -> 
                 texts[chunk.choices[0].index] += chunk.choices[0].text
             assert texts == three
 
-        [engine] = [
+        engine, _spare = [
             child
             for child in psutil.Process(server.process.popen.pid).children()
             if child.cmdline()[1:3] == ["-m", "engine"]

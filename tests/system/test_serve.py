@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from service import cli
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +111,7 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
         children = psutil.Process(serve.pid).children()
-        assert len(children) == 4  # Redis, the engine, two gateways
+        assert len(children) == 5  # Redis, the engine and its spare, two gateways
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
         give_up = time.monotonic() + 40
@@ -126,3 +130,84 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
     finally:
         serve.kill()
         serve.communicate()
+
+
+def test_a_spare_takes_over_and_is_replaced() -> None:
+    serve = subprocess.Popen(
+        [*QUIRE, "serve", "--port=0", "--executor=scripted"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+    def engines() -> list[int]:
+        """Those alive, the spare last."""
+        found = []
+        for child in psutil.Process(serve.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if child.cmdline()[1:3] == ["-m", "engine"]:
+                    found.append((child.create_time(), child.pid))
+        return [pid for _, pid in sorted(found)]
+
+    def until_two() -> list[int]:
+        give_up = time.monotonic() + 40
+        while len(found := engines()) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        return found
+
+    try:
+        assert serve.stdout is not None
+        assert serve.stdout.readline().startswith("serving ")
+        engine, spare = until_two()
+        os.kill(engine, signal.SIGKILL)
+        while engine in (found := until_two()):
+            time.sleep(0.05)
+        assert found[0] == spare
+        os.kill(found[1], signal.SIGKILL)  # a spare that died is no use
+        os.kill(found[0], signal.SIGKILL)
+        while set(found) & set(again := until_two()):
+            time.sleep(0.05)
+        assert len(again) == 2
+        serve.send_signal(signal.SIGTERM)
+        assert serve.wait(60) == 0
+        assert not any(psutil.pid_exists(pid) for pid in again)
+    finally:
+        serve.kill()
+        serve.wait()
+        assert serve.stdout is not None
+        serve.stdout.close()
+
+
+@pytest.mark.parametrize("was_up", [True, False])
+async def test_what_was_up_once_is_started_for_ever(
+    was_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next starts may fail for as long as Redis is away."""
+    monkeypatch.setattr(cli, "BACKOFF_S", (0.01, 0.01))
+    starts = tmp_path / "starts"
+    code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(1)"
+    if was_up:
+        code = (
+            f"import os; os.path.exists({str(starts)!r}) or __import__('engine.wire.ready').wire.ready.tell(); {code}"
+        )
+    child = cli.Child("engine", ["-c", code], 5.0)
+    keeping = asyncio.create_task(child.keep())
+    if was_up:
+        async with asyncio.timeout(60):
+            while not starts.exists() or len(starts.read_text()) < 2 * cli.FAILURES:  # noqa: ASYNC110  (of other processes)
+                await asyncio.sleep(0.02)
+        await child.stop()
+        await keeping
+    else:
+        with pytest.raises(cli.GivenUp, match="ended with status 1 5 times in a row"):
+            await keeping
+        assert len(starts.read_text()) == cli.FAILURES
+
+
+def test_a_standby_ends_with_its_supervisor() -> None:
+    words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
+    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    assert ended.returncode == 0  # it never asked for that Redis

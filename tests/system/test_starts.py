@@ -109,8 +109,8 @@ async def test_settings_and_surroundings_that_cannot_work(namespace: str, checkp
         (["gateway", "--port=70000"], 2, "quire gateway: --port is '70000'; must be a whole number, >= 0, <= 65535"),
         (
             ["serve", str(checkpoint("llama")), "--port=0", "--max-sqes=3"],
-            1,
-            "quire engine: --max-sqes is not an option",
+            2,
+            "quire serve: --max-sqes is not an option; did you mean --max-seqs?",
         ),
         (["nonsense"], 2, "usage: quire serve [MODEL]"),
     ]

@@ -121,3 +121,25 @@ async def test_full_memory_refuses_what_is_new_and_corrupts_nothing(own_server: 
         assert [said.token_ids for said in attached.continuations] == script(1500)
     finally:
         running.stop()
+
+
+async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server: EmbeddedRedis, own_bus: Bus) -> None:
+    """What it has not sent nobody has seen: whoever takes over says it again."""
+    gateway = await own_bus.gateway()
+    running = Running(own_server.url, own_bus.namespace)
+    await gateway.submit(request("a", 400))
+    await until_generated(running, 50)
+    own_server.stop()
+    stopping = asyncio.create_task(asyncio.to_thread(running.stop))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.shield(stopping)
+    finally:
+        own_server.start()
+        await stopping
+    reading = asyncio.create_task(answer(gateway, "a"))
+    following = Running(own_server.url, own_bus.namespace)
+    try:
+        assert await reading == script(400)
+    finally:
+        following.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 
@@ -116,6 +117,8 @@ def test_a_collector_that_hangs_delays_nothing(collector: Collector, monkeypatch
     tracer.close()
     assert time.monotonic() - at < 8.0  # the exporter's own patience is 10 s for each batch
     assert not collector.spans
+    collector.answering.set()  # so that its thread ends before the collector does
+    collector.wait_for(lambda: "last spans" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_collector_that_fails_is_a_line_in_the_log(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,61 @@
+"""`make chaos`: minutes of load and faults, and a table of what came of it.
+
+    python -m tests.system.chaos [--minutes 5] [--seed 1] [--model scripted|tiny] [--machines 2] [--streams 64]
+                                 [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--result NAME]
+
+Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from loadtest import machine
+from tests.system.chaos.faults import KINDS, Fault, schedule
+from tests.system.chaos.run import Setting, figures, run, table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of faults, at most")
+    parser.add_argument("--rounds", type=int, help="of faults, at most; any number without")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", choices=("scripted", "tiny"), default="scripted")
+    parser.add_argument("--machines", type=int, choices=(1, 2), default=2, help="each with an engine")
+    parser.add_argument("--streams", type=int, default=64, help="live at any time")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, with commas between them")
+    parser.add_argument(
+        "--between", type=float, nargs=2, default=(0.1, 1.0), help="seconds of peace, least and most, after a round"
+    )
+    parser.add_argument("--result", help="write the figures to loadtest/results/NAME.json")
+    options = parser.parse_args()
+    kinds = options.kinds.split(",")
+    if unknown := set(kinds) - KINDS.keys():
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    tokens = (100, 1500) if options.model == "scripted" else (100, 800)
+    between_s = tuple(options.between)
+    setting = Setting(options.model, options.machines, options.streams, tokens, options.seed, between_s=between_s)
+
+    def rounds() -> Iterator[list[Fault]]:
+        end = time.monotonic() + 60 * options.minutes
+        every = itertools.islice(schedule(kinds, options.seed, options.machines), options.rounds)
+        return itertools.takewhile(lambda _: time.monotonic() < end, every)
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = figures(asyncio.run(run(setting, rounds(), Path(folder), say=print)))
+    print(table(found))
+    if options.result:
+        machine.write(options.result, shlex.join(["python", "-m", "tests.system.chaos", *sys.argv[1:]]), found)
+    return 0 if found["clean"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What chaos happens to: machines with `quire serve` on one Redis, and bad networks before and behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import redis
+
+from engine.wire.embedded import EmbeddedRedis
+from tests.system.chaos.proxy import Dial, Proxy
+from tests.system.chaos.readers import Doors
+from tests.system.processes import Process, ending, wait_until_ready
+from tests.system.stack import free_port
+
+T = TypeVar("T")
+GATEWAYS = 2  # in all
+LIMIT_S = 90.0  # generous: the machine may be busy
+POLL_S = 0.01
+
+
+class Machine:
+    """One `quire serve`: a supervisor with an engine and its gateways."""
+
+    def __init__(self, folder: Path, name: str, checkpoint: Path, *options: str) -> None:
+        self.name = name
+        self.port = free_port()
+        words = (str(checkpoint), f"--port={self.port}", "--served-name=tiny", *options)
+        self.process = Process(folder / f"{name}.log", "serve", *words)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """Those running now that were started as `python -m MODULE`, the oldest first."""
+        found = []
+        for child in psutil.Process(self.process.popen.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if module in child.cmdline():
+                    found.append(child)
+        return sorted(found, key=lambda child: child.create_time())
+
+    @property
+    def listening(self) -> int:
+        """How often one of its gateways has begun to."""
+        return self.process.said().count(" listens on ")
+
+    def starts(self) -> list[dict[str, float]]:
+        """Of each start of its engine: the seconds that its parts took."""
+        lines = [line for line in self.process.said().splitlines() if "started: " in line]
+        return [
+            {name: float(seconds) for name, seconds in re.findall(r"(\w+) ([\d.]+) s", line.partition("started: ")[2])}
+            for line in lines
+        ]
+
+
+class Server:
+    """The Redis server, called from a thread of its own: the server ends with the thread that started it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._embedded = EmbeddedRedis(folder)
+        self._thread = ThreadPoolExecutor(1)
+        self.url = self._embedded.url
+        self.socket = self.url.removeprefix("unix://")
+
+    async def start(self) -> None:
+        await self._call(self._embedded.start)
+
+    async def stop(self) -> None:
+        await self._call(self._embedded.stop)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._embedded.pid is not None
+        os.kill(self._embedded.pid, number)
+
+    async def info(self, section: str) -> dict[str, Any]:
+        def ask() -> dict[str, Any]:
+            with redis.Redis.from_url(self.url) as client:
+                found: dict[str, Any] = client.info(section)  # type: ignore[assignment]
+                return found
+
+        return await self._call(ask)
+
+    async def limit_memory(self, limit: int) -> None:
+        """Bytes that it may have; 0: as many as it likes."""
+
+        def ask() -> None:
+            with redis.Redis.from_url(self.url) as client:
+                client.config_set("maxmemory", limit)
+
+        await self._call(ask)
+
+    async def close(self) -> None:
+        await self._call(self._embedded.close)
+        self._thread.shutdown()
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action)
+
+
+class World:
+    """Redis behind one proxy, machines behind it, and before each machine a proxy for clients with a bad network."""
+
+    def __init__(self, redis: Server, bus: Proxy, machines: list[Machine], front: list[Proxy]) -> None:
+        self.redis, self.bus, self.machines, self.front = redis, bus, machines, front
+        self.doors = Doors(
+            near=[f"http://127.0.0.1:{machine.port}" for machine in machines],
+            far=[f"http://127.0.0.1:{proxy.port}" for proxy in front],
+        )
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, checkpoint: Path, options: Sequence[str], *, machines: int) -> AsyncIterator[World]:
+    """Up and ready.  `options` are for each `quire serve`.  A machine whose supervisor ended by itself fails it."""
+    server = Server(folder / "redis")
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.close)
+        await server.start()
+        bus = await stack.enter_async_context(Proxy(functools.partial(asyncio.open_unix_connection, server.socket)))
+        shared = [f"--redis-url=redis://127.0.0.1:{bus.port}/0", f"--gateways={GATEWAYS // machines}", *options]
+        processes = contextlib.ExitStack()
+        stack.push_async_callback(asyncio.to_thread, processes.close)  # they need the proxy to the end
+        started = processes.enter_context(ending([]))
+        run = [Machine(folder, f"machine{i}", checkpoint, *shared) for i in range(machines)]
+        started += [machine.process for machine in run]
+        front = [await stack.enter_async_context(Proxy(dial(machine.port))) for machine in run]
+        made = World(server, bus, run, front)
+        for machine, url in zip(run, made.doors.near, strict=True):
+            await asyncio.to_thread(wait_until_ready, url, LIMIT_S)
+            assert await until(lambda machine=machine: machine.listening == GATEWAYS // machines)  # type: ignore[misc]
+        yield made
+        for machine in run:
+            assert machine.process.popen.poll() is None, machine.process.said()
+
+
+def dial(port: int) -> Dial:
+    return functools.partial(asyncio.open_connection, "127.0.0.1", port)
+
+
+async def until(holds: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
+    """Wait for it; False when it did not come in time."""
+    give_up = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > give_up:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
