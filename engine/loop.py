@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import msgspec
@@ -89,6 +89,12 @@ class Resume(msgspec.Struct, frozen=True):
     outputs: list[list[int] | None]  # of each continuation so far; None: it is over
 
 
+class Audit(msgspec.Struct, frozen=True):
+    """Audit the books, all of them, and report what was found under this name."""
+
+    name: str
+
+
 Order = Generate | Resume | Abort
 
 
@@ -97,7 +103,7 @@ class Inbox(Protocol):
 
     relieved: bool  # another engine would go on with all that is here
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> Sequence[Order | Audit]:
         """Everything that has arrived; waits up to `wait_s` seconds for the first."""
 
 
@@ -120,6 +126,7 @@ class Report(msgspec.Struct, frozen=True):
     room_requests: int
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they are somebody else's now
+    audited: tuple[tuple[str, str], ...] = ()  # audits that were ordered, by name: what was found, or ''
 
 
 class Engine:
@@ -160,6 +167,7 @@ class Engine:
         self._idle = self._audited = False
         self._audit_at = 0.0  # monotonic seconds from which the next sample is due
         self._alarm = ""  # the last one
+        self._findings: tuple[tuple[str, str], ...] = ()  # of ordered audits, for the next report
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
         self._flight = flight
@@ -178,7 +186,10 @@ class Engine:
 
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
-        orders = self._inbox.drain(wait_s)
+        arrived = self._inbox.drain(wait_s)
+        orders = [order for order in arrived if not isinstance(order, Audit)]
+        if names := [order.name for order in arrived if isinstance(order, Audit)]:
+            self._audit(whole=True, names=names)
         clock, telemetry = time.monotonic, self.telemetry
         marks = [clock()]
         for order in orders:
@@ -228,12 +239,12 @@ class Engine:
             self._flight.turn(
                 Seen(now_ms, marks[1], orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, events)
             )
-        # The whole audit takes tens of milliseconds: only once it seems that nobody is coming.
+        # The whole audit takes tens of milliseconds: only once it seems that nobody is coming, or when it is ordered.
         if self.config.check_books or (self._idle and not orders and not self._audited):
-            self.audit(whole=True)
+            self._audit(whole=True)
             self._audited = True
         elif marks[-1] >= self._audit_at:
-            self.audit()
+            self._audit(whole=False)
             now = clock()
             self._audit_at = now + (now - marks[-1]) / AUDIT_SHARE
         self._idle = self.core.idle
@@ -241,26 +252,28 @@ class Engine:
         if self._idle:
             self._pace.pause()
 
-    def audit(self, *, whole: bool = False) -> str:
-        """Audit the books of the blocks, or a sample of them; what is wrong, or nothing.  Raises BooksError where the
-        engine is configured to stop then."""
+    def _audit(self, *, whole: bool, names: Sequence[str] = ()) -> None:
+        """Audit the books of the blocks, or a sample of them; `names`: who ordered it.  Raises BooksError where the
+        engine is configured to stop then, after it has said so to the world."""
         auditor, totals = self.core.auditor, self.core.totals
+        found: BooksError | None = None
         try:
             auditor.whole() if whole else auditor.sample()
         except BooksError as error:
+            found = error
             if isinstance(error, Leak):
                 totals.leaks += 1
             elif isinstance(error, DoubleFree):
                 totals.double_frees += 1
             else:
                 totals.other_alarms += 1
-            if self.config.bad_books == "stop":
-                raise
-            if str(error) != self._alarm:  # a sample may find the same again and again
-                log.error("the books don't balance: %s", error)
+            if str(error) != self._alarm:  # samples may find the same again and again
+                log.error("the books of the KV blocks don't balance: %s", error)
             self._alarm = str(error)
-            return self._alarm
-        return ""
+        self._findings = tuple((name, str(found or "")) for name in names)
+        if found is not None and self.config.bad_books == "stop":
+            self._publish()
+            raise found
 
     def _publish(self) -> list[Event]:
         core, info, pool = self.core, self.executor.info, self.core.pool
@@ -306,7 +319,10 @@ class Engine:
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
-        self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
+        self._outbox.put(
+            outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped, self._findings)
+        )
+        self._findings = ()
         return outputs.events
 
 
@@ -367,7 +383,7 @@ class BusThread:
         self.relieved = False
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | Audit] = queue.SimpleQueue()
         self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
         # Lost requests whose tokens may still come, because the loop has not heard of it: id -> the running number of
         # the loss.  They must not be sent, for this engine holds its lease again, and may even have the request again.
@@ -375,6 +391,7 @@ class BusThread:
         self._losses = 0
         self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
+        self._findings: deque[tuple[str, str]] = deque()  # of ordered audits, not yet said
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
         self._stopping = False
@@ -402,10 +419,10 @@ class BusThread:
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Order | Audit]:
         if self._failure is not None:
             raise self._failure
-        orders = []
+        orders: list[Order | Audit] = []
         try:
             orders.append(self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait())
             while True:
@@ -422,6 +439,7 @@ class BusThread:
             self._put += sum(map(len, outputs.deltas.values()))
             self._outputs.append((outputs, report.dropped))
         self._report = report
+        self._findings.extend(report.audited)
         self._ring()
 
     def _ring(self) -> None:
@@ -450,6 +468,9 @@ class BusThread:
                 await self._wait(config.lease_ms / 3000)
                 if self._report is not None:
                     await self._exchange(bus, self._report)
+                    while self._findings:
+                        with contextlib.suppress(BusDown):  # whoever asked has given up by then
+                            await bus.audited(*self._findings.popleft())
                     if self._report.load.draining:
                         self.relieved = await self._could_go_on_elsewhere(bus, self._report.load.fingerprint)
         finally:
@@ -511,6 +532,8 @@ class BusThread:
             self._orders.put(Resume(request, known) if known else request)
         for order in claimed.aborts:
             self._orders.put(order)
+        for name in claimed.audits:
+            self._orders.put(Audit(name))
 
 
 def without(outputs: Outputs, ids: Container[str]) -> Outputs:
@@ -545,10 +568,10 @@ class LocalBox:
     relieved = full = False
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
-        self.orders: list[Order] = []  # what the caller wants done
+        self.orders: list[Order | Audit] = []  # what the caller wants done
         self._on_delta = on_delta
 
-    def drain(self, wait_s: float) -> list[Order]:
+    def drain(self, wait_s: float) -> list[Order | Audit]:
         orders, self.orders = self.orders, []
         return orders
 

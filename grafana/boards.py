@@ -259,6 +259,12 @@ engine = Board(
                 "percentunit",
             ),
             Panel("Steps lost", {"{{engine}}": rate("quire_step_failures_total", "engine")}, "cps", text="Stays 0."),
+            Panel(
+                "Audits that found the books wrong",
+                {"{{engine}} {{kind}}": rate("quire_audit_alarms_total", "engine, kind")},
+                "cps",
+                text="Stays 0. By default an engine stops at the first.",
+            ),
             Panel("Exchange with Redis", quantiles("quire_exchange_seconds"), "s"),
         ],
         "A request's time": [

@@ -62,6 +62,7 @@ TWINS = 3  # requests under one idempotency key that may turn out to have come t
 GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
+AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
 def _json(body: object, status: int = 200) -> web.Response:
@@ -112,6 +113,8 @@ class Gateway:
                 web.get("/metrics", self.metrics),
             ]
         )
+        if self._config.debug_endpoints:
+            app.add_routes([web.post("/debug/audit", self.audit)])
         return app
 
     def page(self) -> web.Application:
@@ -410,6 +413,16 @@ class Gateway:
     async def ping(self, request: web.Request) -> web.Response:
         return web.Response(text="pong")
 
+    async def audit(self, request: web.Request) -> web.Response:
+        """Order a full audit of every engine's KV blocks: 200 where all balance, 500 where one doesn't, 503 where one
+        (or everyone) is silent."""
+        found = await self._streams.audit(AUDIT_PATIENCE_S)
+        silent = not found or None in found.values()
+        return _json(
+            {"balanced": not silent and not any(found.values()), "engines": found},
+            500 if any(found.values()) else 503 if silent else 200,
+        )
+
     async def version(self, request: web.Request) -> web.Response:
         return _json({"version": figures.build()["version"]})
 
@@ -468,8 +481,8 @@ class Gateway:
         )
 
     def _authenticate(self, request: web.Request) -> None:
-        """Bearer keys guard whatever reads or makes text; probes and metrics are open.  Raises Refusal(401)."""
-        if request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
+        """Bearer keys guard whatever reads or makes text or work; probes and metrics are open.  Raises Refusal(401)."""
+        if request.path.startswith(("/v1/", "/tokenize", "/detokenize", "/debug/")):
             authorization = request.headers.get("Authorization", "")
             request[TENANT] = self._tenants.of(authorization)
             request[OWNER] = self._tenants.owner(authorization)

@@ -81,6 +81,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds running streams may go on after SIGTERM; then they end in an error.")
     ] = 30.0
+    debug_endpoints: Annotated[
+        bool,
+        Meta(description="Serve POST /debug/audit: every engine audits the books of its KV blocks, and says so."),
+    ] = False
     fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
     queue_wait_s: Annotated[
         float,

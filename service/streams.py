@@ -302,6 +302,10 @@ class Streams:
         """The request that came first with this idempotency key, if any.  Raises Refusal(503)."""
         return await self._ask(self._bus.twin(once))
 
+    async def audit(self, patience_s: float) -> dict[str, str | None]:
+        """See GatewaySide.audit.  Raises Refusal(503)."""
+        return await self._ask(self._bus.audit(patience_s))
+
     async def release(self, once: Once, twin: Twin) -> None:
         """Forget that `twin` came first: its answer is not to be had.  Raises Refusal(503)."""
         await self._ask(self._bus.release(once, twin.request_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from typing import Any
@@ -10,10 +12,23 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.blocks import DoubleFree
 from engine.core.limits import Outputs
 from engine.core.plan import StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
-from engine.loop import BusThread, ConfigError, Engine, LocalBox, Rate, Report, Resume, build_scheduler, merged
+from engine.loop import (
+    AUDIT_SHARE,
+    Audit,
+    BusThread,
+    ConfigError,
+    Engine,
+    LocalBox,
+    Rate,
+    Report,
+    Resume,
+    build_scheduler,
+    merged,
+)
 from engine.offline import LLM
 from engine.wire.bus import Claimed
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
@@ -203,3 +218,63 @@ def test_deltas_that_go_out_together_are_merged() -> None:
         Delta("a", 0, [5], None, 1),
     ]
     assert deltas[0].token_ids == [1]
+
+
+def broken(**changes: Any) -> tuple[Engine, Reports]:
+    """An engine in the middle of its work, one of whose blocks was freed under those who have it."""
+    box = Reports()
+    config = msgspec.structs.replace(CONFIG, check_books=False, **changes)
+    engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
+    box.orders.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
+    while engine.core.totals.generated_tokens < 3:
+        engine.turn()
+    [seq] = engine.core.live()
+    engine.core.pool._free.insert(0, seq.table[0])  # the last to be handed out again
+    return engine, box
+
+
+def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
+    engine, box = broken()
+    with pytest.raises(DoubleFree, match="blocks free"):
+        engine.run()
+    assert box.said[-1].load.alarms == 1
+    assert engine.core.totals.double_frees == 1
+
+
+def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine, box = broken(bad_books="log")
+    while engine.core.totals.double_frees < 2:
+        engine.turn()
+    assert len([record for record in caplog.records if "balance" in record.message]) == 1
+    assert box.said[-1].load.audits > box.said[-1].load.alarms > 0
+
+
+def test_an_ordered_audit_is_answered() -> None:
+    for engine, box in (broken(bad_books="log"), broken()):
+        box.orders.append(Audit("a1"))
+        with contextlib.suppress(DoubleFree):
+            engine.turn()
+        [(name, finding)] = box.said[-1].audited
+        assert name == "a1"
+        assert "among the free ones" in finding
+        if engine.config.bad_books == "log":
+            engine.turn()
+            assert box.said[-1].audited == ()
+
+
+def test_samples_are_a_small_part_of_the_time() -> None:
+    """However long one takes, the next one waits two hundred times as long."""
+    box = Reports()
+    engine = Engine(msgspec.structs.replace(CONFIG, check_books=False), ScriptedExecutor(INFO, 64), box, box)
+    spent, sample = [0.0], engine.core.auditor.sample
+
+    def timed() -> None:
+        sample()
+        time.sleep(0.002)
+        spent.append(time.monotonic())
+
+    engine.core.auditor.sample = timed  # type: ignore[method-assign]
+    box.orders.append(Generate("r", "g", [5], 3000, Sampling(ignore_eos=True), 2**60))
+    while len(spent) < 4:
+        engine.turn()
+    assert all(later - earlier > 0.002 / AUDIT_SHARE for earlier, later in itertools.pairwise(spent[1:]))

@@ -31,6 +31,7 @@ from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.scripts import (
     ADOPT,
     ATTACH,
+    AUDIT,
     CANCEL,
     CLOSE,
     EXCHANGE,
@@ -57,6 +58,8 @@ REPLY_S = 5.0  # an engine's exchange takes a silent connection for dead after t
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of each is random
 BLOCK_MS = 5_000  # a gateway's longest wait for the next batch, and an engine's for the bell, in one command
 CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
+AUDIT_S = 60  # how long what an audit found stays
+AUDIT_POLL_S = 0.02
 READ_COUNT = 256  # most stream entries in one read
 PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
 
@@ -161,6 +164,7 @@ class Claimed(msgspec.Struct, frozen=True):
     # For those of `generates` that an earlier engine has begun, by id: every continuation so far.  They go on from
     # there: the next Delta of one without a Finish has first == len(token_ids); one with a Finish says nothing more.
     resumed: dict[str, list[Said]] = {}
+    audits: list[str] = []  # ids: audit the books, all of them, and say audited()
 
 
 # --------------------------------------------------------------------------------------------------------- both ends
@@ -437,6 +441,19 @@ class GatewaySide:
             for payload, attempts, said, engine, time_ms in await self._link.script(QUARANTINED, drop)
         ]
 
+    async def audit(self, patience_s: float) -> dict[str, str | None]:
+        """Have every engine audit the books of its blocks: by engine what is wrong, '' where nothing is, None where no
+        answer came within `patience_s`.  Raises BusDown after PATIENCE_S."""
+        name = uuid.uuid4().hex
+        engines = [engine.decode() for engine in await self._link.script(AUDIT, name)]
+        clock = asyncio.get_running_loop().time
+        until, found = clock() + patience_s, dict[bytes, bytes]()
+        read = partial(self._link.redis.hgetall, f"{self._link.prefix}audit:{name}")
+        while len(found) < len(engines) and clock() < until:
+            await asyncio.sleep(AUDIT_POLL_S)
+            found = await self._link.run(cast("Callable[[], Awaitable[dict[bytes, bytes]]]", read), PATIENCE_S)
+        return {name: said.decode() if (said := found.get(name.encode())) is not None else None for name in engines}
+
     async def batches(self) -> AsyncIterator[TokenBatch]:
         """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
 
@@ -587,6 +604,8 @@ class EngineSide:
             request_id, _, what = order.decode().partition(" ")
             if what.startswith(">"):
                 self._route(request_id, what[1:])
+            elif what == "?":
+                claimed.audits.append(request_id)
             else:
                 claimed.aborts.append(Abort(request_id, index=int(what or -1)))
         return claimed
@@ -654,6 +673,18 @@ class EngineSide:
         return (
             [(gateway, msgspec.structs.replace(some, deltas=said)) for gateway, said in deltas.items()] if some else []
         )
+
+    async def audited(self, name: str, finding: str) -> None:
+        """Answer the audit of that name: what is wrong, or ''.  Raises BusDown after PATIENCE_S."""
+        key = f"{self._link.prefix}audit:{name}"
+
+        async def answer() -> None:
+            async with self._link.redis.pipeline() as pipe:
+                pipe.hset(key, self._engine, finding)
+                pipe.expire(key, AUDIT_S)
+                await pipe.execute()
+
+        await self._link.run(answer, PATIENCE_S)
 
     async def others(self) -> list[EngineLoad]:
         """The other engines with a live lease.  Raises BusDown after PATIENCE_S."""

@@ -60,7 +60,9 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
     lost:ENGINE      zset     what a lapsed lease took from it               lapse             its return, MEMORY
     orders:ENGINE    list     "ID": abort it; "ID INDEX": one of its         cancel, claim     next exchange, MEMORY
-                              continuations; "ID >GATEWAYS": who listens
+                              continuations; "ID >GATEWAYS": who listens;
+                              "ID ?": audit yourself, and say so in          audit
+    audit:ID         hash     engine -> what is wrong there, or ''           EngineSide        AUDIT_S (bus.py)
     out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
                                                                                                STREAM after the last
     bell             channel  "there may be something to claim"              submit, lapse..
@@ -672,6 +674,19 @@ end
 return found
 """
 
+# id of an audit: orders it of the engines that know how to; their names
+_AUDIT = """
+local ordered = {}
+for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
+  local load = call('GET', P .. 'lease:' .. engine)
+  if load and (cmsgpack.unpack(load).audits or 0) > 0 then
+    order(engine, ARGV[1] .. ' ?')
+    ordered[#ordered + 1] = engine
+  end
+end
+return ordered
+"""
+
 # engine, session: a new process under this name; what an earlier one held, it does not have any more
 _OPEN = f"""
 local engine, session = unpack(ARGV)
@@ -828,7 +843,8 @@ class Script:
 
 
 # A gateway's and then an engine's.
-SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE, QUARANTINED = map(
-    Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE, _QUARANTINED)
+SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE = map(
+    Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE)
 )
+QUARANTINED, AUDIT = map(Script, (_QUARANTINED, _AUDIT))
 OPEN, CLOSE, OTHERS, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _EXCHANGE))
