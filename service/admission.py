@@ -25,9 +25,10 @@ from service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # pauses without a promise are shorter by up to this fraction, lest a crowd returns as one
-# Of the pace, for those who return: for the first of them, and for one who is told to return in RETRY_CAP_S.  Who comes
-# for the first time can still be served in time, who was refused has missed that; but everybody shall get a time.
-SHARES = (0.15, 0.75)
+# Of the pace, for those who return, however many newcomers there are: for the first to return, and for one who is told
+# to return in RETRY_CAP_S.  Newcomers can still be served in time, who was refused has missed that; but everybody shall
+# get a time.
+LEAST_SHARES = (0.15, 0.75)
 RETURN_WAITS = 2.0  # who returns when told may wait so many times `queue_wait_s`: the pace is an estimate
 
 
@@ -72,6 +73,13 @@ def _starts(load: EngineLoad) -> float:
         return 0.0
     given_back = load.blocks_per_s * load.block_size
     return max(given_back * prompt / (prompt + generated), load.tokens_per_s * prompt / generated)
+
+
+def _full_starts(load: EngineLoad) -> float:
+    """The same once it has been as full as it is now for a while: its averages lag where it was idle before."""
+    if not load.step_s or not load.generated_tokens:
+        return _starts(load)
+    return max(_starts(load), load.running / load.step_s * load.prompt_tokens / load.generated_tokens)
 
 
 def _token_s(engines: list[EngineLoad]) -> float:
@@ -155,5 +163,7 @@ def decide(
     )
     if pace > 0:
         needed = min(2 * RETRY_CAP_S, max(1.0, wait - min(usual, deadline) / pace))
-        refusal.terms = Terms(pace, int(1000 * needed), int(1000 * RETRY_CAP_S), SHARES)
+        refusal.terms = Terms(
+            pace, sum(map(_full_starts, fresh)), int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES
+        )
     raise refusal

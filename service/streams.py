@@ -406,7 +406,7 @@ class Streams:
             try:
                 excess_tokens = admit(self.fleet, returning)
             except Overloaded as refusal:
-                if not await self._told_to_come_now(requests, refusal) or returning:
+                if not await self._told_to_come_now(requests, refusal, broken=returning):
                     raise
                 returning = True
                 continue
@@ -420,11 +420,12 @@ class Streams:
                 return
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
 
-    async def _told_to_come_now(self, requests: list[Generate], refusal: Overloaded) -> bool:
-        """If these were not, the refusal says from here on when they may come.  Raises Refusal(503)."""
+    async def _told_to_come_now(self, requests: list[Generate], refusal: Overloaded, *, broken: bool) -> bool:
+        """If these were not, or were and can't be let in (`broken`), the refusal says from here on when they may come.
+        Raises Refusal(503)."""
         if refusal.terms is None:
             return False
-        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms))
+        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms, broken=broken))
         if pause_ms:
             refusal.retry_after_s = pause_ms / 1000
         return pause_ms == 0

@@ -143,9 +143,11 @@ class Terms(msgspec.Struct, frozen=True):
     """On which a refused request is told when to return."""
 
     pace: float  # prompt tokens that the engines start per second, > 0
+    full_pace: float  # that they will start once as full as they are now, >= pace
     least_ms: int  # it can't be sooner
     most_ms: int  # nothing is promised later
-    shares: tuple[float, float]  # of the pace, for those who return: where nothing else is promised, and at most_ms
+    # Of the pace, for those who return, however many come for the first time: for the next to return, and at most_ms.
+    least_shares: tuple[float, float]
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -301,7 +303,8 @@ class GatewaySide:
         They share gateway, tenant, weight, priority and deadline.  None is queued (`accepted` is False) when the prompt
         tokens in the queue, these included, would pass the room the engines report by more than `excess_tokens` (None:
         never), or when a request came before with the key of `once`: then `twin` says which, to be attached to.
-        `record` is kept with the log of the first of them, as long as the log: see attach().
+        `record` is kept with the log of the first of them, as long as the log: see attach().  What was promised to who
+        asks this is kept herewith.
         Raises BusDown after PATIENCE_S: not queued.  (If only the reply was lost it may be for a moment; it is
         withdrawn as soon as Redis is back.)
         """
@@ -322,6 +325,7 @@ class GatewaySide:
                 once.key if once is not None else "",
                 once.body if once is not None else "",
                 record,
+                self._name(*requests),
                 *words,
             )
         except BusDown:
@@ -337,21 +341,26 @@ class GatewaySide:
             _read_twin(twin, once),
         )
 
-    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+    async def promise(self, *requests: Generate, terms: Terms, broken: bool = False) -> int | None:
         """When the prompts of one client's request, just refused, may come again: ms from now, whole seconds of them
-        for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, which
-        ends the promise: let it in.  None: so much is promised that its time would be past `terms.most_ms`.
+        for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, so
+        let it in, and if that can't be, ask again with `broken`, for a new promise.  None: so much is promised that its
+        time would be past `terms.most_ms`.
 
         Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) for nobody.
         """
         first = requests[0]
-        asked = (first.tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
-        name = hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
         tokens = sum(len(request.token_ids) for request in requests)
-        first_share, last_share = map(repr, terms.shares)
-        words = (tokens, repr(terms.pace), terms.least_ms, terms.most_ms, first_share, last_share)
-        pause = int(await self._link.script(PROMISE, name, first.tenant, repr(first.weight), *words))
+        first_share, last_share = map(repr, terms.least_shares)
+        paces = (repr(terms.pace), repr(terms.full_pace))
+        words = (tokens, int(broken), *paces, terms.least_ms, terms.most_ms, first_share, last_share)
+        pause = int(await self._link.script(PROMISE, self._name(*requests), first.tenant, repr(first.weight), *words))
         return None if pause < 0 else pause
+
+    def _name(self, *requests: Generate) -> str:
+        """By which a request is known when it returns: what it asks, not its id."""
+        asked = (requests[0].tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
+        return hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
 
     async def twin(self, once: Once) -> Twin | None:
         """The request that came first under this key, as submit() would find it; None: it would be the first.

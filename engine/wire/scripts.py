@@ -12,8 +12,10 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
     weights          hash     tenant -> weight                               submit, promise   never
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
-    promises         zset     name of a refused request -> unix ms at which  promise           when kept, or
-                              it was told to return                                            PROMISE after that
+    promises         zset     name of a refused request -> unix ms at which  promise           submit, or PROMISE
+                              it was told to return                                            after that
+    came:SECOND      string   prompt tokens that came for the first time in  submit, promise   CAME
+                              that second of unix time
     promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
                               promised takes up what is promised at all
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
@@ -78,8 +80,10 @@ and end with its requests.
 
 Promises.  Who is refused is told when to return, and the fleet remembers, whichever gateway is asked next.  A refused
 request goes by what it asks, so a client need not carry anything; who returns too early hears the same time again.
-Promises are handed out one behind the other, at a share of the pace at which engines start prompts: the rest is for
-those who come for the first time.  The later a promise, the larger the share, so that a long crowd still gets a time.
+Promises are handed out one behind the other, at a share of the pace at which engines start prompts: what those who
+come for the first time leave of it, as far as the last seconds tell.  A crowd that came at once says nothing of who
+will come next, so the seconds in which most came are left out, and as many in which least did.  Where newcomers leave
+nothing there is still a share, the larger the later the promise, so that a long crowd still gets a time.
 
 The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
 one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
@@ -112,6 +116,9 @@ TOMBSTONE_MS = 10_000  # longer than any retry of a submit
 STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
 PROMISE_MS = 5_000  # who returns later than this after the time it was told counts as new
 PUNCTUAL_MS = 50  # so much too early is in time
+CAME_S = 10  # whole seconds that newcomers are counted over
+CAME_OUTLIERS = 2  # of them, left out at either end
+CAME_MS = 1000 * (CAME_S + 2)
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
@@ -137,6 +144,12 @@ end
 local function now_ms()
   local now = call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+local function came(tokens)  -- for the first time
+  local key = P .. 'came:' .. math.floor(now_ms() / 1000)
+  call('INCRBY', key, tokens)
+  call('PEXPIRE', key, {CAME_MS})
 end
 
 local function enqueue(id)
@@ -413,21 +426,22 @@ end
 """
 
 # gateway, tenant, weight, priority, deadline, most tokens queued beyond the room ('' for any number), retain ms,
-# idempotency key and body digest ('' for none), record, then (id, payload, prompt tokens, n) ...: all or none of them
+# idempotency key and body digest ('' for none), record, name (see promises), then (id, payload, prompt tokens, n) ...:
+# all or none of them
 _SUBMIT = f"""
-local gateway, tenant, weight, priority, deadline, excess, retain, once, body, record = unpack(ARGV, 1, 10)
-local room, twin = room(), {{}}
-local accepted = call('EXISTS', P .. 'req:' .. ARGV[11]) == 1  -- a retry: only the reply did not arrive
+local gateway, tenant, weight, priority, deadline, excess, retain, once, body, record, name = unpack(ARGV, 1, 11)
+local room, twin, asked = room(), {{}}, 0
+for i = 14, #ARGV, 4 do asked = asked + ARGV[i] end
+local accepted = call('EXISTS', P .. 'req:' .. ARGV[12]) == 1  -- a retry: only the reply did not arrive
 if not accepted then
   if once ~= '' then twin = call('HMGET', P .. 'once:' .. once, 'id', 'body') end
   if not twin[1] then
-    local tokens = 0
+    local tokens = asked
     for _, queued in ipairs(call('HVALS', P .. 'queued_tokens')) do tokens = tokens + queued end
-    for i = 13, #ARGV, 4 do tokens = tokens + ARGV[i] end
     accepted = excess == '' or tokens <= room + excess
   end
   if accepted then
-    for i = 11, #ARGV, 4 do
+    for i = 12, #ARGV, 4 do
       local id, payload, size, n = unpack(ARGV, i, i + 3)
       local key, log = P .. 'req:' .. id, P .. 'log:' .. id
       call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
@@ -435,7 +449,7 @@ if not accepted then
            'since', now_ms())
       call('PEXPIREAT', key, deadline + {EXPIRY_MS})
       call('HSET', log, 'n', n, 'retain', retain)
-      if i == 11 then
+      if i == 12 then
         call('HSET', log, 'record', record)
         if once ~= '' then call('HSET', log, 'once', once) end
       end
@@ -446,8 +460,9 @@ if not accepted then
       call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', size)
       enqueue(id)
     end
+    if call('ZREM', P .. 'promises', name) == 0 then came(asked) end
     if once ~= '' then
-      call('HSET', P .. 'once:' .. once, 'id', ARGV[11], 'body', body)
+      call('HSET', P .. 'once:' .. once, 'id', ARGV[12], 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + {EXPIRY_MS})
     end
     call('PUBLISH', P .. 'bell', '')
@@ -456,17 +471,20 @@ end
 return {{accepted and 1 or 0, call('HLEN', P .. 'waiting'), room, turns(), twin}}
 """
 
-# name, tenant, weight, prompt tokens, then Terms: pace, least ms, most ms, first share, last share
+# name, tenant, weight, prompt tokens, 1 for a new promise to who came when told and can't be let in (else 0), then
+# Terms: pace, full pace, least ms, most ms, least shares
 _PROMISE = f"""
 local name, tenant = ARGV[1], ARGV[2]
-local weight, tokens, pace, least, most, first, last = unpack(ARGV, 3)
+local weight, tokens, broken, pace, full_pace, least, most, first, last = unpack(ARGV, 3)
 local now = now_ms()
 call('ZREMRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})
 local due = call('ZSCORE', P .. 'promises', name)
 if due then
   if due - now > {PUNCTUAL_MS} then return due - now end
+  if broken == '0' then return 0 end
   call('ZREM', P .. 'promises', name)
-  return 0
+else
+  came(tokens)
 end
 local start, others = now + least, 0
 local promised = call('HGETALL', P .. 'promised')
@@ -477,7 +495,14 @@ for i = 1, #promised, 2 do
   else call('HDEL', P .. 'promised', promised[i]) end
 end
 if start - now > most + 0 then return -1 end
-local share = (first + (last - first) * (start - now) / most) * weight / (weight + others)
+local seconds, newcomers = {{}}, 0
+for i = 1, {CAME_S} do seconds[i] = tonumber(call('GET', P .. 'came:' .. (math.floor(now / 1000) - i)) or 0) end
+table.sort(seconds)
+for i = 1 + {CAME_OUTLIERS}, {CAME_S - CAME_OUTLIERS} do
+  newcomers = newcomers + seconds[i] / {CAME_S - 2 * CAME_OUTLIERS}
+end
+local share = math.max(1 - newcomers / full_pace, first + (last - first) * (start - now) / most)
+share = share * weight / (weight + others)
 local pause = math.ceil((start - now) / 1000) * 1000  -- Retry-After knows whole seconds
 call('HSET', P .. 'weights', tenant, weight)
 call('ZADD', P .. 'promises', now + pause, name)

@@ -85,6 +85,16 @@ def test_the_terms_of_a_promise_are_the_pace_and_what_the_wait_is_too_long_by() 
     assert nearly.least_ms == 1000
 
 
+def test_what_newcomers_leave_is_of_the_pace_of_a_batch_as_full_as_it_is_now() -> None:
+    """8 rows a step of 20 ms are 400 tokens a second, and as many prompt tokens, whatever the averages still say."""
+    terms = refused(cost(80), fleet(busy(step_s=0.02), queued=2000)).terms
+    assert terms is not None
+    assert (terms.pace, terms.full_pace) == (80.0, 400.0)
+    slower = refused(cost(80), fleet(busy(step_s=0.2), queued=2000)).terms
+    assert slower is not None
+    assert slower.full_pace == 80.0
+
+
 def test_a_refusal_without_a_promise_sends_a_crowd_back_at_different_times() -> None:
     view = fleet(busy(), queued=80_000)
     assert refused(cost(80), view).retry_after_s == 60

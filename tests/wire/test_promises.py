@@ -7,22 +7,25 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.wire.bus import GatewaySide, Terms
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate, Sampling
+from engine.wire.scripts import CAME_MS, CAME_S
 from tests.wire.promises import Book
 
-TERMS = Terms(pace=100.0, least_ms=500, most_ms=60_000, shares=(0.5, 0.5))
+TERMS = Terms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))
 
 
 def asked(name: str, tokens: int = 10, tenant: str = "", weight: float = 1.0) -> Generate:
     """A new attempt of request `name`: ids, seeds and deadlines differ between attempts, what is asked does not."""
     prompt = [hash(name) % 10_007] * tokens
     later = time.time_ns()
-    return Generate(f"r{later}", "g", prompt, 5, Sampling(seed=later), later, tenant=tenant, weight=weight)
+    due_ms = later // 1_000_000 + 60_000
+    return Generate(f"r{later}", "g", prompt, 5, Sampling(seed=later), due_ms, tenant=tenant, weight=weight)
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ async def gateways(redis_server: EmbeddedRedis, namespace: str) -> AsyncIterator
 
 
 async def test_a_crowd_is_told_to_return_one_behind_the_other_whoever_tells(gateways: Sequence[GatewaySide]) -> None:
-    # Half of 100 tokens a second: 100 tokens take 2 s.  First in 0.5 s, then in 2.5 s, ..., in whole seconds.
+    # 50 tokens a second and no newcomers: 100 tokens take 2 s.  First in 0.5 s, then in 2.5 s, ..., in whole seconds.
     began = time.monotonic()
     pauses = [await gateways[i % 2].promise(asked(f"a{i}", 100), terms=TERMS) for i in range(6)]
     late = time.monotonic() - began
@@ -54,10 +57,56 @@ async def test_too_early_hears_the_same_time_again_and_in_time_is_let_in_once(ga
     assert again is not None
     assert 0 < again <= 1000
     await asyncio.sleep(max(0.0, told + 1.0 - time.monotonic()))
-    assert await second.promise(asked("a"), terms=TERMS) == 0
+    for gateway in gateways:
+        assert await gateway.promise(asked("a"), terms=TERMS) == 0  # until it is let in
+    broken = await second.promise(asked("a"), terms=TERMS, broken=True)
+    assert broken is not None
+    assert broken >= 1000
+    assert (await first.submit(asked("a"))).accepted
     anew = await first.promise(asked("a"), terms=TERMS)
     assert anew is not None
-    assert anew >= 1000  # kept is kept: this is a new promise
+    assert anew % 1000 == 0  # kept is kept: this is a new promise
+
+
+def newcomers(server: EmbeddedRedis, namespace: str, tokens: dict[int, int]) -> None:
+    """So many prompt tokens came so many whole seconds ago."""
+    with redis.Redis.from_url(server.url) as client:
+        for ago, count in tokens.items():
+            client.set(f"{{{namespace}}}:came:{int(time.time()) - ago}", count, px=CAME_MS)
+
+
+@pytest.mark.parametrize(
+    ("came", "apart_s"),
+    [
+        (dict.fromkeys(range(1, CAME_S + 1), 30), 5),  # they leave 20 of 50 tokens a second
+        (dict.fromkeys(range(1, CAME_S + 1), 500), 20),  # they leave nothing, so it is a tenth and more
+        ({1: 5000}, 2),  # a crowd that came at once is not who will come next
+    ],
+    ids=["light", "heavy", "once"],
+)
+async def test_who_returns_gets_what_newcomers_leave(
+    redis_server: EmbeddedRedis, namespace: str, gateways: Sequence[GatewaySide], came: dict[int, int], apart_s: int
+) -> None:
+    newcomers(redis_server, namespace, came)
+    began = time.monotonic()
+    pauses = [await gateways[0].promise(asked(name, 100), terms=TERMS) for name in "ab"]
+    late = time.monotonic() - began
+    assert pauses[0] is not None
+    assert pauses[1] is not None
+    assert apart_s - late - 1.5 <= (pauses[1] - pauses[0]) / 1000 <= apart_s + 0.5
+
+
+async def test_only_who_was_promised_nothing_is_a_newcomer(
+    redis_server: EmbeddedRedis, namespace: str, gateways: Sequence[GatewaySide]
+) -> None:
+    gateway = gateways[0]
+    await gateway.promise(asked("a", 100), terms=TERMS)
+    await gateway.promise(asked("a", 100), terms=TERMS)
+    await gateway.submit(asked("a", 100))
+    await gateway.submit(asked("b", 10))
+    with redis.Redis.from_url(redis_server.url) as client:
+        counted = [int(client.get(key)) for key in client.scan_iter(f"{{{namespace}}}:came:*")]
+    assert sum(counted) == 110
 
 
 async def test_beyond_the_last_moment_nothing_is_promised(gateways: Sequence[GatewaySide]) -> None:
@@ -84,19 +133,21 @@ CALLS = st.tuples(st.integers(0, 30), st.integers(100, 400), st.sampled_from((("
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(CALLS, min_size=1, max_size=25),
-    st.floats(5, 50),
+    st.tuples(st.floats(5, 50), st.floats(1, 3)),
     st.integers(1, 5000),
     st.tuples(st.floats(0.05, 0.5), st.floats(0.5, 1.0)),
+    st.integers(0, 60),
 )
 def test_the_script_does_what_the_book_does(
     redis_server: EmbeddedRedis,
     namespace: str,
     calls: list[tuple[int, int, tuple[str, float]]],
-    pace: float,
+    pace: tuple[float, float],
     least_ms: int,
     shares: tuple[float, float],
+    came: int,
 ) -> None:
-    terms, book = Terms(pace, least_ms, 60_000, shares), Book()
+    terms, book = Terms(pace[0], pace[0] * pace[1], least_ms, 60_000, shares), Book()
 
     async def run(gateway: GatewaySide) -> None:
         began = time.time_ns() // 1_000_000
@@ -112,7 +163,10 @@ def test_the_script_does_what_the_book_does(
                 assert abs(got - want) <= 1000 + late
 
     async def connected() -> None:
-        gateway = GatewaySide(redis_server.url, "g", namespace=f"{namespace}-{time.time_ns()}")
+        fresh = f"{namespace}-{time.time_ns()}"
+        gateway = GatewaySide(redis_server.url, "g", namespace=fresh)
+        newcomers(redis_server, fresh, dict.fromkeys(range(-1, CAME_S + 1), came))
+        book.came.update({int(time.time()) - ago: came for ago in range(-1, CAME_S + 1)})
         try:
             await run(gateway)
         finally:
