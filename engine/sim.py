@@ -18,7 +18,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.limits import Admission, Limits
 from engine.core.plan import Sampler
 from engine.core.scheduler import Scheduler
@@ -160,14 +161,18 @@ def simulate(
     caching: bool = True,
     step_time: StepTime | None = None,
     depth: int = 1,
+    host_blocks: int = 0,
+    swap_bytes_per_s: float = 0.0,
 ) -> Report:
     """Run jobs through a Scheduler with a pool of `blocks` and `depth` steps in flight, as the engine's loop does.
+    What goes to `host_blocks` of the host's memory, and back, takes no time.
 
     Raises ValueError for a job that no scheduler could run."""
     jobs = sorted(jobs, key=lambda job: job.at_s)
     step_time = step_time or StepTime()
     pool = BlockPool(blocks, block_size, caching=caching and limits.allocation == "paged")
-    core, executor = Scheduler(pool, limits), _Script(jobs, blocks)
+    core = Scheduler(pool, limits, HostPool(host_blocks), Costs(swap_bytes_per_s))
+    executor = _Script(jobs, blocks)
     coming = deque(enumerate(jobs))
     in_flight: deque[tuple[float, float]] = deque()  # of each step: when it will be done, seconds that it takes
     now = device = full = contended = filled = eta = busy = 0.0
