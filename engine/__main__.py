@@ -10,12 +10,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
+from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
 from engine.wire import logs, ready, settings
@@ -60,6 +62,16 @@ def code(config: EngineConfig) -> Callable[[EngineConfig], Executor]:
     return local.load
 
 
+def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
+    """Of the flight log, if one is wanted.  Raises ConfigError."""
+    if not config.flight_log:
+        return None
+    try:
+        return Recorder(Path(config.flight_log), header(config, executor), config.flight_log_mib << 20)
+    except OSError as error:
+        raise ConfigError(f"flight_log: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 after a drain, with what is not finished back in the queue, and when a standby is not wanted any more; 2 with
     one line on stderr when configuration, model or Redis make a start impossible; 1 when another engine took this one's
@@ -79,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=tracing)
     bus = BusThread(config, telemetry)
     page: Page | None = None
+    flight: Recorder | None = None
     try:
         load = code(config)
         watch.lap("imports")
@@ -87,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             watch = Stopwatch()
         executor = load(config)
-        engine = Engine(config, executor, bus, bus, telemetry)
+        flight = recorder(config, executor)
+        engine = Engine(config, executor, bus, bus, telemetry, flight=flight)
         watch.lap("model")
         if config.metrics_port:
             page = Page(telemetry, config.metrics_host, config.metrics_port)
@@ -122,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         executor.close()
         if page is not None:
             page.close()
+        if flight is not None:
+            flight.close()
         tracing.close()
     return 0
 

@@ -143,6 +143,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000
+    flight_log: Annotated[
+        str,
+        Meta(
+            description="File that arrivals (lengths, no text), decisions and step times are recorded in, for "
+            "python -m engine.sim --replay; a new one at each start. Empty: none."
+        ),
+    ] = ""
+    flight_log_mib: Annotated[
+        int, Meta(ge=1, description="MiB that the flight log and the one before it (.1) may have together.")
+    ] = 64
     grace_s: Annotated[
         float,
         Meta(

@@ -28,8 +28,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
-from engine.core.scheduler import Limits, Outputs, Scheduler
+from engine.core.limits import Event, Limits, Outputs
+from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
+from engine.flight import Recorder, Seen
 from engine.telemetry import Telemetry
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
@@ -126,8 +128,12 @@ class Engine:
         inbox: Inbox,
         outbox: Outbox,
         telemetry: Telemetry | None = None,
+        *,
+        flight: Recorder | None = None,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """`telemetry`: None for figures that nobody asks for."""
+        """`telemetry`: None for figures that nobody asks for; `flight` records every turn; `clock` is the unix time in
+        ms, for a replay."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
@@ -150,6 +156,9 @@ class Engine:
         self._idle = self._audited = False
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
+        self._flight = flight
+        self._clock = clock or unix_ms
+        self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
 
     def run(self) -> None:
         """Until drained.  What is still here then has to be given back by whoever owns the inbox."""
@@ -181,30 +190,38 @@ class Engine:
             else:
                 self.core.abort(order.id, order.index)
         marks.append(clock())
-        result = None
+        now_ms, stalled, failed, result = self._clock(), self._outbox.full, False, None
+        prompt_tokens, took_s = 0, 0.0
         try:
-            plan = None if self._outbox.full else self.core.plan(unix_ms())
+            plan = None if stalled else self.core.plan(now_ms)
             marks.append(clock())
             if plan is not None:
                 telemetry.planned(plan, self.core.running)
                 self.executor.submit(plan)
                 self._in_flight += 1
+                self._prompts.append(sum(len(piece.token_ids) for piece in plan.slices))
             if self._in_flight and (plan is None or self._in_flight == self.executor.depth):
                 self._in_flight -= 1
-                result = self.executor.collect()
+                result, prompt_tokens = self.executor.collect(), self._prompts.popleft()
         except StepError as error:
-            self._in_flight = 0
+            self._in_flight, failed = 0, True
+            self._prompts.clear()
             self.core.fail_running(str(error))
             telemetry.failed()
         marks.append(clock())
         if result is not None:
             self.core.commit(result)
-            self._pace.step(marks[-1])
+            took_s = self._pace.step(marks[-1])
             telemetry.collected(result, marks[-1])
         marks.append(clock())
-        self._publish()
+        events = self._publish()
         marks.append(clock())
         telemetry.turn(marks, self.core.idle)
+        if self._flight and not (self._idle and self.core.idle and not orders):
+            held, waiting = self.core.pool.total - self.core.pool.available, len(self.core.waiting)
+            self._flight.turn(
+                Seen(now_ms, marks[1], orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, events)
+            )
         # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
             self.core.check()
@@ -214,9 +231,9 @@ class Engine:
         if self._idle:
             self._pace.pause()
 
-    def _publish(self) -> None:
+    def _publish(self) -> list[Event]:
         core, info, pool = self.core, self.executor.info, self.core.pool
-        now, totals = time.monotonic(), core.totals
+        now, totals, calibration = time.monotonic(), core.totals, core.outlook.calibration
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
         load = EngineLoad(
             engine=self.config.engine_id,
@@ -246,10 +263,18 @@ class Engine:
             swap_preemptions=totals.swap_preemptions,
             swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
             swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
+            paused=core.paused,
+            pauses=totals.pauses,
+            length_calibration=calibration.table(),
+            peaks_judged=calibration.peaks,
+            peaks_passed=calibration.peaks_passed,
+            peaks_bound_blocks=calibration.bound_blocks,
+            peaks_blocks=calibration.peak_blocks,
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
         self._outbox.put(outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped))
+        return outputs.events
 
 
 class Rate:
@@ -283,12 +308,15 @@ class Pace:
         self._seen = 0
         self.value = 0.0  # 0: not known
 
-    def step(self, now: float) -> None:
-        """A step's results are in, at `now` (seconds, monotonic)."""
+    def step(self, now: float) -> float:
+        """A step's results are in, at `now` (seconds, monotonic).  Returns the seconds it took; 0 after a pause."""
+        took = 0.0
         if self._last is not None:
+            took = now - self._last
             self._seen = min(self._seen + 1, self.STEPS)
-            self.value += (now - self._last - self.value) / self._seen
+            self.value += (took - self.value) / self._seen
         self._last = now
+        return took
 
     def pause(self) -> None:
         """What comes next does not follow the last step."""

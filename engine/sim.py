@@ -19,13 +19,15 @@ from typing import Literal, get_args
 import msgspec
 
 from engine.core.blocks import BlockPool
+from engine.core.limits import Admission, Limits
 from engine.core.plan import Sampler
-from engine.core.scheduler import Admission, Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.flight import FlightLogError
 from engine.wire.messages import Generate, Sampling
 
 EOS = 0
-VOCAB = 1 << 20
+VOCAB = 1 << 30
 FAR = 1 << 62
 SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
 
@@ -40,7 +42,18 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_seed: int = 0  # the ids are drawn with it; 0: with the job's place in the trace
     prefix_len: int = 0  # of the prompt, equal in all jobs
     tenant: str = ""
+    priority: int = 0
+    chain: list[int] = []  # stands for the content of its first blocks, output included; equal numbers, equal tokens
+    chain_block: int = 16  # tokens that each of them stands for
     ends_known: bool = False  # it ends at max_tokens and the scheduler may know (ignore_eos)
+
+
+def content(chain: Sequence[int], block_size: int, at: int) -> int:
+    """The token at a position of a sequence whose blocks the numbers of `chain` stand for: two of them begin with equal
+    tokens as far as their chains do.  Only the last token of a block tells it from others: where a prompt ends within a
+    block, it does not yet say how the answer will go on.  1 beyond the chain."""
+    block, offset = divmod(at, block_size)
+    return 2 + chain[block] if offset == block_size - 1 and block < len(chain) else 1
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -60,6 +73,7 @@ class Report(msgspec.Struct, frozen=True):
     jobs: int
     seconds: float
     preemptions: int
+    pauses: int
     recomputed_tokens: int
     utilisation: float  # blocks held / pool
     filled: float  # slots holding a token / slots held, weighted by time; the rest is waste
@@ -69,7 +83,8 @@ class Report(msgspec.Struct, frozen=True):
     itl: tuple[float, float, float]
     itl_max: float
     goodput: float  # fraction of jobs with TTFT <= 2 s and mean ITL <= 0.2 s
-    calibration: list[float]  # share of outputs in each tenth of what was predicted
+    calibration: list[float]  # share of outputs no longer than foretold at their start, for each of calibration.LEVELS
+    peaks_passed: float  # share of bounds on what all running sequences would hold that was passed
 
 
 class _Script(ScriptedExecutor):
@@ -80,7 +95,8 @@ class _Script(ScriptedExecutor):
         self._jobs = jobs
 
     def token(self, sampler: Sampler, position: int) -> int:
-        return EOS if position + 1 == self._jobs[sampler.sampling.seed].output_len else 1
+        job = self._jobs[sampler.sampling.seed]
+        return EOS if position + 1 == job.output_len else content(job.chain, job.chain_block, job.prompt_len + position)
 
 
 def burst(
@@ -141,17 +157,20 @@ def simulate(
     blocks: int,
     *,
     block_size: int = 16,
+    caching: bool = True,
     step_time: StepTime | None = None,
+    depth: int = 1,
 ) -> Report:
-    """Run jobs through a Scheduler with a pool of `blocks`, one step in flight.
+    """Run jobs through a Scheduler with a pool of `blocks` and `depth` steps in flight, as the engine's loop does.
 
     Raises ValueError for a job that no scheduler could run."""
     jobs = sorted(jobs, key=lambda job: job.at_s)
     step_time = step_time or StepTime()
-    pool = BlockPool(blocks, block_size, caching=limits.allocation == "paged")
+    pool = BlockPool(blocks, block_size, caching=caching and limits.allocation == "paged")
     core, executor = Scheduler(pool, limits), _Script(jobs, blocks)
     coming = deque(enumerate(jobs))
-    now = full = contended = filled = eta = busy = 0.0
+    in_flight: deque[float] = deque()  # when each step will be done
+    now = device = full = contended = filled = eta = busy = 0.0
     begun: dict[str, float] = {}  # id -> when its first token came
     last: dict[str, float] = {}  # id -> when its last token came
     ttft: list[float] = []
@@ -164,8 +183,11 @@ def simulate(
             core.accept(_request(*coming.popleft()))
         if (plan := core.plan(0)) is not None:
             executor.submit(plan)
-            result = executor.collect()
-            took = step_time(len(result.rows), sum(len(piece.token_ids) for piece in plan.slices))
+            rows, prompt_tokens = core.running, sum(len(piece.token_ids) for piece in plan.slices)
+            device = max(device, now) + step_time(rows, prompt_tokens)
+            in_flight.append(device)
+        if in_flight and (plan is None or len(in_flight) == depth):
+            took = in_flight[0] - now
             held = pool.total - pool.available
             used, slots = core.used_slots()
             if slots:
@@ -175,8 +197,8 @@ def simulate(
             if core.waiting:
                 full += held / pool.total * took
                 contended += took
-            now += took
-            core.commit(result)
+            now = in_flight.popleft()
+            core.commit(executor.collect())
         for delta in core.outputs().deltas.get("", ()):
             if not delta.token_ids:
                 raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")
@@ -189,11 +211,12 @@ def simulate(
             if delta.finish is not None:
                 mean = (now - begun[delta.id]) / max(1, delta.first)
                 good += begun[delta.id] - jobs[int(delta.id)].at_s <= SLO_TTFT_S and mean <= SLO_ITL_S
-    calibration = core.lengths.calibration
+    calibration = core.outlook.calibration
     return Report(
         jobs=len(jobs),
         seconds=now,
         preemptions=core.totals.preemptions,
+        pauses=core.totals.pauses,
         recomputed_tokens=core.totals.recomputed_tokens,
         utilisation=full / contended if contended else 0.0,
         filled=filled / busy if busy else 0.0,
@@ -203,7 +226,8 @@ def simulate(
         itl=percentiles(itl),
         itl_max=max(itl, default=0.0),
         goodput=good / max(1, len(jobs)),
-        calibration=[value / max(1.0, sum(calibration)) for value in calibration],
+        calibration=[within / max(1, judged) for _, judged, within in calibration.table()],
+        peaks_passed=calibration.peaks_passed / max(1, calibration.peaks),
     )
 
 
@@ -211,9 +235,11 @@ def _request(number: int, job: Job) -> Generate:
     """A prompt of ids that no other job has, after the prefix that all have."""
     rng = random.Random(job.prompt_seed or number)
     prompt = [2 + i for i in range(job.prefix_len)]
-    prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - job.prefix_len)]
+    covered = min(job.prompt_len, len(job.chain) * job.chain_block)
+    prompt += [content(job.chain, job.chain_block, at) for at in range(job.prefix_len, covered)]
+    prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - len(prompt))]
     sampling = Sampling(seed=number, ignore_eos=job.ends_known)
-    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.tenant)
+    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.tenant, priority=job.priority)
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:
@@ -251,8 +277,8 @@ def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int 
 
 
 HEADER = (
-    "mode        seed  jobs  preempt  recomputed   util filled    eta  queue s  TTFT p50/p99 s  ITL p50/p99/max ms  "
-    "goodput"
+    "mode        seed  jobs preempt pauses recomputed   util filled    eta  queue s  TTFT p50/p99 s  "
+    "ITL p50/p99/max ms  goodput  within q50/90/99"
 )
 
 
@@ -260,29 +286,40 @@ def line(mode: str, seed: int, report: Report) -> str:
     """One row below HEADER."""
     ttft, itl = report.ttft, [1000 * value for value in report.itl]
     return (
-        f"{mode:<10} {seed:>5} {report.jobs:>5} {report.preemptions:>8} {report.recomputed_tokens:>11} "
+        f"{mode:<10} {seed:>5} {report.jobs:>5} {report.preemptions:>7} {report.pauses:>6} "
+        f"{report.recomputed_tokens:>10} "
         f"{report.utilisation:>6.3f} {report.filled:>6.3f} {report.efficiency:>6.3f} "
         f"{report.contended_s:>8.1f} {ttft[0]:>7.2f} /{ttft[2]:>6.2f} "
-        f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}"
+        f"{itl[0]:>8.1f} /{itl[2]:>5.1f} /{1000 * report.itl_max:>5.0f} {report.goodput:>8.3f}  "
+        f"{' /'.join(f'{share:>5.2f}' for share in report.calibration)}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a table; 2 and one line on stderr when the trace is wrong."""
+    """Print a table; 2 and one line on stderr when the trace or the log is wrong."""
     parser = argparse.ArgumentParser(prog="python -m engine.sim", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...")
+    source.add_argument("--replay", type=Path, metavar="LOG", help="a flight log (quire engine --flight-log LOG)")
     source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
     parser.add_argument("--seeds", type=int, default=3, help="of --burst: 0, 1, ...")
     parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second in it")
     parser.add_argument("--max-tokens", type=int, default=1024, help="what requests ask for (--trace: that don't say)")
     parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
-    parser.add_argument("--mode", choices=[*MODES, "all"], default="all")
-    parser.add_argument("--kv-blocks", type=int, default=512, help="of 16 tokens")
-    parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--mode", choices=[*MODES, "all"], help="default: all; of --replay: the recorded one")
+    parser.add_argument("--kv-blocks", type=int, default=0, help="in the pool; default: 512, of --replay: as recorded")
+    parser.add_argument("--max-seqs", type=int, default=0, help="default: 256, of --replay: as recorded")
     args = parser.parse_args(argv)
+    modes = [args.mode] if args.mode in MODES else [] if args.replay and args.mode is None else list(MODES)
     try:
+        if args.replay:
+            from engine import replay  # which stands on this module
+
+            print(HEADER)
+            for row in replay.report(args.replay, modes, args.kv_blocks, args.max_seqs):
+                print(row, flush=True)
+            return 0
         runs = (
             [(0, read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate))]
             if args.trace
@@ -292,11 +329,11 @@ def main(argv: list[str] | None = None) -> int:
             ]
         )
         print(HEADER)
-        for mode in MODES if args.mode == "all" else [args.mode]:
+        for mode in modes:
             for seed, jobs in runs:
-                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
+                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs or 256), args.kv_blocks or 512)
                 print(line(mode, seed, report), flush=True)
-    except (TraceError, OSError, ValueError) as error:
+    except (TraceError, FlightLogError, OSError, ValueError) as error:
         print(f"engine.sim: {error}", file=sys.stderr)
         return 2
     return 0

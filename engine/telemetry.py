@@ -20,8 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.core.limits import Event, Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Event, Outputs, Totals
 from engine.wire import figures
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad, Generate
@@ -176,7 +176,7 @@ class Telemetry(Collector):
                 since = clock.claimed
                 clock.resumed[index], clock.step = now, planned
             self._span("resume", clock, event, since, now)
-        else:
+        elif event.kind == "ended":
             self._ended(clock, event, committed, now)
 
     def _ended(self, clock: Clock, event: Event, step: int, now: float) -> None:

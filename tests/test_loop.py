@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.limits import Outputs
 from engine.core.plan import StepResult
-from engine.core.scheduler import Outputs
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
 from engine.loop import BusThread, ConfigError, Engine, LocalBox, Rate, Report, Resume, build_scheduler, merged
 from engine.offline import LLM

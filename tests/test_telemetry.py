@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import EngineConfig
+from engine.core.limits import Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Outputs, Totals
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import Engine, LocalBox, Order, Resume
 from engine.telemetry import PHASES, Telemetry

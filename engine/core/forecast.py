@@ -36,7 +36,6 @@ REFRESH = 1 / 64  # of a table's weight must be new before its curve is computed
 NEGLIGIBLE = 1e-4  # probability to live on that counts as none
 SKEWEST = 4.0  # beyond it the transformation fails
 RESCALE = 1e9  # weights are divided by it when they pass it
-BINS = 10  # of the calibration histogram
 
 # Horizons, in decode steps from now, at which the bound is evaluated.
 HORIZONS = (0, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, *(1 << i for i in range(10, 21)))
@@ -173,19 +172,16 @@ class LengthModel:
     def __init__(self) -> None:
         self._model = Lengths()
         self._tenants: OrderedDict[str, Lengths] = OrderedDict()  # least recently updated first
-        self.calibration = [0.0] * BINS  # where actual lengths fell in what was predicted for them; flat when right
 
     def lengths(self, tenant: str) -> Lengths:
         """The table to believe for a tenant ("": nobody in particular)."""
         own = self._tenants.get(tenant)
         return own if own is not None and own.weight >= TENANT_ENOUGH else self._model
 
-    def observe(self, tenant: str, produced: int, cap: int, ended: bool) -> None:
-        """An output is over after `produced` tokens (>= 1) of at most `cap`.
+    def observe(self, tenant: str, produced: int, ended: bool) -> None:
+        """An output is over after `produced` tokens (>= 1).
 
         `ended`: by itself.  Otherwise it ran into its cap, or was cancelled, and would have gone on."""
-        if ended or produced >= cap:
-            self._calibrate(self.lengths(tenant), produced, ended)
         self._model.add(produced, ended)
         if tenant:
             own = self._tenants.get(tenant)
@@ -195,15 +191,6 @@ class LengthModel:
                     self._tenants.popitem(last=False)
             own.add(produced, ended)
             self._tenants.move_to_end(tenant)
-
-    def _calibrate(self, lengths: Lengths, produced: int, ended: bool) -> None:
-        """Spread one observation over the quantiles it covers (Czado, Gneiting and Held 2009: PIT of counts)."""
-        low = 1 - lengths.alive(produced)
-        high = 1 - lengths.alive(produced + 1) if ended else 1.0
-        width = max(high - low, 1e-9)
-        for i in range(min(BINS - 1, int(low * BINS)), min(BINS - 1, int(high * BINS)) + 1):
-            part = min(high, (i + 1) / BINS) - max(low, i / BINS)
-            self.calibration[i] += max(0.0, part) / width if high - low > 1e-9 else 1.0
 
 
 class Held(NamedTuple):
@@ -267,9 +254,8 @@ class Demand:
         self._variance = [0.0] * len(HORIZONS)
         self._third = [0.0] * len(HORIZONS)  # central moment
 
-    def add(self, lengths: Lengths, tokens: int, produced: int, remaining: int, count: int = 1) -> None:
-        """`count` sequences of unknown length: each holds `tokens`, `produced` of them output, at most `remaining` more
-        to come."""
+    def add(self, lengths: Lengths, tokens: int, produced: int, remaining: int) -> None:
+        """A sequence of unknown length: of its `tokens`, `produced` are output; at most `remaining` will follow."""
         age = _BUCKETS[produced] if produced < 4096 else bucket_of(min(produced, LONGEST - 1))
         key = age * 32 + bisect_left(HORIZONS, remaining)
         groups = self._groups.get(lengths)
@@ -279,10 +265,10 @@ class Demand:
         if sums is None:
             sums = groups[key] = [0.0, 0.0, 0.0, 0.0]
         held = tokens / self._size + 0.5  # on average half a block is not yet filled
-        sums[0] += count
-        sums[1] += held * count
-        sums[2] += held * held * count
-        sums[3] += held * held * held * count
+        sums[0] += 1
+        sums[1] += held
+        sums[2] += held * held
+        sums[3] += held * held * held
 
     def hold(self, blocks: int) -> None:
         """Blocks that stay held whoever ends."""

@@ -17,85 +17,20 @@ import heapq
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from typing import Literal
-
-import msgspec
 
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import Costs
-from engine.core.forecast import Demand, Held, LengthModel
+from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
+from engine.core.outlook import Outlook
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from engine.core.pressure import Pressure
 from engine.core.sequence import Sequence, State
-from engine.core.swapping import Preempt, Swapping
+from engine.core.swapping import Swapping
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
-Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
-Allocation = Literal["paged", "static"]
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
-# How sure the forecast is: standard deviations of a normal with the same quantile.  With a pool of 512 blocks, the
-# burst of engine/sim.py and lengths unknown, 2.5 (2, 1.5) means 9 (25, 65) preemptions among 755 requests and a
-# utilisation of 0.905 (0.934, 0.957): mean of four seeds.  With lengths known there are none at any caution.
-CAUTION = 2.5
-ASK_ROWS = 256  # a forecast that refused is asked again after 1 + running / ASK_ROWS steps: looking at a row takes 1 us
-PEAK_ROWS = 32  # the peak for the world outside is computed again each 1 + running / PEAK_ROWS steps
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What bounds the scheduler; derived from EngineConfig and the loaded model."""
-
-    max_seqs: int  # rows of the executor
-    step_tokens: int  # token budget of a step, decodes included
-    chunk_tokens: int  # most prompt tokens of one sequence in a step
-    max_model_len: int  # tokens
-    vocab_size: int
-    admit_threshold: float  # fraction of the pool
-    eos_ids: frozenset[int]
-    fingerprint: str
-    admission: Admission = "forecast"  # when a sequence that is not alone may start:
-    # forecast: the peak predicted for all that run, and it, fits the pool
-    # threshold: the pool's utilisation stays at or below `admit_threshold`
-    # watermark: WATERMARK of the pool stays free
-    # reserve: all that run, and it, fit at their greatest length
-    # none: what it knows fits
-    allocation: Allocation = "paged"  # how a sequence comes by its blocks:
-    # paged: as it grows
-    # static: all at its start, a contiguous run for its greatest length, shared with nobody; `admission` has no say
-    preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
-    block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
-    itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
-
-
-class Event(msgspec.Struct, frozen=True):
-    """A milestone of one continuation, for whoever clocks it: the core knows no time."""
-
-    kind: Literal["started", "resumed", "first", "preempted", "ended"]
-    request: Generate
-    index: int  # which of the request's n continuations; for those that have not forked yet, their leader's
-    tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
-    reason: FinishReason | None = None  # ended: why; None: it is another engine's now
-
-
-class Outputs(msgspec.Struct):
-    """What a commit has for the world outside."""
-
-    deltas: dict[str, list[Delta]]  # by gateway
-    finished: list[str]  # ids of requests all of whose continuations have ended
-    events: list[Event] = []  # in the order they happened
-
-
-class Totals(msgspec.Struct):
-    """Counts since start; the loop exports them."""
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    recomputed_tokens: int = 0  # computed again after a preemption
-    preemptions: int = 0
-    swap_preemptions: int = 0  # of these, with what was computed kept in the host's memory
-    swapped_out_blocks: int = 0  # copied to the host's memory
-    swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
-    copied_blocks: int = 0
-    released_blocks: int = 0  # by sequences that finished
+UNPRESSED = 4  # with 1/UNPRESSED of the pool available everybody may grow
+PRESSURE_ROWS = 64  # who may grow in a full pool is sorted out again each 1 + running / PRESSURE_ROWS steps
 
 
 class Scheduler:
@@ -112,6 +47,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.costs = costs or Costs()
+        self.outlook = Outlook(pool, limits)
         self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
@@ -120,6 +56,7 @@ class Scheduler:
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by rank
+        self._paused: list[Sequence] = []  # by rank
         self._decoding = 0  # rows that compute one token each step without being named
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
         self._requests: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
@@ -136,10 +73,7 @@ class Scheduler:
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
         self._events: list[Event] = []
-        self.lengths = LengthModel()  # of outputs, by cache salt
-        self._demand: Demand | None = None  # of what runs, while a plan is made
-        self._ask_again = 0  # before this step the forecast, having said no, is not asked again
-        self._peak, self._peak_step = 0, -1  # predicted_peak() and the step it was computed in
+        self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
@@ -231,7 +165,7 @@ class Scheduler:
     def fail_running(self, message: str) -> None:
         """The executor lost a step and every row with it: end what was seated, empty the cache, keep the queue."""
         for group in list(self._requests.values()):
-            if any(seq.row >= 0 or seq.state is State.ENDING for seq in group):
+            if any(seq.row >= 0 or seq.state in (State.ENDING, State.PAUSED) for seq in group):
                 self._end_request(group[0].request.id, "error", message)
         for seq in self.waiting:  # a copy to the host may have been in a step that never ran
             if seq.host:
@@ -263,12 +197,19 @@ class Scheduler:
             if seq.state is State.PREFILLING:  # an older one may just have taken its blocks
                 budget -= self._advance(seq, budget, step, slices, forks)
         self._reclaim_rows()
-        self._demand = None
-        while budget > 0 and self.waiting and self._may_start(self.waiting[0]):
+        self.outlook.begin()
+        for seq in self._resumable():
+            if budget <= 0:
+                break
+            starts.append(self._resume(seq))
+            budget -= self._advance(seq, budget, step, slices, forks)
+        while budget > 0 and self.waiting and not self._paused and self._may_start(self.waiting[0]):
             seq = self.waiting[0]
             self._dequeue(seq)
             starts.append(self._seat(seq))
             budget -= self._advance(seq, budget, step, slices, forks)
+
+        self.outlook.watch(self._holders(), step, self._late)
 
         # Who was given a block and preempted afterwards, in this same plan, no longer has a row to edit.
         copies = [(source, target) for seq, source, target in self._copies if seq.row >= 0]
@@ -317,7 +258,7 @@ class Scheduler:
             request = seq.request
             first = known - 1 - len(request.token_ids)
             if first == 0:
-                self._events.append(Event("first", request, seq.index))
+                self._note("first", seq)
             if first == 0 or row in result.logprobs:
                 delta = self._full_delta(seq, first, finish, result.logprobs.get(row))
             else:
@@ -327,7 +268,7 @@ class Scheduler:
             if (known - 1) % block_size == 0 and seq.table:
                 self._seal(seq, known - 1)
             if finish is not None:
-                self._learn(seq, ended=finish.reason == "stop")
+                self.outlook.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)
         self.totals.generated_tokens += generated
         self._reclaim_rows()
@@ -346,6 +287,11 @@ class Scheduler:
         return self._decoding + len(self._prefilling)
 
     @property
+    def paused(self) -> int:
+        """Sequences that hold blocks and have no seat until others have ended."""
+        return len(self._paused)
+
+    @property
     def idle(self) -> bool:
         """Nothing seated, nothing waiting, nothing on the way."""
         return not self._requests and self.committed == self.step
@@ -359,7 +305,11 @@ class Scheduler:
             return 0, 0
         if self.limits.allocation == "static":
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
-        if self.waiting and self._ask_again > self.step:  # the head was refused, and who comes now stands behind it
+        if self._paused:
+            return 0, max(0, rows)
+        if (
+            self.waiting and self.outlook.ask_again > self.step
+        ):  # the head was refused, and who comes now stands behind it
             return 0, max(0, rows)
         waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
         spare = self._spare()
@@ -374,9 +324,7 @@ class Scheduler:
             return 0
         if self.limits.allocation == "static":
             return self.pool.total - self.pool.available
-        if self.step - self._peak_step > self.running // PEAK_ROWS:
-            self._peak, self._peak_step = self._running_demand(self.step).bound(), self.step
-        return self._peak
+        return self.outlook.peak(self._holders(), self.step, self._late)
 
     def used_slots(self) -> tuple[int, int]:
         """(slots holding tokens, slots allocated) over all tables, shared blocks counted once."""
@@ -417,7 +365,7 @@ class Scheduler:
         self.swapping.check(live)
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
-        reserved = sum(self._greatest(seq) for seq in live if seq.row >= 0)
+        reserved = sum(self.outlook.greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
         if reserved != self.reserved_blocks:
             raise BooksError(f"{reserved} blocks would be reserved, {self.reserved_blocks} are counted")
         decoding = sum(seq.state is State.DECODING for seq in live)
@@ -436,7 +384,7 @@ class Scheduler:
         if len(self._free_rows) < 1 + len(seq.siblings):
             return False
         if self.limits.allocation == "static":
-            return self.pool.has_run(self._greatest(seq))
+            return self.pool.has_run(self.outlook.greatest(seq))
         need = self._blocks_to_start(seq)
         if self.running == 0:  # alone it may pass the threshold, and siblings may take turns
             return need <= self.pool.available
@@ -444,20 +392,7 @@ class Scheduler:
             return False
         if self.limits.admission not in ("forecast", "reserve"):
             return True
-        if self._demand is None:
-            if self.step + 1 < self._ask_again:
-                return False
-            self._demand = self._running_demand(self.step + 1)
-        hits = self._lookup(seq)
-        self._expect(self._demand, seq, seq.known, len(hits) - self.pool.idle_among(hits), 1)
-        if seq.siblings:
-            self._expect(self._demand, seq, seq.known, seq.known // self.pool.block_size, len(seq.siblings))
-        bound = self._demand.bound()
-        if bound <= self.pool.total:
-            self._peak, self._peak_step = bound, self.step
-            return True
-        self._ask_again = self.step + 2 + self.running // ASK_ROWS
-        return False
+        return self.outlook.fits(seq, self._lookup(seq), self._holders(), self.step + 1, self._late)
 
     def _prompt_budget(self) -> int:
         """Prompt tokens that the step may have beside the rows that decode (A29)."""
@@ -475,54 +410,19 @@ class Scheduler:
         if result.swap_s:
             self.costs.swapped(result.swapped_bytes, result.swap_s)
 
-    def _running_demand(self, step: int) -> Demand:
-        """What the seated sequences will hold from the end of `step` on."""
-        pool, size = self.pool, self.pool.block_size
-        demand = Demand(size, CAUTION)
-        common: set[int] = set()  # blocks in several tables: taken as held whoever ends, since some other may go on
-        for seq in self._seats:
-            if seq is None:
+    @property
+    def _late(self) -> int:
+        """Steps that a result takes to come back."""
+        return self.step - self.committed
+
+    def _holders(self) -> Iterator[Sequence]:
+        """Those who hold blocks, or are about to: not siblings that have yet to fork, for whom their leader speaks."""
+        for row, seq in enumerate(self._seats):
+            if seq is None or seq.state is State.WAITING:
                 continue
-            if seq.state is State.PREFILLING:
-                tokens = len(seq.tokens)
-            elif seq.table:
-                tokens = seq.computed_before(step + 1)
-            else:  # gone, or a sibling that has not forked: its leader speaks for it
-                continue
-            shared = min(pool.shared_prefix(seq.table), tokens // size)
-            if shared and seq.table[shared - 1] not in common:
-                common.update(seq.table[:shared])
-            self._expect(demand, seq, tokens, shared, 1)
-            if seq.siblings:
-                self._expect(demand, seq, tokens, tokens // size, len(seq.siblings))
-        demand.hold(len(common))
-        return demand
-
-    def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, count: int) -> None:
-        """Add `count` sequences like this one to a demand.  It has `tokens`, and others hold its first `shared`
-        blocks."""
-        size = self.pool.block_size
-        if self.limits.admission == "reserve":
-            demand.hold(count * (self._greatest(seq) - shared))
-        elif seq.stops:
-            request = seq.request
-            produced = max(0, tokens - len(request.token_ids))
-            lengths = self.lengths.lengths(request.cache_salt)
-            demand.add(lengths, tokens - shared * size, produced, max(1, seq.limit - tokens), count)
-        else:  # nothing ends it before its limit; the last token is never computed, but has to be reported
-            late = self.step - self.committed  # steps that a result takes to come back
-            for _ in range(count):
-                demand.add_known(Held(tokens - shared * size, max(0, seq.limit - 1 - tokens) + late))
-
-    def _learn(self, seq: Sequence, *, ended: bool) -> None:
-        """An output is over; `ended`: by itself.  One that nothing could end but its limit tells nothing."""
-        if seq.stops and seq.known > seq.prompt_len:
-            produced = seq.known - seq.prompt_len
-            self.lengths.observe(seq.request.cache_salt, produced, seq.limit - seq.prompt_len, ended)
-
-    def _greatest(self, seq: Sequence) -> int:
-        """Blocks it holds at its greatest length."""
-        return -(-seq.limit // self.pool.block_size)
+            if seq.row == row or seq.state is State.ENDING:  # others have left a row that still reports for them
+                yield seq
+        yield from self._paused
 
     def _blocks_to_start(self, seq: Sequence) -> int:
         """What starting would take out of `available`: new blocks, and cached ones that are idle now."""
@@ -532,15 +432,18 @@ class Scheduler:
 
     def _spare(self) -> int:
         """Blocks that new work may take now: less what the mode keeps free and started prompts have yet to take."""
-        size = self.pool.block_size
-        promised = sum(-(-(seq.known + 1) // size) - len(seq.table) + len(seq.siblings) for seq in self._prefilling)
         if self.limits.admission == "threshold":
             kept = self.pool.total - int(self.limits.admit_threshold * self.pool.total)
         elif self.limits.admission == "watermark":
             kept = -int(-WATERMARK * self.pool.total // 1)
         else:
             kept = 0
-        return self.pool.available - kept - promised
+        return self.pool.available - kept - self._promised()
+
+    def _promised(self) -> int:
+        """Blocks that started prompts have yet to take."""
+        size = self.pool.block_size
+        return sum(-(-(seq.known + 1) // size) - len(seq.table) + len(seq.siblings) for seq in self._prefilling)
 
     def _lookup(self, seq: Sequence) -> list[int]:
         """Cached blocks of its longest prefix, short of its last token: computing that one gives the first logits."""
@@ -551,7 +454,7 @@ class Scheduler:
 
     def _seat(self, seq: Sequence) -> Start:
         if self.limits.allocation == "static":
-            hits, seq.table = [], self.pool.allocate_run(self._greatest(seq))
+            hits, seq.table = [], self.pool.allocate_run(self.outlook.greatest(seq))
         else:
             hits = self._lookup(seq)
             self.pool.acquire(hits)
@@ -567,17 +470,17 @@ class Scheduler:
             self.totals.recomputed_tokens += max(0, seq.lost - seq.computed)
             seq.lost = 0
         if seq.seated_before:
-            self._events.append(Event("resumed", seq.request, seq.index, seq.known - seq.computed))
+            self._note("resumed", seq, seq.known - seq.computed)
         else:
             seq.seated_before = True
             seq.cached_tokens = seq.computed
             self.totals.prompt_tokens += seq.prompt_len
             self.totals.cached_prompt_tokens += seq.computed
-            self._events.append(Event("started", seq.request, seq.index, seq.computed))
+            for member in (seq, *seq.siblings):
+                self.outlook.foretell(member)
+            self._note("started", seq, seq.computed)
         for member in (seq, *seq.siblings):
-            member.row = self._free_rows.pop()
-            self._seats[member.row] = member
-            self.reserved_blocks += self._greatest(member)
+            self._take_seat(member)
         insort(self._prefilling, seq, key=lambda s: s.rank)
         return Start(seq.row, list(seq.table))
 
@@ -643,6 +546,9 @@ class Scheduler:
             return
         index = seq.computed // self.pool.block_size
         if index == len(seq.table):
+            if not self._may_grow(seq):
+                self._pause(seq)
+                return
             if not self._grow(seq, 1):
                 return
         elif self._is_shared(seq.table[index]) and not self._copy_on_write(seq, index):
@@ -659,6 +565,54 @@ class Scheduler:
             self._growth.append((seq, len(seq.table), block))
             seq.table.append(block)
         return True
+
+    def _may_grow(self, seq: Sequence) -> bool:
+        """Whether a decoding row takes its next block now, or pauses until others have ended.  One whose end is known
+        was admitted with every block that it will take."""
+        if self.limits.admission != "forecast" or not seq.stops:
+            return True
+        left = self.pool.available - self._promised() - 1
+        if left >= self.pool.total // UNPRESSED:
+            return True
+        if self._pressure_step <= self.step:
+            rows = [s for s in self._holders() if s.stops]
+            self._pressure = Pressure((len(s.table), self.outlook.greatest(s) - len(s.table)) for s in rows)
+            self._pressure_step = self.step + 1 + len(rows) // PRESSURE_ROWS
+        return left >= 0 and self._pressure.may_take(len(seq.table), left)
+
+    def _pause(self, seq: Sequence) -> None:
+        """Leave the row, keep the blocks: all of its tokens but the one sampled last are computed."""
+        self.totals.pauses += 1
+        self._note("paused", seq)
+        self._unseat(seq)
+        seq.state = State.PAUSED
+        self.reserved_blocks += self.outlook.greatest(seq)
+        insort(self._paused, seq, key=lambda s: s.rank)
+
+    def _resumable(self) -> Iterator[Sequence]:
+        """Paused ones that may go on in this step, oldest first.  Where everybody waits for everybody, the newest give
+        up their blocks."""
+        if self._paused and not self.running and self.committed == self.step:
+            while not self.pool.available:
+                self._preempt(self._paused[-1])
+            self._pressure_step = 0  # who has ended since must not stand in the way of the largest that is left
+        for seq in list(self._paused):
+            if self._free_rows and seq.sampled_in <= self.committed and self._may_grow(seq):
+                yield seq
+
+    def _resume(self, seq: Sequence) -> Start:
+        """Seat it again, with the table it has."""
+        self._note("continued", seq)
+        self._unseat(seq)
+        seq.state = State.PREFILLING
+        self._take_seat(seq)
+        insort(self._prefilling, seq, key=lambda s: s.rank)
+        return Start(seq.row, list(seq.table))
+
+    def _take_seat(self, seq: Sequence) -> None:
+        seq.row = self._free_rows.pop()
+        self._seats[seq.row] = seq
+        self.reserved_blocks += self.outlook.greatest(seq)
 
     def _copy_on_write(self, seq: Sequence, index: int) -> bool:
         """Give the sequence its own copy of a shared, partly filled block before it writes there.
@@ -687,8 +641,8 @@ class Scheduler:
         first and who returns first, a victim is never in the way of one that yielded before it, and cannot drive out
         whoever drove it out."""
         while self.pool.available < count:
-            seated = (s for s in self._live() if s.state is State.PREFILLING or s.state is State.DECODING)
-            victim = max(seated, key=lambda s: s.rank)
+            holders = (s for s in self._live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
+            victim = max(holders, key=lambda s: s.rank)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -698,7 +652,7 @@ class Scheduler:
         """All or nothing: take every block and the seat.  What it knows stays; what it has computed is copied to the
         host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
-        self._events.append(Event("preempted", seq.request, seq.index))
+        self._note("preempted", seq)
         self._unseat(seq)
         if self.swapping.pays(seq):
             # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
@@ -744,6 +698,11 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------------- the endings
 
+    def _note(self, kind: Milestone, seq: Sequence, tokens: int = 0, reason: FinishReason | None = None) -> None:
+        step = self.step + (kind not in ("first", "ended"))
+        digests = list(seq.digests) if kind == "ended" else []
+        self._events.append(Event(kind, seq.request, seq.index, tokens, reason, step, digests))
+
     def _expire(self, now_ms: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             self._end_request(heapq.heappop(self._deadlines)[1], "deadline")
@@ -756,13 +715,13 @@ class Scheduler:
 
     def _say(self, seq: Sequence, finish: Finish) -> None:
         """Tell whoever asked that nothing more will come, though it might have gone on."""
-        self._learn(seq, ended=False)
+        self.outlook.learn(seq, ended=False)
         delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
         self._deltas[seq.request.gateway].append(delta)
 
     def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
         """Its Finish is said (or is another engine's to say, without a reason): give back the seat and every block."""
-        self._events.append(Event("ended", seq.request, seq.index, seq.known - seq.prompt_len, reason))
+        self._note("ended", seq, seq.known - seq.prompt_len, reason)
         if seq.queued_tokens:
             self._dequeue(seq)
         self._unseat(seq)
@@ -797,9 +756,12 @@ class Scheduler:
 
     def _unseat(self, seq: Sequence) -> None:
         """Leave the row, if there is one.  The row still reports for `seq` until its last step has been committed."""
+        if seq.state is State.PAUSED:
+            self._paused.remove(seq)
+            self.reserved_blocks -= self.outlook.greatest(seq)
         if seq.row < 0:
             return
-        self.reserved_blocks -= self._greatest(seq)
+        self.reserved_blocks -= self.outlook.greatest(seq)
         if seq.state is State.WAITING:  # a sibling that has not forked yet: the executor never heard of its row
             self._seats[seq.row] = None
             self._free_rows.append(seq.row)

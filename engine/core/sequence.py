@@ -7,8 +7,9 @@ One rule drives everything: *computed catches up with known*.  `known - computed
 prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
 
     waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
-       ^                  |                               | |                                              ^
-       +---- preempt -----+-------------------------------+ +-------------------- stop --------------------+
+       ^                  |   ^                           | | |                                            ^
+       |                  |   +--resume-- paused <-pause--+ | |                                            |
+       +---- preempt -----+--------------------+------------+ +------------------ stop --------------------+
                                                            cancel, deadline, error: from any state to finished
 """
 
@@ -26,6 +27,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    PAUSED = "paused"  # no seat, but all its blocks: it goes on when somebody else has ended
     ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
     FINISHED = "finished"
 
@@ -54,6 +56,7 @@ class Sequence(msgspec.Struct, eq=False):
     seated_before: bool = False  # it ran, and was preempted if it waits now
     lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
+    foretold: list[int] = []  # output tokens it will stay within, one for each of calibration.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
 

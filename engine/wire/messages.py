@@ -122,6 +122,14 @@ class EngineLoad(msgspec.Struct, frozen=True):
     swap_preemptions: int = 0  # the preemptions since start that kept what was computed there
     swapped_out_bytes: int = 0  # since start, to the host's memory
     swapped_in_bytes: int = 0  # and back
+    paused: int = 0  # sequences that wait in place, with their blocks, because the pool is full; not in `running`
+    pauses: int = 0  # times that one began to
+    length_calibration: list[tuple[float, int, int]] = []  # (q, outputs judged, those of them no longer than what was
+    # foretold at their start as quantile q); where the forecast is right, their share is q
+    peaks_judged: int = 0  # bounds on what all running sequences would hold, compared with what they came to
+    peaks_passed: int = 0  # those of them that were passed
+    peaks_bound_blocks: int = 0  # sum of the bounds
+    peaks_blocks: int = 0  # sum of what was held
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

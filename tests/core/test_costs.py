@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine.core.blocks import BlockPool
 from engine.core.costs import LEAST, PROBE, Costs
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Generate, Sampling
 

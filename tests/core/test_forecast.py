@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import sim
-from engine.core.forecast import BINS, LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge, peak
-from engine.core.scheduler import CAUTION
+from engine.core.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge, peak
+from engine.core.outlook import CAUTION
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float = 0.89) -> int:
@@ -26,7 +26,7 @@ def learned(mean: float, count: int = 2000, seed: int = 1, cap: int = 10_000) ->
     rng, model = random.Random(seed), LengthModel()
     for _ in range(count):
         length = lognormal(rng, mean)
-        model.observe("", min(length, cap), cap, ended=length <= cap)
+        model.observe("", min(length, cap), ended=length <= cap)
     return model
 
 
@@ -157,34 +157,21 @@ def test_follows_a_change() -> None:
     rng, model = random.Random(4), learned(40)
     assert model.lengths("").quantile(0.5, 0, 4000) < 40
     for _ in range(1200):
-        model.observe("", lognormal(rng, 400), 4000, ended=True)
+        model.observe("", lognormal(rng, 400), ended=True)
     assert model.lengths("").quantile(0.5, 0, 4000) > 200
 
 
 def test_a_tenant_is_believed_once_it_has_shown_enough() -> None:
     rng, model = random.Random(5), learned(300)
     for _ in range(30):
-        model.observe("terse", lognormal(rng, 20), 4000, ended=True)
+        model.observe("terse", lognormal(rng, 20), ended=True)
     assert model.lengths("terse") is model.lengths("nobody yet")
     for _ in range(300):
-        model.observe("terse", lognormal(rng, 20), 4000, ended=True)
+        model.observe("terse", lognormal(rng, 20), ended=True)
     assert model.lengths("terse").quantile(0.5, 0, 4000) < 25
     for i in range(1100):  # tables are bounded: who has not been seen for longest is forgotten
-        model.observe(f"t{i}", 10, 4000, ended=True)
+        model.observe(f"t{i}", 10, ended=True)
     assert model.lengths("terse") is model.lengths("nobody yet")
-
-
-def test_calibration_is_flat_when_the_prediction_is_right_and_not_when_it_is_wrong() -> None:
-    rng, model = random.Random(6), learned(165)
-    for wrong in (False, True):
-        model.calibration = [0.0] * BINS
-        for _ in range(1000):
-            length = lognormal(rng, 600 if wrong else 165)
-            lengths = model.lengths("")
-            model._calibrate(lengths, min(length, 400), ended=length <= 400)
-        assert sum(model.calibration) == pytest.approx(1000, rel=0.01)
-        share = [count / 1000 for count in model.calibration]
-        assert (max(share) < 0.14) != wrong
 
 
 # ------------------------------------------------------------------------------------------------------------ the bound
@@ -255,27 +242,41 @@ def test_a_burst_with_lengths_known_is_served_without_a_preemption_on_a_full_poo
         assert max(report.itl_max for report in reports[mode]) > 1
 
 
-def test_a_burst_with_lengths_unknown_preempts_rarely_on_a_full_pool() -> None:
+def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_pool() -> None:
+    """Who would be preempted in other modes waits in its place."""
     reports = table(known=False)
 
     def mean(mode: str, field: str) -> float:
         return sum(getattr(report, field) for report in reports[mode]) / 3
 
     assert mean("forecast", "utilisation") > 0.90
+    assert mean("forecast", "preemptions") <= 1
     for mode in ("threshold", "watermark", "none"):
-        assert mean("forecast", "preemptions") < mean(mode, "preemptions")
+        assert mean("forecast", "preemptions") < 0.1 * mean(mode, "preemptions")
+        assert mean(mode, "pauses") == 0
     assert mean("reserve", "preemptions") == 0
     assert mean("reserve", "utilisation") < 0.5
-    for report in reports["forecast"]:
-        assert max(report.calibration) < 0.2
-        assert report.preemptions <= 0.03 * report.jobs
 
 
 def test_a_cold_start_into_a_burst_ends_in_no_storm() -> None:
     """No history at all: the prior is on the safe side."""
     report = sim.simulate(sim.burst(1, rest_s=0.001), sim.engine_limits("forecast"), 512)
     print(sim.line("forecast", 1, report))
-    assert report.preemptions <= 0.04 * report.jobs
+    assert report.preemptions <= 2
+
+
+def test_when_outputs_become_four_times_as_long_there_is_no_storm() -> None:
+    """For a while the table says what was, not what is; the bounds are too low, and rows wait instead."""
+    rng, at = random.Random(8), 0.0
+    jobs = []
+    for i in range(500):
+        output = min(lognormal(rng, 60 if i < 250 else 240), 1024)
+        jobs.append(sim.Job(lognormal(rng, 77), output, at := at + rng.expovariate(12 if i < 250 else 6), 1024))
+    reports = {mode: sim.simulate(jobs, sim.engine_limits(mode), 512) for mode in ("forecast", "watermark")}
+    for mode, report in reports.items():
+        print(sim.line(mode, 8, report))
+    assert reports["forecast"].preemptions <= 5 < reports["watermark"].preemptions
+    assert reports["forecast"].utilisation > 0.85
 
 
 def test_eta_is_paged_over_static_blocks() -> None:

@@ -6,7 +6,8 @@ import math
 import random
 
 from engine.core.blocks import BlockPool
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.limits import Limits
+from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Generate, Sampling
 

@@ -151,10 +151,10 @@ def test_a_late_stop_ends_a_swapped_sequence() -> None:
             rig.add([5 + i] * 8, 40, seed=seed * 3 + i, stop_token_ids=list(range(0, 50, 9)))
         original = rig.core._end
 
-        def spy(seq: Sequence, original: Callable[[Sequence], None] = original) -> None:
+        def spy(seq: Sequence, reason: str, original: Callable[[Sequence, str], None] = original) -> None:
             nonlocal ended
             ended += bool(seq.host)
-            original(seq)
+            original(seq, reason)
             assert not seq.host
 
         rig.core._end = spy  # type: ignore[method-assign]

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
+from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import Admission, Allocation, Event, Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
@@ -570,7 +571,7 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig = Rig()
     rig.add([1] * 4, 30, ignore_eos=True)  # its length says nothing about what the model would do
     rig.run()
-    assert rig.core.lengths.lengths("").weight == 0
+    assert rig.core.outlook.lengths.lengths("").weight == 0
     rig.add([1] * 4, 3)
     gone = rig.add([2] * 4, 500, seed=3)
     rig.submit()
@@ -578,8 +579,54 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig.core.abort(gone)  # seen to live on
     rig.collect_outputs()
     rig.run()
-    assert rig.core.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
-    assert sum(rig.core.lengths.calibration) == pytest.approx(1)
+    assert rig.core.outlook.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
+    assert max(rig.core.outlook.calibration.judged) <= 1  # not the one that was aborted
+
+
+def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -> None:
+    """Two that could outgrow the pool together: the one behind pauses where it stands, computes nothing twice, and says
+    what it would have said."""
+    rig = Rig(blocks=12, size=4, admission="forecast")
+    sizes = {rig.add([2, 3, 5] * 6, 20, seed=1): 5, rig.add([7, 11], 20, seed=2): 1}
+    for seq in rig.core.waiting:
+        assert seq.stops  # no end is known
+    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]  # a forecast that is wrong
+    while not rig.core.paused and not rig.core.idle:
+        rig.submit()
+        rig.commit()
+        rig.core.check()
+    (paused,) = rig.core._paused
+    assert sizes[paused.request.id] == 1
+    assert paused.table
+    assert rig.core.running == 1
+    assert rig.core.room()[0] == 0
+    assert rig.core.predicted_peak() >= len(paused.table)  # what waits will go on, and counts
+    rig.run()
+    assert rig.core.totals.pauses > 0
+    assert rig.core.totals.preemptions == rig.core.totals.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("over", ["abort", "deadline", "failure"])
+def test_who_is_paused_can_end_in_every_way(over: str) -> None:
+    rig = Rig(blocks=12, size=4, admission="forecast")
+    rig.add([2, 3, 5] * 6, 20, seed=1)
+    rig.add([7, 11], 20, seed=2, deadline=1000)
+    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    while not rig.core.paused:
+        rig.submit()
+        rig.commit()
+    if over == "abort":
+        rig.core.abort("r1")
+    elif over == "deadline":
+        rig.now = 2000
+    else:
+        rig.executor = OracleExecutor(12, 4, rig.limits.max_seqs)
+        rig.core.fail_running("gone")
+    rig.run()
+    reason = {"abort": "cancelled", "deadline": "deadline", "failure": "error"}[over]
+    assert rig.finishes["r1", 0].reason == reason
+    assert rig.core.paused == 0
+    assert rig.pool.available == rig.pool.total
 
 
 def test_threshold_holds_new_work_back() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, web
 
+from engine.wire import bus
 from engine.wire.bus import GatewaySide
 from engine.wire.embedded import EmbeddedRedis
 from service.app import Gateway
@@ -58,12 +59,12 @@ async def serve(
         }
         config = GatewayConfig(model=str(byte_level_dir), namespace=namespace, port=0, **settings)
         gateway_id = f"g{len(closers)}"
-        bus = GatewaySide(
+        side = GatewaySide(
             config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
         )
-        await bus.open()
+        await side.open()
         telemetry = Telemetry(gateway_id)
-        streams = Streams(bus, config, telemetry)
+        streams = Streams(side, config, telemetry)
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants)
         gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
@@ -78,7 +79,7 @@ async def serve(
             await session.close()
             await runner.cleanup()
             await streams.stop()
-            await bus.close()
+            await side.close()
             assert len(streams) == 0
 
         closers.append(close)
@@ -87,6 +88,13 @@ async def serve(
     yield start
     for close in reversed(closers):
         await close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may take as long as a busy machine makes it; it is not what is tested."""
+    monkeypatch.setattr(bus, "PATIENCE_S", 60.0)
+    monkeypatch.setitem(bus._Link.script.__kwdefaults__, "patience_s", 60.0)
 
 
 @pytest.fixture
@@ -110,9 +118,22 @@ def port() -> int:
     return a_free_port()
 
 
+class Logged(subprocess.Popen[str]):
+    """Its stderr goes to a file: a pipe that nobody reads meanwhile would fill with the log, and stop it."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as file:
+            super().__init__(command, cwd=ROOT, stderr=file, text=True)
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        super().communicate(input, timeout)
+        return "", self._log.read_text()
+
+
 @pytest.fixture
 def launch(
-    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int
+    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int, tmp_path: Path
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start gateways as processes that share `port`: `launch(*options)`."""
     started: list[subprocess.Popen[str]] = []
@@ -120,7 +141,7 @@ def launch(
     def start(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
         command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process = Logged(command, tmp_path / f"gateway-{len(started)}.log")
         started.append(process)
         return process
 

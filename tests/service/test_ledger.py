@@ -27,6 +27,7 @@ def says(tokenizer: Tokenizer) -> Callable[[Generate, int], tuple[list[int], Fin
     return lambda generate, index: (ids * (generate.max_new_tokens // len(ids) + 1), None)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_after_500_random_departures_the_books_balance(
     serve: Serve,
     engine: EngineMaker,

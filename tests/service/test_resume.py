@@ -333,13 +333,14 @@ async def test_a_key_whose_answer_came_to_nothing_is_free(
         assert merged(await events(served.session, "/v1/completions", body, **key))["end 0"] == [("length", None)]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_requests_retried_twice_each_are_computed_once(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     """Three attempts each, at either gateway, at once or after each other, some given up before they are answered."""
     gateways = [await serve(queue_wait_s=1000.0), await serve(queue_wait_s=1000.0)]
     count = 1000
-    slots = asyncio.Semaphore(60)
+    slots = asyncio.Semaphore(30)
 
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: all(served.streams.fleet.engines for served in gateways))

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import aiohttp
 import pytest
 
+from engine.core.limits import Admission
 from engine.core.plan import StepPlan
-from engine.core.scheduler import WATERMARK, Admission, Scheduler
+from engine.core.scheduler import WATERMARK, Scheduler
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate
 from tests.system.stack import Stack

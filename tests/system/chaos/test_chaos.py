@@ -29,6 +29,7 @@ ROUNDS = [
 
 
 @pytest.mark.system
+@pytest.mark.timeout(300)  # each wait inside has a limit of its own
 async def test_no_fault_loses_or_repeats_a_token(tmp_path: Path) -> None:
     rounds = [[Fault(kind, 0, dice) for kind, dice in each] for each in ROUNDS]
     assert {fault.kind for each in rounds for fault in each} == KINDS.keys()

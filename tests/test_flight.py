@@ -1,0 +1,255 @@
+"""The flight recorder and its replay: a real Engine over scripted tokens, recorded, and lived through again."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import flight, replay, sim
+from engine.config import EngineConfig
+from engine.core.limits import Admission, Outputs
+from engine.core.plan import Sampler, StepResult
+from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
+from engine.loop import Engine, Order, Report, Resume
+from engine.wire.messages import Abort, Generate, Sampling
+
+INFO = ModelInfo("m", "f00d", 1000, 512, [0], 64)
+MODES = get_args(Admission)
+SEEN = flight.Seen(0, 0.0, [], False, False, None, 0, 0.0, 0, 0, [])
+
+
+class Ends(ScriptedExecutor):
+    """Outputs of lengths that nobody can know, steps and swaps that take as long as they like, samples that are not
+    usable; loses the steps it is told to."""
+
+    max_seqs, step_tokens = 12, 96
+    swap_bytes_per_s = 2e6
+
+    def __init__(self, blocks: int, seed: int, lost: frozenset[int] = frozenset()) -> None:
+        super().__init__(INFO, blocks, host_blocks=20)
+        self._seed, self._lost = seed, lost
+
+    def token(self, sampler: Sampler, position: int) -> int:
+        rng = random.Random(f"{self._seed} {sampler.sampling.seed} {sampler.sibling}")
+        return 0 if position + 1 == min(300, int(rng.lognormvariate(3, 1)) + 1) else super().token(sampler, position)
+
+    def collect(self) -> StepResult:
+        if self._plans[0].step in self._lost:
+            self._plans.clear()
+            self._decoding.clear()
+            raise StepError("gone")
+        rng = random.Random(f"{self._seed} {self._plans[0].step}")
+        result = super().collect()
+        return msgspec.structs.replace(
+            result,
+            failed={row: "NaN" for row in result.rows if rng.random() < 0.001},
+            step_s=rng.uniform(0.001, 0.01),
+            swapped_bytes=1000,
+            swap_s=rng.choice([0.0, 0.0001, 0.01]),
+        )
+
+
+class Box:
+    """Inbox and outbox, at times full; the clock moves 7 ms a turn."""
+
+    relieved = False
+
+    def __init__(self) -> None:
+        self.full = False
+        self.orders: list[Order] = []
+        self.now_ms = 1_000_000
+        self.said: list[Outputs] = []
+
+    def drain(self, wait_s: float) -> list[Order]:
+        self.now_ms += 7
+        orders, self.orders = self.orders, []
+        return orders
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        self.said.append(outputs)
+
+
+def fly(path: Path, config: EngineConfig, seed: int, *, requests: int = 40, max_bytes: int = 4 << 20) -> Engine:
+    """Random requests, with shared prefixes, follow-ups on answers, siblings, aborts, deadlines and lost steps."""
+    rng = random.Random(seed)
+    executor = Ends(config.kv_blocks, seed, frozenset({rng.randrange(20, 90)} if seed % 3 == 0 else ()))
+    box = Box()
+    recorder = flight.Recorder(path, flight.header(config, executor), max_bytes)
+    engine = Engine(config, executor, box, box, flight=recorder, clock=lambda: box.now_ms)
+    prompts = [[7] * 40, list(range(2, 60)), [9] * 3]
+    came = 0
+    while came < requests or not engine.core.idle:
+        if came < requests and rng.random() < 0.25:
+            prompt = rng.choice(prompts) + [rng.randrange(2, 1000) for _ in range(rng.randrange(1, 30))]
+            prompts.append(prompt + [2 + i for i in range(rng.randrange(20))])
+            came += 1
+            request = Generate(
+                f"request {came}",
+                "gw",
+                prompt,
+                rng.choice([5, 40, 300]),
+                Sampling(seed=rng.randrange(99), ignore_eos=rng.random() < 0.2),
+                box.now_ms + rng.choice([900, 10**9, 10**9]),
+                rng.choice(["", "salt a", "salt b"]),
+                n=rng.choice([1, 1, 1, 3]),
+                priority=rng.randrange(-2, 3),
+                tenant=rng.choice(["", "a tenant's name"]),
+            )
+            resumes = rng.random() < 0.15 and request.n == 1
+            box.orders.append(Resume(request, [[7] * rng.randrange(5)]) if resumes else request)
+            if rng.random() < 0.1:
+                box.orders.append(request)  # delivered twice
+        if rng.random() < 0.02:
+            victim = f"request {rng.randrange(1, requests + 1)}"
+            box.orders.append(Abort(victim, rng.random() < 0.3, rng.choice([-1, 0, 1])))
+        box.full = rng.random() < 0.03
+        engine.turn()
+    recorder.close()
+    return engine
+
+
+def config(mode: str, blocks: int = 40, **other: object) -> EngineConfig:
+    settings = {"admission": mode} if mode in MODES else {"allocation": mode}
+    return msgspec.convert({"kv_blocks": blocks, "check_books": True, **settings, **other}, EngineConfig)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "static"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_every_decision_is_made_again(mode: str, caching: bool, tmp_path: Path) -> None:
+    """E12."""
+    decisions = preempted = 0
+    for seed in range(4):
+        engine = fly(tmp_path / "log", config(mode, prefix_cache=caching), seed)
+        log = flight.read(tmp_path / "log")
+        assert log.whole
+        same, difference = replay.again(log)
+        assert difference is None
+        assert same == sum(len(turn.events) for turn in log.turns) > 100
+        decisions += same
+        totals = engine.core.totals
+        measured = replay.measured(log)
+        assert (measured.preemptions, measured.pauses) == (totals.preemptions, totals.pauses)
+        preempted += totals.preemptions + totals.pauses
+        if caching and mode != "static":
+            assert totals.cached_prompt_tokens > 0  # hits on prompts and on answers come out again, too
+    assert preempted > 0 or mode in ("reserve", "static")
+    print(f"{mode}: {decisions} decisions the same, {preempted} preemptions and pauses among them")
+
+
+@given(st.integers(0, 10**6), st.sampled_from(MODES), st.integers(33, 90))
+@settings(max_examples=15, deadline=None)
+def test_any_load_is_replayed(tmp_path_factory: pytest.TempPathFactory, seed: int, mode: str, blocks: int) -> None:
+    path = tmp_path_factory.mktemp("flight") / "log"
+    fly(path, config(mode, blocks), seed, requests=20)
+    same, difference = replay.again(flight.read(path))
+    assert difference is None
+    assert same > 0
+
+
+def test_a_changed_log_is_noticed(tmp_path: Path) -> None:
+    """The comparison can fail: one output a token longer, and something comes out otherwise."""
+    fly(tmp_path / "log", config("none"), 1)
+    log = flight.read(tmp_path / "log")
+    at = next(i for i, turn in enumerate(log.turns) if any(e.reason == "stop" and e.tokens < 40 for e in turn.events))
+    events = [
+        msgspec.structs.replace(event, tokens=event.tokens + 1) if event.reason == "stop" else event
+        for event in log.turns[at].events
+    ]
+    log.turns[at] = msgspec.structs.replace(log.turns[at], events=events)
+    _, difference = replay.again(log)
+    assert difference is not None
+
+
+def test_no_text_and_no_name_is_written(tmp_path: Path) -> None:
+    fly(tmp_path / "log", config("forecast"), 2)
+    data = (tmp_path / "log").read_bytes()
+    for secret in (b"tenant", b"salt a", b"request", b"redis://", msgspec.msgpack.encode([7] * 16)[1:]):
+        assert secret not in data
+
+
+def test_the_log_stays_in_its_bounds_and_says_when_it_lost_its_beginning(tmp_path: Path) -> None:
+    roomy = config("forecast", 400)  # nobody waits for blocks, so requests come until shortly before the end
+    fly(tmp_path / "log", roomy, 1, requests=200)
+    most = int(0.8 * (tmp_path / "log").stat().st_size)
+    fly(tmp_path / "log", roomy, 1, requests=200, max_bytes=most)
+    sizes = [(tmp_path / name).stat().st_size for name in ("log", "log.1")]
+    assert sum(sizes) < most + 2000  # a record may pass the half
+    log = flight.read(tmp_path / "log")
+    assert not log.whole
+    assert 1 < log.first < 200
+    found = replay.outputs(log)
+    assert min(number for number, _ in found) == log.first
+    assert all(output.tokens for output in found.values() if output.reason == "stop")
+    assert any("not played again" in row for row in replay.report(tmp_path / "log", [], 0, 0))
+
+
+def test_a_record_cut_short_ends_the_log_and_another_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    fly(path, config("forecast"), 1)
+    turns = len(flight.read(path).turns)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert len(flight.read(path).turns) == turns - 1
+    for data, complaint in ((b"", "is no flight log"), (b'{"a": 1}' * 9, "is no flight log")):
+        path.write_bytes(data)
+        assert sim.main(["--replay", str(path)]) == 2
+        assert complaint in capsys.readouterr().err
+    assert sim.main(["--replay", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_sim_replays_under_other_modes_and_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fly(tmp_path / "log", config("forecast"), 2)
+    assert sim.main(["--replay", str(tmp_path / "log"), "--mode", "all", "--kv-blocks", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "decisions came out as recorded, all there are" in out
+    rows = [row.split() for row in out.splitlines()]
+    assert [row[0] for row in rows if row[0] in (*sim.MODES, "recorded")] == ["recorded", *sim.MODES]
+    assert len({row[2] for row in rows if row[0] in sim.MODES}) == 1
+
+
+def test_the_clock_is_fitted_to_recorded_steps(tmp_path: Path) -> None:
+    fly(tmp_path / "log", config("forecast"), 1)
+    log = flight.read(tmp_path / "log")
+    turns = [
+        msgspec.structs.replace(turn, took_us=4000 + 100 * turn.rows + 30 * turn.prompt_tokens) for turn in log.turns
+    ]
+    clock = replay.step_time(log._replace(turns=turns))
+    assert clock.fixed == pytest.approx(0.004, rel=0.01)
+    assert clock.row == pytest.approx(0.0001, rel=0.01)
+    assert clock.prompt_token == pytest.approx(0.00003, rel=0.01)
+    # What took less, the more rows there were, is no law: nothing takes less than no time.
+    turns = [msgspec.structs.replace(turn, took_us=9000 - 10 * turn.rows) for turn in log.turns]
+    assert replay.step_time(log._replace(turns=turns)).row == 0
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path) -> None:
+    executor = Ends(40, 1)
+    recorder = flight.Recorder(tmp_path / "log", flight.header(config("none"), executor), 1 << 20)
+    recorder._file.close()
+    recorder._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    for _ in range(3):
+        recorder.turn(SEEN)
+    recorder.close()
+
+
+def test_recording_a_turn_costs_the_loop_microseconds(tmp_path: Path) -> None:
+    """Below 1 % of the shortest step there is, some 5 ms."""
+    recorder = flight.Recorder(tmp_path / "log", flight.header(config("none"), Ends(40, 1)), 1 << 20)
+    best = 1.0
+    for _ in range(20):
+        begin = time.thread_time()
+        for _ in range(100):
+            recorder.turn(SEEN)
+        best = min(best, (time.thread_time() - begin) / 100)
+    recorder.close()
+    print(f"{1e6 * best:.1f} us a turn")
+    assert best < 50e-6
