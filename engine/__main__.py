@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import EngineConfig
+from engine.core.blocks import BooksError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.flight import Recorder, header
@@ -130,6 +131,9 @@ def main(argv: list[str] | None = None) -> int:
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone
         print(f"quire engine: {error}", file=sys.stderr)
+        return 1
+    except BooksError as error:
+        print(f"quire engine: the books of the KV blocks don't balance, which is a bug: {error}", file=sys.stderr)
         return 1
     finally:
         bus.stop()

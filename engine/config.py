@@ -192,4 +192,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN: finds use after free (tests).")
     ] = False
+    bad_books: Annotated[
+        Literal["stop", "log"],
+        Meta(
+            description="What an engine does whose audit finds that the books of its KV blocks don't balance, which "
+            "would be our bug and could mix two answers. stop: says so and exits; its requests go on elsewhere, or "
+            "here once it is started again. log: says so, counts it and goes on."
+        ),
+    ] = "stop"
     check_books: Annotated[bool, Meta(description="Audit the block pool after every step (tests).")] = False

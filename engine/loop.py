@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -26,7 +27,7 @@ from typing import Protocol
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.blocks import BlockPool, HostPool
+from engine.core.blocks import BlockPool, BooksError, DoubleFree, HostPool, Leak
 from engine.core.costs import Costs
 from engine.core.limits import Event, Limits, Outputs
 from engine.core.scheduler import Scheduler
@@ -36,9 +37,12 @@ from engine.telemetry import Telemetry
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
+log = logging.getLogger("quire.engine")
+
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
 BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
+AUDIT_SHARE = 0.005  # of the loop's time, for looking at samples of the books
 LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
 
 
@@ -154,6 +158,8 @@ class Engine:
         self._in_flight = 0
         self._accepted = self._dropped = 0
         self._idle = self._audited = False
+        self._audit_at = 0.0  # monotonic seconds from which the next sample is due
+        self._alarm = ""  # the last one
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
         self._flight = flight
@@ -222,14 +228,39 @@ class Engine:
             self._flight.turn(
                 Seen(now_ms, marks[1], orders, stalled, failed, result, prompt_tokens, took_s, held, waiting, events)
             )
-        # The audit looks at every block, which takes tens of milliseconds: only once it seems that nobody is coming.
+        # The whole audit takes tens of milliseconds: only once it seems that nobody is coming.
         if self.config.check_books or (self._idle and not orders and not self._audited):
-            self.core.check()
+            self.audit(whole=True)
             self._audited = True
+        elif marks[-1] >= self._audit_at:
+            self.audit()
+            now = clock()
+            self._audit_at = now + (now - marks[-1]) / AUDIT_SHARE
         self._idle = self.core.idle
         self._audited &= self._idle
         if self._idle:
             self._pace.pause()
+
+    def audit(self, *, whole: bool = False) -> str:
+        """Audit the books of the blocks, or a sample of them; what is wrong, or nothing.  Raises BooksError where the
+        engine is configured to stop then."""
+        auditor, totals = self.core.auditor, self.core.totals
+        try:
+            auditor.whole() if whole else auditor.sample()
+        except BooksError as error:
+            if isinstance(error, Leak):
+                totals.leaks += 1
+            elif isinstance(error, DoubleFree):
+                totals.double_frees += 1
+            else:
+                totals.other_alarms += 1
+            if self.config.bad_books == "stop":
+                raise
+            if str(error) != self._alarm:  # a sample may find the same again and again
+                log.error("the books don't balance: %s", error)
+            self._alarm = str(error)
+            return self._alarm
+        return ""
 
     def _publish(self) -> list[Event]:
         core, info, pool = self.core, self.executor.info, self.core.pool
@@ -270,6 +301,8 @@ class Engine:
             peaks_passed=calibration.peaks_passed,
             peaks_bound_blocks=calibration.bound_blocks,
             peaks_blocks=calibration.peak_blocks,
+            audits=totals.audits,
+            alarms=totals.leaks + totals.double_frees + totals.other_alarms,
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)

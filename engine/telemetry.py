@@ -348,6 +348,14 @@ class Telemetry(Collector):
         yield counter(
             "quire_step_failures", "Steps the executor lost, with every sequence in them.", self._step_failures
         )
+        # books
+        yield counter("quire_audits", "Audits of the books of the KV blocks, whole or sampled.", totals.audits)
+        yield counters(
+            "quire_audit_alarms",
+            "Audits that found the books out of balance: always a bug.",
+            "kind",
+            {"leak": totals.leaks, "double_free": totals.double_frees, "other": totals.other_alarms},
+        )
         # requests
         yield tally("quire_queue_seconds", "From a request's queueing to its start in the batch.", self._queue_s)
         yield tally("quire_prefill_seconds", "From a request's start to its first token.", self._prefill_s)

@@ -38,6 +38,14 @@ class BooksError(Exception):
     """The books do not balance; names the block.  Always a bug of ours, never of a client."""
 
 
+class Leak(BooksError):
+    """Blocks that nobody has and nobody will get: lost until a restart."""
+
+
+class DoubleFree(BooksError):
+    """A block that somebody has was given back, or will be too early: the next to get it would write into it, too."""
+
+
 def root_digest(fingerprint: str, salt: str) -> bytes:
     """Where every chain of one model and tenant starts: other weights or another salt share no digest (invariant 6)."""
     return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32).digest()
@@ -65,6 +73,9 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digest: list[bytes | None] = [None] * total
         self._index: dict[bytes, int] = {}
+        # The same once more, in sums: what each operation should have changed.  See balance().
+        self._held = 0
+        self._named = 0
 
     @property
     def available(self) -> int:
@@ -89,7 +100,9 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 del self._idle[block]
+                self._held += 1
             self._refs[block] += 1
+            self._named += 1
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these acquire() would take out of `available`."""
@@ -108,6 +121,8 @@ class BlockPool:
                 self._unseal(block)
             self._refs[block] = 1
             taken.append(block)
+        self._held += count
+        self._named += count
         return taken
 
     def has_run(self, count: int) -> bool:
@@ -125,15 +140,19 @@ class BlockPool:
         self._free = [block for block in self._free if block not in run]
         for block in run:
             self._refs[block] = 1
+        self._held += count
+        self._named += count
         return list(run)
 
     def release(self, table: Sequence[int]) -> None:
         """One table less for each block.  Goes backwards, so that eviction eats a prefix from its tail."""
         for block in reversed(table):
             if self._refs[block] <= 0:
-                raise BooksError(f"block {block} released more often than it was taken")
+                raise DoubleFree(f"block {block} released more often than it was taken")
             self._refs[block] -= 1
+            self._named -= 1
             if self._refs[block] == 0:
+                self._held -= 1
                 if self._digest[block] is None:
                     self._discard(block)
                 else:
@@ -173,22 +192,51 @@ class BlockPool:
         """Audit against every live table.  Raises BooksError naming the block.  O(blocks)."""
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
-        places.update(self._idle.keys())
         for block in range(self.total):
-            refs = self._refs[block]
-            if refs != named[block]:
-                raise BooksError(f"block {block} counts {refs} references, {named[block]} tables name it")
-            if places[block] != (1 if refs == 0 else 0):
-                raise BooksError(
-                    f"block {block} has {refs} references and stands {places[block]} times in free and idle"
-                )
-            digest = self._digest[block]
-            if digest is not None and self._index.get(digest) != block:
-                raise BooksError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
-            if digest is None and block in self._idle:
-                raise BooksError(f"block {block} is idle but holds nothing that can be found")
+            self.inspect(block, named[block])
+            free = self._refs[block] == 0 and block not in self._idle
+            if places[block] > free:
+                raise DoubleFree(f"block {block} stands {places[block]} times among the free ones, not {free:d} times")
+            if places[block] < free:
+                raise Leak(f"block {block} is neither held nor idle, and not among the free ones")
+        self.balance(sum(named.values()))
         if len(self._index) != self.total - self._digest.count(None):
             raise BooksError("the index finds a block that is not sealed")
+
+    def balance(self, named: int) -> None:
+        """Audit the sums: each block has one place, and all tables together name `named`.  O(1).  Raises BooksError."""
+        free, idle = len(self._free), len(self._idle)
+        sums = f"{free} blocks free, {idle} idle and {self._held} held make {free + idle + self._held} of {self.total}"
+        if free + idle + self._held > self.total:
+            raise DoubleFree(sums)
+        if free + idle + self._held < self.total:
+            raise Leak(sums)
+        if self._named != named:
+            kind = Leak if self._named > named else DoubleFree
+            raise kind(f"blocks were taken {self._named} times more often than released, tables name {named}")
+
+    def inspect(self, block: int, named: int | None = None) -> None:
+        """Audit one block; `named`: by how many tables, where that is known.  O(1).  Raises BooksError."""
+        refs, digest = self._refs[block], self._digest[block]
+        if named is not None and refs != named:
+            kind = Leak if refs > named else DoubleFree
+            raise kind(f"block {block} counts {refs} references, {named} tables name it")
+        if refs < 0 or (refs and block in self._idle):
+            raise DoubleFree(f"block {block} has {refs} references and is {'idle' if refs > 0 else 'owed'}")
+        if digest is not None and self._index.get(digest) != block:
+            raise BooksError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
+        if digest is None and block in self._idle:
+            raise BooksError(f"block {block} is idle but holds nothing that can be found")
+        if digest is not None and not refs and block not in self._idle:
+            raise BooksError(f"block {block} can be found but is neither held nor idle")
+
+    def inspect_free(self, place: int) -> None:
+        """Audit the block at one place among the free ones, modulo their number.  O(1).  Raises BooksError."""
+        if self._free:
+            block = self._free[place % len(self._free)]
+            self.inspect(block)
+            if self._refs[block] or block in self._idle:
+                raise DoubleFree(f"block {block} is free, has {self._refs[block]} references or is idle")
 
     def _first_run(self, count: int) -> int:
         """First block of the lowest run of `count` free ones; -1: there is none."""
@@ -235,7 +283,7 @@ class HostPool:
         """Their holder needs them no more."""
         for block in blocks:
             if block not in self._held:
-                raise BooksError(f"host block {block} released more often than it was taken")
+                raise DoubleFree(f"host block {block} released more often than it was taken")
             self._held.remove(block)
             heappush(self._free, block)
 
@@ -246,8 +294,18 @@ class HostPool:
         for block in range(self.total):
             holders, held = named[block], block in self._held
             if holders != held:
-                raise BooksError(f"host block {block} is in {holders} tables and {'held' if held else 'free'}")
-            if places[block] == held:
-                raise BooksError(f"host block {block} stands {places[block]} times in free, held: {held}")
+                kind = Leak if held and not holders else DoubleFree
+                raise kind(f"host block {block} is in {holders} tables and {'held' if held else 'free'}")
+            if places[block] + held != 1:
+                kind = Leak if places[block] + held == 0 else DoubleFree
+                raise kind(f"host block {block} stands {places[block]} times in free, held: {held}")
         if len(named) > len(self._held):
             raise BooksError(f"host blocks {sorted(named.keys() - self._held)} do not exist")
+        self.balance(sum(named.values()))
+
+    def balance(self, named: int) -> None:
+        """Audit the sums, when all tables together name `named`.  O(1).  Raises BooksError."""
+        free, held = len(self._free), len(self._held)
+        if free + held != self.total or held != named:
+            kind = DoubleFree if free + held > self.total or held < named else Leak
+            raise kind(f"{free} host blocks free and {held} held, of {self.total}; tables name {named}")

@@ -75,3 +75,7 @@ class Totals(msgspec.Struct):
     swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
+    audits: int = 0  # of the books, whole or sampled
+    leaks: int = 0  # of these, those that found blocks which nobody has and nobody will get
+    double_frees: int = 0  # those that found a block given back under somebody who has it
+    other_alarms: int = 0  # those that found something else wrong

@@ -18,6 +18,7 @@ from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
+from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import Costs
 from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
@@ -51,6 +52,7 @@ class Scheduler:
         self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
+        self.auditor = Auditor(self)
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()  # preempted ones before all that never ran, then by rank
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
@@ -330,7 +332,7 @@ class Scheduler:
         """(slots holding tokens, slots allocated) over all tables, shared blocks counted once."""
         filled: dict[int, int] = {}
         size = self.pool.block_size
-        for seq in self._live():
+        for seq in self.live():
             computed = seq.computed_before(self.step + 1)
             for i, block in enumerate(seq.table):
                 filled[block] = max(filled.get(block, 0), min(size, computed - i * size))
@@ -340,29 +342,13 @@ class Scheduler:
         """Slots allocated that hold no token, all of them in last blocks; one that a fork shares counts once.
         O(sequences)."""
         size, step, open_ends = self.pool.block_size, self.step + 1, {}
-        for seq in self._live():
+        for seq in self.live():
             if seq.table:
                 open_ends[seq.table[-1]] = len(seq.table) * size - seq.computed_before(step)
         return sum(open_ends.values())
 
-    def check(self) -> None:
-        """Audit the books: the pool against every table, every table against its sequence.  Raises BooksError."""
-        live = list(self._live())
-        self.pool.check([seq.table for seq in live])
-        for seq in live:
-            computed = seq.computed_before(self.step + 1)
-            if seq.state is not State.WAITING:
-                want = -(-(seq.limit if self.limits.allocation == "static" else computed) // self.pool.block_size)
-                if len(seq.table) != want:
-                    raise BooksError(
-                        f"{seq.request.id}: {computed} tokens computed in {len(seq.table)} blocks, not {want}"
-                    )
-            elif seq.table:
-                raise BooksError(f"{seq.request.id} waits and holds {len(seq.table)} blocks")
-            want = -(-seq.computed // self.pool.block_size) if seq.state is State.WAITING else 0
-            if len(seq.host) != want:
-                raise BooksError(f"{seq.request.id}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
-        self.swapping.check(live)
+    def check_counts(self, live: list[Sequence]) -> None:
+        """Audit what is counted beside the sequences themselves, all `live` ones.  Raises BooksError."""
         if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
             raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
         reserved = sum(self.outlook.greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
@@ -641,7 +627,7 @@ class Scheduler:
         first and who returns first, a victim is never in the way of one that yielded before it, and cannot drive out
         whoever drove it out."""
         while self.pool.available < count:
-            holders = (s for s in self._live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
+            holders = (s for s in self.live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
             victim = max(holders, key=lambda s: s.rank)
             self._preempt(victim)
             if victim is seq:
@@ -791,6 +777,7 @@ class Scheduler:
         self.swapping.forget(seq)
         seq.table, seq.computed = [], 0
 
-    def _live(self) -> Iterator[Sequence]:
+    def live(self) -> Iterator[Sequence]:
+        """Every sequence between accept() and its Finish."""
         for group in self._requests.values():
             yield from group

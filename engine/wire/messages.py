@@ -130,6 +130,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     peaks_passed: int = 0  # those of them that were passed
     peaks_bound_blocks: int = 0  # sum of the bounds
     peaks_blocks: int = 0  # sum of what was held
+    audits: int = 0  # of the books of its blocks since start, whole or sampled
+    alarms: int = 0  # of these, those that found something wrong
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -195,7 +195,7 @@ def test_the_least_urgent_yields_though_others_came_later() -> None:
     original = rig.core._preempt
 
     def spy(seq: Sequence) -> None:
-        seated = [s for s in rig.core._live() if s.row >= 0]
+        seated = [s for s in rig.core.live() if s.row >= 0]
         assert (seq.request.priority, seq.arrival) == max((s.request.priority, s.arrival) for s in seated)
         original(seq)
         victims.append(seq.request.id)
@@ -277,16 +277,16 @@ def test_auto_prefers_recompute_where_others_hold_most_of_it() -> None:
 def test_the_audit_sees_a_host_block_in_no_table_and_one_in_two() -> None:
     rig = crowded()
     seq = until_swapped(rig)
-    rig.core.check()
+    rig.core.auditor.whole()
     kept = seq.host
     seq.host = [*kept[:-1], kept[0]]
     with pytest.raises(BooksError, match=f"host block {kept[0]} is in 2 tables and held"):
-        rig.core.check()
+        rig.core.auditor.whole()
     seq.host = kept[:-1]
     with pytest.raises(BooksError, match=f"waiting, holds {len(kept) - 1} host blocks, not {len(kept)}"):
-        rig.core.check()
+        rig.core.auditor.whole()
     seq.host = kept
-    rig.core.check()
+    rig.core.auditor.whole()
     rig.run()
 
 

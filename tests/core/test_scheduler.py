@@ -153,7 +153,8 @@ class Rig:
             self.note(event)
         filled, allocated = self.core.used_slots()
         assert self.core.wasted_slots() == allocated - filled
-        self.core.check()
+        self.core.auditor.whole()
+        self.core.auditor.sample()
 
     def note(self, event: Event) -> None:
         """Milestones come in an order that makes sense, the last one once."""
@@ -328,7 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def static_tables_are_runs_nobody_shares(self) -> None:
         if self.rig.limits.allocation == "static":
-            core, tables = self.rig.core, [seq.table for seq in self.rig.core._live() if seq.table]
+            core, tables = self.rig.core, [seq.table for seq in self.rig.core.live() if seq.table]
             assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
             assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
             assert core.totals.preemptions == core.totals.cached_prompt_tokens == 0
@@ -358,7 +359,7 @@ def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None
     stop = reference([5] * 8, 0, 0, 11, frozenset())[2]
     ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
     rig.submit()
-    assert [seq.table for seq in rig.core._live()] == [list(range(8)), list(range(8, 16)), [], []]
+    assert [seq.table for seq in rig.core.live()] == [list(range(8)), list(range(8, 16)), [], []]
     assert rig.core.used_slots() == (16, 64)
     assert rig.core.room() == (0, 4)
     assert rig.core.reserved_blocks == 16
@@ -371,7 +372,7 @@ def test_static_continuations_share_nothing() -> None:
     rig = Rig(blocks=16, size=4, allocation="static")
     rig.add([5] * 8, 8, n=3, ignore_eos=True)
     rig.submit()
-    assert [len(seq.table) for seq in rig.core._live()] == [4, 4, 4]
+    assert [len(seq.table) for seq in rig.core.live()] == [4, 4, 4]
     rig.run()
     assert rig.core.totals.prompt_tokens == 24
 
@@ -400,7 +401,7 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
     original = rig.core._preempt
 
     def spy(seq: Any) -> None:
-        seated = [s for s in rig.core._live() if s.row >= 0]
+        seated = [s for s in rig.core.live() if s.row >= 0]
         assert seq.arrival == max(s.arrival for s in seated)
         original(seq)
         assert seq.table == []
@@ -502,7 +503,7 @@ def test_parallel_samples_share_the_prompt() -> None:
         shared = alone = 0
         while rig.submit():
             rig.commit()
-            live = list(rig.core._live())
+            live = list(rig.core.live())
             shared += len({block for seq in live for block in seq.table})
             alone += sum(len(seq.table) for seq in live)
         assert 1 - shared / alone >= 0.162
@@ -594,7 +595,7 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     while not rig.core.paused and not rig.core.idle:
         rig.submit()
         rig.commit()
-        rig.core.check()
+        rig.core.auditor.whole()
     (paused,) = rig.core._paused
     assert sizes[paused.request.id] == 1
     assert paused.table
@@ -676,7 +677,7 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.pool.total - rig.pool.available < held
     rig.submit()
     result = rig.executor.collect()
-    row = next(seq.row for seq in rig.core._live() if seq.request.id == bad)
+    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
     rig.core.commit(StepResult(result.step, result.rows, result.tokens, failed={row: "not a number"}))
     rig.collect_outputs()
     rig.run()

@@ -77,7 +77,7 @@ class EngineThread:
         self.executor.close()
         if self.failure is not None:
             raise self.failure
-        self.engine.core.check()
+        self.engine.core.auditor.whole()
         pool = self.engine.core.pool
         assert pool.available == pool.total, "a block leaked"
 
