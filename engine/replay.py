@@ -85,16 +85,30 @@ class _Same(ScriptedExecutor):
             self._plans.clear()
             self._decoding.clear()
             raise StepError("lost, as recorded")
+        # A result names its rows in any order; whose first or last token is handed out when, the log knows.
+        noted = [(entry.number, entry.index) for entry in turn.events if entry.kind in ("first", "ended")]
+        places = {key: place for place, key in reversed(list(enumerate(noted)))}
+        result = super().collect()
+        sampled = sorted(
+            zip(result.rows, result.tokens, strict=True),
+            key=lambda sample: places.get(self._key(self._decoding[sample[0]][0]), len(noted)),
+        )
         return msgspec.structs.replace(
-            super().collect(),
+            result,
+            rows=[row for row, _ in sampled],
+            tokens=[token for _, token in sampled],
             failed=dict.fromkeys(turn.bad_rows, "not usable, as recorded"),
             step_s=turn.step_s,
             swapped_bytes=turn.swapped_bytes,
             swap_s=turn.swap_s,
         )
 
+    @staticmethod
+    def _key(sampler: Sampler) -> tuple[int, int]:
+        return sampler.sampling.seed, sampler.sibling
+
     def token(self, sampler: Sampler, position: int) -> int:
-        output = self._found[sampler.sampling.seed, sampler.sibling]
+        output = self._found[self._key(sampler)]
         if position + 1 == output.tokens and output.reason == "stop":
             return EOS
         return content(output.chain, self._block_size, output.arrival.prompt_len + position)
@@ -259,6 +273,8 @@ def report(path: Path, modes: Sequence[Mode], kv_blocks: int, max_seqs: int) -> 
                 caching=header.config.prefix_cache,
                 step_time=clock,
                 depth=header.depth,
+                host_blocks=header.host_blocks,
+                swap_bytes_per_s=header.swap_bytes_per_s,
             ),
         )
 

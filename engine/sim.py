@@ -18,7 +18,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from engine.core.blocks import BlockPool
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.costs import Costs
 from engine.core.limits import Admission, Limits
 from engine.core.plan import Sampler
 from engine.core.scheduler import Scheduler
@@ -160,16 +161,20 @@ def simulate(
     caching: bool = True,
     step_time: StepTime | None = None,
     depth: int = 1,
+    host_blocks: int = 0,
+    swap_bytes_per_s: float = 0.0,
 ) -> Report:
     """Run jobs through a Scheduler with a pool of `blocks` and `depth` steps in flight, as the engine's loop does.
+    What goes to `host_blocks` of the host's memory, and back, takes no time.
 
     Raises ValueError for a job that no scheduler could run."""
     jobs = sorted(jobs, key=lambda job: job.at_s)
     step_time = step_time or StepTime()
     pool = BlockPool(blocks, block_size, caching=caching and limits.allocation == "paged")
-    core, executor = Scheduler(pool, limits), _Script(jobs, blocks)
+    core = Scheduler(pool, limits, HostPool(host_blocks), Costs(swap_bytes_per_s))
+    executor = _Script(jobs, blocks)
     coming = deque(enumerate(jobs))
-    in_flight: deque[float] = deque()  # when each step will be done
+    in_flight: deque[tuple[float, float]] = deque()  # of each step: when it will be done, seconds that it takes
     now = device = full = contended = filled = eta = busy = 0.0
     begun: dict[str, float] = {}  # id -> when its first token came
     last: dict[str, float] = {}  # id -> when its last token came
@@ -184,10 +189,12 @@ def simulate(
         if (plan := core.plan(0)) is not None:
             executor.submit(plan)
             rows, prompt_tokens = core.running, sum(len(piece.token_ids) for piece in plan.slices)
-            device = max(device, now) + step_time(rows, prompt_tokens)
-            in_flight.append(device)
+            seconds = step_time(rows, prompt_tokens)
+            device = max(device, now) + seconds
+            in_flight.append((device, seconds))
         if in_flight and (plan is None or len(in_flight) == depth):
-            took = in_flight[0] - now
+            done, seconds = in_flight.popleft()
+            took = done - now
             held = pool.total - pool.available
             used, slots = core.used_slots()
             if slots:
@@ -197,8 +204,8 @@ def simulate(
             if core.waiting:
                 full += held / pool.total * took
                 contended += took
-            now = in_flight.popleft()
-            core.commit(executor.collect())
+            now = done
+            core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
         for delta in core.outputs().deltas.get("", ()):
             if not delta.token_ids:
                 raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")

@@ -299,9 +299,15 @@ class Telemetry(Collector):
         # sequences
         yield gauges(
             "quire_sequences",
-            "Sequences in this engine: in the batch, not started or preempted, or in the host's memory.",
+            "Sequences in this engine: in the batch, paused in their place, not started or preempted, or in the host's "
+            "memory.",
             "state",
-            {"running": load.running, "waiting": load.waiting - load.swapped, "swapped": load.swapped},
+            {
+                "running": load.running,
+                "paused": load.paused,
+                "waiting": load.waiting - load.swapped,
+                "swapped": load.swapped,
+            },
         )
         yield gauge("quire_waiting_tokens", "Tokens the waiting sequences must compute.", load.waiting_tokens)
         yield gauge(
@@ -330,6 +336,25 @@ class Telemetry(Collector):
             "direction",
             {"out": load.swapped_out_bytes, "in": load.swapped_in_bytes},
         )
+        # forecast
+        yield counter("quire_pauses", "Times that a sequence waited in its place for a full pool.", load.pauses)
+        foretold = {f"{q:g}": (judged, within) for q, judged, within in load.length_calibration}
+        yield counters(
+            "quire_forecast_outputs",
+            "Outputs that ended, for which a quantile of their length had been foretold.",
+            "quantile",
+            {q: judged for q, (judged, _) in foretold.items()},
+        )
+        yield counters(
+            "quire_forecast_outputs_within",
+            "Those that were no longer: where the forecast is right, a share as large as the quantile.",
+            "quantile",
+            {q: within for q, (_, within) in foretold.items()},
+        )
+        yield counter("quire_forecast_peaks", "Predicted peaks that have been judged.", load.peaks_judged)
+        yield counter("quire_forecast_peaks_passed", "Those that were passed.", load.peaks_passed)
+        yield counter("quire_forecast_bound_blocks", "Sum of the predicted peaks.", load.peaks_bound_blocks)
+        yield counter("quire_forecast_peak_blocks", "Sum of what was held at the most.", load.peaks_blocks)
         # steps
         yield figures.histogram(
             "quire_step_seconds",

@@ -235,6 +235,48 @@ engine = Board(
                 text="Where a copy takes less time than to compute it again (--preempt auto).",
             ),
         ],
+        "Forecast": [
+            Panel(
+                "Outputs no longer than foretold",
+                {
+                    "{{quantile}}": part(
+                        "sum by (quantile) (quire_forecast_outputs_within_total)",
+                        "sum by (quantile) (quire_forecast_outputs_total)",
+                    )
+                },
+                "percentunit",
+                text="Where the forecast is right, each line lies at its own quantile.",
+            ),
+            Panel(
+                "Predicted peaks that were passed",
+                {
+                    "{{engine}}": part(
+                        "sum by (engine) (quire_forecast_peaks_passed_total)",
+                        "sum by (engine) (quire_forecast_peaks_total)",
+                    )
+                },
+                "percentunit",
+            ),
+            Panel(
+                "Predicted peak over what was held",
+                {
+                    "{{engine}}": part(
+                        "sum by (engine) (quire_forecast_bound_blocks_total)",
+                        "sum by (engine) (quire_forecast_peak_blocks_total)",
+                    )
+                },
+                text="1: exact. What lies above is room that nobody was let into.",
+            ),
+            Panel("Pauses", {"{{engine}}": rate("quire_pauses_total", "engine")}, "cps"),
+        ],
+        "Books": [
+            Panel(
+                "Audits, and those that found something wrong",
+                {"audits": rate("quire_audits_total"), "wrong: {{kind}}": rate("quire_audit_alarms_total", "kind")},
+                "cps",
+                text="Wrong books are a bug: blocks leak, or are given to two sequences. Stays 0.",
+            ),
+        ],
         "Steps and kernels": [
             Panel("Step time", heat("quire_step_seconds"), "s", "heatmap"),
             Panel(
@@ -259,12 +301,6 @@ engine = Board(
                 "percentunit",
             ),
             Panel("Steps lost", {"{{engine}}": rate("quire_step_failures_total", "engine")}, "cps", text="Stays 0."),
-            Panel(
-                "Audits that found the books wrong",
-                {"{{engine}} {{kind}}": rate("quire_audit_alarms_total", "engine, kind")},
-                "cps",
-                text="Stays 0. By default an engine stops at the first.",
-            ),
             Panel("Exchange with Redis", quantiles("quire_exchange_seconds"), "s"),
         ],
         "A request's time": [

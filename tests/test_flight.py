@@ -47,8 +47,11 @@ class Ends(ScriptedExecutor):
             raise StepError("gone")
         rng = random.Random(f"{self._seed} {self._plans[0].step}")
         result = super().collect()
+        rows = rng.sample(range(len(result.rows)), len(result.rows))  # in any order, as executors may
         return msgspec.structs.replace(
             result,
+            rows=[result.rows[i] for i in rows],
+            tokens=[result.tokens[i] for i in rows],
             failed={row: "NaN" for row in result.rows if rng.random() < 0.001},
             step_s=rng.uniform(0.001, 0.01),
             swapped_bytes=1000,

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import EngineConfig
 from engine.core.limits import Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from engine.loop import Engine, LocalBox, Order, Resume
 from engine.telemetry import PHASES, Telemetry
 from engine.wire.messages import EngineLoad, Generate, Sampling
@@ -150,3 +150,20 @@ def test_recording_costs_a_hundredth_of_a_step() -> None:
         best = min(best, (time.thread_time() - began) / steps)
     print(f"recording a step: {best * 1e6:.2f} us")
     assert best < 10e-6
+
+
+def test_the_page_says_how_right_the_forecast_was() -> None:
+    traced = Traced(config=msgspec.structs.replace(CONFIG, admission="forecast"))
+    for i in range(40):
+        fourth = Sampling(seed=i, stop_token_ids=[scripted_token(i, 0, 3, INFO.vocab_size)])
+        traced.run(Generate(f"r{i}", "g", [5, 6, i + 7], 50, fourth, 1 << 50))
+    samples, calibration = traced.samples(), traced.engine.core.outlook.calibration
+    for level, judged, within in calibration.table():
+        assert samples[f"quire_forecast_outputs_total {level:g}"] == judged
+        assert samples[f"quire_forecast_outputs_within_total {level:g}"] == within
+    assert calibration.judged[0] >= calibration.within[0] > 0  # the median, once lengths are known
+    assert samples["quire_forecast_peaks_total"] == calibration.peaks > 0
+    assert samples["quire_forecast_peaks_passed_total"] == calibration.peaks_passed
+    assert samples["quire_forecast_bound_blocks_total"] == calibration.bound_blocks
+    assert samples["quire_forecast_peak_blocks_total"] == calibration.peak_blocks > 0
+    assert samples["quire_pauses_total"] == 0
