@@ -42,6 +42,7 @@ log = logging.getLogger("quire.engine")
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
 BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
+ALARM_S = 10.0  # an alarm is logged so often at most: samples find the same again and again
 AUDIT_SHARE = 0.005  # of the loop's time, for looking at samples of the books
 LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
 
@@ -148,6 +149,7 @@ class Engine:
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
+        self.core.auditor.sample()  # so that from its first report on everybody knows that audits may be ordered of it
         self.telemetry = telemetry or Telemetry(config.engine_id)
         info = executor.info
         self.telemetry.serving(
@@ -166,7 +168,7 @@ class Engine:
         self._accepted = self._dropped = 0
         self._idle = self._audited = False
         self._audit_at = 0.0  # monotonic seconds from which the next sample is due
-        self._alarm = ""  # the last one
+        self._alarm_at = 0.0  # and from which the next alarm is logged
         self._findings: tuple[tuple[str, str], ...] = ()  # of ordered audits, for the next report
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
@@ -267,9 +269,9 @@ class Engine:
                 totals.double_frees += 1
             else:
                 totals.other_alarms += 1
-            if str(error) != self._alarm:  # samples may find the same again and again
+            if (now := time.monotonic()) >= self._alarm_at:
                 log.error("the books of the KV blocks don't balance: %s", error)
-            self._alarm = str(error)
+                self._alarm_at = now + ALARM_S
         self._findings = tuple((name, str(found or "")) for name in names)
         if found is not None and self.config.bad_books == "stop":
             self._publish()
