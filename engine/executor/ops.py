@@ -61,13 +61,14 @@ def default_directory() -> Path:
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
     """Make the operators callable in this process, compiling them first unless `directory` holds a build that fits.
 
-    `library`: one compiled ahead, taken as it is; without it, what this process has loaded already is good.
-    Any number of processes may call this at once: one compiles, the others wait for it.  Calling twice is harmless.
+    `library`: one compiled ahead, taken as it is.
+    Any number of processes may call this at once: one compiles, the others wait for it.  Calling again is harmless and
+    does nothing: a process has its operators from one library.
     Says on stderr when it compiles.  Raises KernelBuildError.
     """
     if library is not None and not library.is_file():
         raise KernelBuildError(f"{library}: no such file; `python -m engine.executor.ops --ahead DIRECTORY` makes one")
-    if library is None and hasattr(torch.ops.quire, "linear"):
+    if hasattr(torch.ops.quire, "linear"):
         return
     path = library or build(directory or default_directory())
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
