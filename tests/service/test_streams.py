@@ -103,6 +103,7 @@ class Wire:
         self.kept: list[str] = []
         self.refusals = 0
         self.promises: list[int | None] = []  # what `promise` answers
+        self.broken: list[bool] = []  # how it was asked
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
@@ -119,7 +120,8 @@ class Wire:
             self.submitted += [request.id for request in requests]
         return Queue(accepted, 1, 3, 0, {})
 
-    async def promise(self, *requests: Generate, terms: Terms) -> int | None:
+    async def promise(self, *requests: Generate, terms: Terms, broken: bool = False) -> int | None:
+        self.broken.append(broken)
         if self.down:
             raise BusDown("gone")
         return self.promises.pop(0)
@@ -179,7 +181,7 @@ def anyway(fleet: Fleet, returning: bool) -> int:
 
 def overloaded() -> Overloaded:
     refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
-    refusal.terms = Terms(100.0, 1000, 60_000, (0.5, 0.5))
+    refusal.terms = Terms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
     return refusal
 
 
@@ -309,6 +311,7 @@ async def test_who_was_told_to_come_now_is_decided_on_as_such(streams: Streams, 
         async with streams.open(orders(), 60, admit):
             pytest.fail("must not open")
     assert (caught.value.retry_after_s, wire.promises) == (3.0, [])
+    assert wire.broken == [False, False, True]
 
 
 async def test_a_promise_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
