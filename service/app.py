@@ -266,9 +266,7 @@ class Gateway:
             if refusal.code not in FAILED:
                 raise
             await self._streams.release(once, twin)
-            if (
-                refusal.code == "engine_error"
-            ):  # once more would be one more chance to do harm: that is the client's choice
+            if refusal.code == "engine_error":  # once more is one more chance to do harm: that is its client's choice
                 raise
             raise Unanswered from None
 

@@ -309,9 +309,8 @@ class Scheduler:
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
         if self._paused:
             return 0, max(0, rows)
-        if (
-            self.waiting and self.outlook.ask_again > self.step
-        ):  # the head was refused, and who comes now stands behind it
+        # The head was refused, and who comes now stands behind it.
+        if self.waiting and self.outlook.ask_again > self.step:
             return 0, max(0, rows)
         waiting_blocks = self.waiting_tokens // self.pool.block_size + len(self.waiting)
         spare = self._spare()
