@@ -281,6 +281,7 @@ class Engine:
         core, info, pool = self.core, self.executor.info, self.core.pool
         now, totals, calibration = time.monotonic(), core.totals, core.outlook.calibration
         room_tokens, room_requests = (0, 0) if self.draining else core.room()
+        crowd, yield_tokens = ([], 0) if self.draining else core.yielding()
         load = EngineLoad(
             engine=self.config.engine_id,
             model=info.name,
@@ -318,6 +319,9 @@ class Engine:
             peaks_blocks=calibration.peak_blocks,
             audits=totals.audits,
             alarms=totals.leaks + totals.double_frees + totals.other_alarms,
+            yields=totals.yields,
+            crowd=crowd,
+            yield_tokens=yield_tokens,
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
@@ -511,14 +515,17 @@ class BusThread:
                 deltas.setdefault(gateway, []).extend(said)
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
-        room_tokens = max(0, report.room_tokens - sum(tokens for _, tokens in self._claimed))
+        taken = sum(tokens for _, tokens in self._claimed)
+        load, room_tokens = report.load, max(0, report.room_tokens - taken)
+        if taken:
+            load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
         room_requests = max(0, report.room_requests - len(self._claimed))
         batches = [
-            (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, report.load))
+            (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, load))
             for gateway, said in deltas.items()
         ]
         began = time.monotonic()
-        claimed = await bus.exchange(batches, finished, report.load, room_tokens, room_requests)
+        claimed = await bus.exchange(batches, finished, load, room_tokens, room_requests)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
         self._sent += count
         for request_id in claimed.lost:  # before what is claimed: it may be the same request

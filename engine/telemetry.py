@@ -324,6 +324,7 @@ class Telemetry(Collector):
         )
         yield counter("quire_generated_tokens", "Output tokens.", totals.generated_tokens)
         yield counter("quire_preemptions", "Sequences that lost their blocks to older ones.", totals.preemptions)
+        yield counter("quire_yields", "Preemptions for a tenant that held less than its share.", totals.yields)
         yield counter("quire_recomputed_tokens", "Tokens computed again after a preemption.", totals.recomputed_tokens)
         yield counter(
             "quire_swap_preemptions",

@@ -85,10 +85,12 @@ preemptions = Panel(
     {
         "preemptions": rate("quire_preemptions_total"),
         "of them, to the host's memory": rate("quire_swap_preemptions_total"),
+        "of them, for a tenant below its share": rate("quire_yields_total"),
         "tokens computed again": rate("quire_recomputed_tokens_total"),
     },
     "cps",
-    text="Should be near 0: admission refuses or queues before the pool thrashes.",
+    text="Should be near 0: admission refuses or queues before the pool thrashes. Where tenants contend, the newest of "
+    "who holds most yield to who holds less than its share.",
 )
 sequences = Panel("Sequences in the engines", {"{{state}}": "sum by (state) (quire_sequences)"}, kind="stack")
 

@@ -1,4 +1,4 @@
-"""The load harness: `replay` asks and measures, `report` shows and compares; `burst`, `capacity` start servers too."""
+"""The load harness: `replay` asks and measures, `report` shows and compares; the others start servers too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import signal
 import sys
 from types import FrameType
 
-from loadtest import burst, capacity, replay, report
+from loadtest import burst, capacity, fairness, replay, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("replay", replay), ("report", report), ("burst", burst), ("capacity", capacity)):
+    modules = {"replay": replay, "report": report, "burst": burst, "capacity": capacity, "fairness": fairness}
+    for name, module in modules.items():
         raw = argparse.RawDescriptionHelpFormatter
         module.add_arguments(commands.add_parser(name, description=module.__doc__, formatter_class=raw))
     args = parser.parse_args()
@@ -22,7 +23,7 @@ def main() -> int:
     if args.command == "report":
         return report.main(args)
     command = f"python -m loadtest {shlex.join(sys.argv[1:])}"
-    return {"replay": replay, "burst": burst, "capacity": capacity}[args.command].main(args, command)
+    return int(modules[args.command].main(args, command))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

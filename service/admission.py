@@ -106,6 +106,17 @@ def ahead(cost: Cost, fleet: Fleet) -> int:
     return int(total)
 
 
+def _yielded(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
+    """Prompt tokens left of what engines would start at once for a tenant that holds less than its share, this request
+    and those queued that may take the same started; < 0: that is not enough for it, or there is none."""
+    offers = [load for load in fresh if load.yield_tokens and cost.tenant not in load.crowd]
+    if not offers:
+        return -1
+    crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
+    queued = sum(turn.queued_tokens for name, turn in fleet.tenants.items() if name not in crowd)
+    return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
+
+
 def decide(
     cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, *, returning: bool = False
 ) -> int:
@@ -126,6 +137,8 @@ def decide(
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
     fresh = [load for load in open_engines if now_ms - load.time_ms <= STALE_MS]
     room = fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0
+    if now_ms - fleet.time_ms <= STALE_MS and (left := _yielded(cost, fleet, fresh)) >= 0:
+        return fleet.queued_tokens + cost.prompt_tokens - room + left
     missing = ahead(cost, fleet) + cost.prompt_tokens - room
     inside = sum(load.waiting_tokens for load in open_engines)  # claimed and not started: ahead of the queue
     pace = sum(map(_starts, fresh))

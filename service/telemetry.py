@@ -46,6 +46,7 @@ _ENGINE = {
     "quire_engine_mean_step_seconds": ("step_s", "From one step's results to the next one's, moving average."),
     "quire_engine_draining": ("draining", "1 while it takes no new work."),
     "quire_engine_preemptions": ("preemptions", "Preemptions since the engine started."),
+    "quire_engine_yields": ("yields", "Preemptions for a tenant that held less than its share."),
     "quire_engine_prompt_tokens": ("prompt_tokens", "Prompt tokens since the engine started."),
     "quire_engine_cached_prompt_tokens": ("cached_prompt_tokens", "Prompt tokens found in the prefix cache."),
     "quire_engine_generated_tokens": ("generated_tokens", "Output tokens since the engine started."),

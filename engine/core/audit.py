@@ -42,7 +42,7 @@ class Auditor:
         for seq in live:
             self._sequence(seq)
         core.swapping.check(live)
-        core.check_counts(live)
+        self._counts(live)
 
     def sample(self) -> None:
         """A part of that.  Raises BooksError, naming what is wrong."""
@@ -74,6 +74,21 @@ class Auditor:
         want = -(-seq.computed // size) if seq.state is State.WAITING else 0
         if len(seq.host) != want:
             raise BooksError(f"{name}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
+
+    def _counts(self, live: list[Sequence]) -> None:
+        """What is counted beside the sequences themselves."""
+        core = self._core
+        if core.waiting_tokens != sum(seq.queued_tokens for seq in core.waiting):
+            raise BooksError(f"{core.waiting_tokens} tokens are counted as waiting")
+        reserved = sum(core.outlook.greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
+        if reserved != core.reserved_blocks:
+            raise BooksError(f"{reserved} blocks would be reserved, {core.reserved_blocks} are counted")
+        decoding = sum(seq.state is State.DECODING for seq in live)
+        if decoding != core._decoding:
+            raise BooksError(f"{decoding} sequences decode, {core._decoding} are counted")
+        taken = sum(seq is not None for seq in core._seats)
+        if taken + len(core._free_rows) != core.limits.max_seqs:
+            raise BooksError(f"{taken} rows taken and {len(core._free_rows)} free of {core.limits.max_seqs}")
 
     def _table(self, seq: Sequence, live: Iterable[Sequence]) -> None:
         """As many tables name its blocks as are counted.  Who shares a block has it at the same place."""

@@ -28,6 +28,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
+from itertools import chain
 
 
 class OutOfBlocks(Exception):
@@ -161,6 +162,10 @@ class BlockPool:
     def refs(self, block: int) -> int:
         """How many tables name it; with more than one it must be copied before it is written."""
         return self._refs[block]
+
+    def held_only_by(self, tables: Sequence[Sequence[int]]) -> int:
+        """Blocks that would be available if these tables were released.  O(their blocks)."""
+        return sum(self._refs[block] == count for block, count in Counter(chain.from_iterable(tables)).items())
 
     def shared_prefix(self, table: Sequence[int]) -> int:
         """How many blocks at the beginning of a table are in other tables as well.  What tables share is always their

@@ -69,6 +69,7 @@ class Totals(msgspec.Struct):
     generated_tokens: int = 0
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
+    yields: int = 0  # of these, those that made room for a tenant that held less than its share
     pauses: int = 0  # times a row waited in place, with its blocks, because the pool was full
     swap_preemptions: int = 0  # of these, with what was computed kept in the host's memory
     swapped_out_blocks: int = 0  # copied to the host's memory

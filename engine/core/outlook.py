@@ -48,15 +48,16 @@ class Outlook:
             if step < self.ask_again:
                 return False
             self._demand = self._of(holders, step, late)
-        self._expect(self._demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
-        for sibling in seq.siblings:
-            self._expect(self._demand, sibling, seq.known, seq.known // self._pool.block_size, late)
-        bound = self._demand.bound()
+        bound = self._with(self._demand, seq, hits, late)
         if bound <= self._pool.total:
             self._peak, self._peak_step = bound, step - 1
             return True
         self.ask_again = step + 1 + self._rows // ASK_ROWS
         return False
+
+    def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
+        """The same, asked of other holders than there are: nothing is remembered."""
+        return self._with(self._of(holders, step, late), seq, hits, late) <= self._pool.total
 
     def peak(self, holders: Iterable[Sequence], step: int, late: int) -> int:
         """Blocks that the holders will stay within, but for unusual luck (mode "reserve": at worst), if nothing joins.
@@ -100,6 +101,13 @@ class Outlook:
             self.calibration.peak(self._cohort.bound, self._cohort.peak)
             self._cohort = None
         self._look_again = step + 1 + self._rows // WATCH_ROWS
+
+    def _with(self, demand: Demand, seq: Sequence, hits: list[int], late: int) -> int:
+        """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
+        self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
+        for sibling in seq.siblings:
+            self._expect(demand, sibling, seq.known, seq.known // self._pool.block_size, late)
+        return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
         """What the holders will hold from the end of `step` on."""

@@ -14,13 +14,14 @@ told to clients comes out as `Outputs`.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import Costs
+from engine.core.fairness import Shares, Tenants
 from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
 from engine.core.outlook import Outlook
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
@@ -76,6 +77,8 @@ class Scheduler:
         self._finished: list[str] = []
         self._events: list[Event] = []
         self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
+        self._tenants = Tenants()
+        self._row_awaited = False  # somebody has yielded a row that has to cool: until then nobody else starts
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
@@ -112,6 +115,7 @@ class Scheduler:
             self._finished.append(request.id)
             return
         self._requests[request.id] = list(group)
+        self._tenants.came(request.tenant)
         tokens = [prompt, *(output for output in outputs or () if output)]
         if len(prompt) >= room:
             refusal = f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
@@ -194,18 +198,22 @@ class Scheduler:
         for seq in sorted(self._due.pop(step, ()), key=lambda s: s.rank):  # the last in rank yields
             if seq.due == step:
                 self._attend(seq, step)
-        budget, decoding = self._prompt_budget(), self._decoding
-        for seq in list(self._prefilling):
-            if seq.state is State.PREFILLING:  # an older one may just have taken its blocks
-                budget -= self._advance(seq, budget, step, slices, forks)
+        budget, decoding, started = self._prompt_budget(), self._decoding, list(self._prefilling)
         self._reclaim_rows()
+        while budget > 0 and (favoured := self._make_way()) is not None:
+            self._dequeue(favoured)
+            starts.append(self._seat(favoured))
+            budget -= self._advance(favoured, budget, step, slices, forks)
+        for seq in started:
+            if seq.state is State.PREFILLING:  # another one may just have taken its blocks
+                budget -= self._advance(seq, budget, step, slices, forks)
         self.outlook.begin()
         for seq in self._resumable():
-            if budget <= 0:
+            if budget <= 0 or self._row_awaited:
                 break
             starts.append(self._resume(seq))
             budget -= self._advance(seq, budget, step, slices, forks)
-        while budget > 0 and self.waiting and not self._paused and self._may_start(self.waiting[0]):
+        while budget > 0 and self._head_may_start():
             seq = self.waiting[0]
             self._dequeue(seq)
             starts.append(self._seat(seq))
@@ -318,6 +326,14 @@ class Scheduler:
             spare = min(spare, self.pool.total - self.predicted_peak())
         return max(0, spare - waiting_blocks) * self.pool.block_size, max(0, rows)
 
+    def yielding(self) -> tuple[list[str], int]:
+        """(tenants that hold their share or more, prompt tokens of others that could start all the same, because the
+        newest of theirs would yield).  A few steps old when many run."""
+        if not self._requests or self.limits.allocation == "static":
+            return [], 0
+        self._tenants.look(self._holders(), self.running, self.step)
+        return self._tenants.crowd, self._tenants.room(self.waiting, self.pool.block_size)
+
     def predicted_peak(self) -> int:
         """Blocks that what runs now will stay within, but for unusual luck (in mode "reserve": at worst), if nothing
         joins.  A few steps old when many run."""
@@ -346,21 +362,10 @@ class Scheduler:
                 open_ends[seq.table[-1]] = len(seq.table) * size - seq.computed_before(step)
         return sum(open_ends.values())
 
-    def check_counts(self, live: list[Sequence]) -> None:
-        """Audit what is counted beside the sequences themselves, all `live` ones.  Raises BooksError."""
-        if self.waiting_tokens != sum(seq.queued_tokens for seq in self.waiting):
-            raise BooksError(f"{self.waiting_tokens} tokens are counted as waiting")
-        reserved = sum(self.outlook.greatest(seq) for seq in live if seq.row >= 0 or seq.state is State.PAUSED)
-        if reserved != self.reserved_blocks:
-            raise BooksError(f"{reserved} blocks would be reserved, {self.reserved_blocks} are counted")
-        decoding = sum(seq.state is State.DECODING for seq in live)
-        if decoding != self._decoding:
-            raise BooksError(f"{decoding} sequences decode, {self._decoding} are counted")
-        taken = sum(seq is not None for seq in self._seats)
-        if taken + len(self._free_rows) != self.limits.max_seqs:
-            raise BooksError(f"{taken} rows taken and {len(self._free_rows)} free of {self.limits.max_seqs}")
-
     # ------------------------------------------------------------------------------------------------ inside one plan
+
+    def _head_may_start(self) -> bool:
+        return bool(self.waiting) and not (self._paused or self._row_awaited) and self._may_start(self.waiting[0])
 
     def _may_start(self, seq: Sequence) -> bool:
         """Whether the head of the queue fits: rows for all its continuations, blocks for all it knows and one more."""
@@ -378,6 +383,49 @@ class Scheduler:
         if self.limits.admission not in ("forecast", "reserve"):
             return True
         return self.outlook.fits(seq, self._lookup(seq), self._holders(), self.step + 1, self._late)
+
+    def _make_way(self) -> Sequence | None:
+        """Who starts before all others, because its tenant holds less than its share; others have yielded as far as it
+        needs that.  None: nobody, or nobody yet.  See engine/core/fairness.py."""
+        self._row_awaited = False
+        if not self._tenants.contend or not self.waiting or self.limits.allocation == "static":
+            return None
+        self._tenants.look(self._holders(), self.running, self.step)
+        asked = set(self._tenants.crowd)
+        for seq in list(self.waiting):
+            if seq.request.tenant not in asked and seq.sampled_in <= self.committed and self._favours(seq):
+                self._row_awaited = len(self._free_rows) <= len(seq.siblings)
+                return None if self._row_awaited else seq
+            asked.add(seq.request.tenant)
+        return None
+
+    def _favours(self, seq: Sequence) -> bool:
+        """Whether others have yielded what `seq` needs to start: as few as will do."""
+        need = self._blocks_to_start(seq) + len(seq.siblings)
+        rows = 1 + len(seq.siblings) - len(self._free_rows) - len(self._cooling)
+        yielding = list(Shares(self._holders()).yielding_to(seq, need))
+
+        def enough(count: int) -> bool:
+            return count >= rows and self._fits_without(seq, need, yielding[:count])
+
+        if not enough(len(yielding)):
+            return False
+        for victim in yielding[: bisect_left(range(len(yielding)), True, key=enough)]:
+            victim.yielded = True
+            self.totals.yields += 1
+            self._preempt(victim)
+        return True
+
+    def _fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
+        """Whether `seq` could start with `need` blocks if those were gone."""
+        promised = sum(self._yet_to_take(s) for s in gone if s.state is State.PREFILLING)
+        if need > self._spare() + promised + self.pool.held_only_by([s.table for s in gone]):
+            return False
+        if self.limits.admission not in ("forecast", "reserve"):
+            return True
+        names = set(map(id, gone))
+        left = [s for s in self._holders() if id(s) not in names]
+        return self.outlook.would_fit(seq, self._lookup(seq), left, self.step + 1, self._late)
 
     def _prompt_budget(self) -> int:
         """Prompt tokens that the step may have beside the rows that decode (A29)."""
@@ -427,8 +475,11 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Blocks that started prompts have yet to take."""
-        size = self.pool.block_size
-        return sum(-(-(seq.known + 1) // size) - len(seq.table) + len(seq.siblings) for seq in self._prefilling)
+        return sum(map(self._yet_to_take, self._prefilling))
+
+    def _yet_to_take(self, seq: Sequence) -> int:
+        """Blocks that its prompt has yet to take."""
+        return -(-(seq.known + 1) // self.pool.block_size) - len(seq.table) + len(seq.siblings)
 
     def _lookup(self, seq: Sequence) -> list[int]:
         """Cached blocks of its longest prefix, short of its last token: computing that one gives the first logits."""
@@ -621,12 +672,16 @@ class Scheduler:
     def _make_room(self, seq: Sequence, count: int) -> bool:
         """Preempt until `count` blocks are available.  False: the one to yield was `seq` itself.
 
-        Who yields: of the least urgent class, whoever came last.  It has had the least done for it, so least is lost,
-        and the others keep the order in which they were promised service: with the same rank deciding who is planned
-        first and who returns first, a victim is never in the way of one that yielded before it, and cannot drive out
-        whoever drove it out."""
+        Who yields: where tenants contend, somebody of those that hold their share or more; of the least urgent class,
+        whoever came last.  It has had the least done for it, so least is lost, and the others keep the order in which
+        they were promised service: with the same rank deciding who is planned first and who returns first, a victim is
+        never in the way of one that yielded before it, and cannot drive out whoever drove it out."""
         while self.pool.available < count:
-            holders = (s for s in self.live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED))
+            holders = [s for s in self.live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED)]
+            if self._tenants.contend:
+                self._tenants.look(self._holders(), self.running, self.step)
+                crowd = self._tenants.crowd
+                holders = [s for s in holders if s.request.tenant in crowd] or holders
             victim = max(holders, key=lambda s: s.rank)
             self._preempt(victim)
             if victim is seq:
@@ -717,6 +772,7 @@ class Scheduler:
         group.remove(seq)
         if not group:
             del self._requests[seq.request.id]
+            self._tenants.left(seq.request.tenant)
             self._finished.append(seq.request.id)
 
     def _enqueue(self, seq: Sequence) -> None:

@@ -132,6 +132,9 @@ class EngineLoad(msgspec.Struct, frozen=True):
     peaks_blocks: int = 0  # sum of what was held
     audits: int = 0  # of the books of its blocks since start, whole or sampled
     alarms: int = 0  # of these, those that found something wrong
+    yields: int = 0  # preemptions since start that made room for a tenant that held less than its share
+    crowd: list[str] = []  # tenants that hold their share of its KV cache or more
+    yield_tokens: int = 0  # prompt tokens of others that could start at once: the crowd's newest would yield
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -317,10 +317,13 @@ local function end_with(id, finish)  -- what an engine would say, where no engin
   bury(id)
 end
 
-local function head()  -- the id whose turn it is; those whose time ran out leave here
+local function head(crowd)  -- the id whose turn it is, of tenants not in `crowd`; those whose time ran out leave here
   local now = now_ms()
   while true do
-    local tenant = call('ZRANGE', P .. 'turns', 0, 0)[1]
+    local tenant
+    for _, name in ipairs(call('ZRANGE', P .. 'turns', 0, crowd and -1 or 0)) do
+      if not (crowd and crowd[name]) then tenant = name break end
+    end
     if not tenant then return nil end
     local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
     local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
@@ -342,11 +345,11 @@ local function first_suspect()  -- the same for those set aside
   end
 end
 
-local function room()  -- prompt tokens that the engines would still claim
+local function room(me)  -- prompt tokens that the engines, but for `me`, would still claim
   local oldest, room = now_ms() - {STALE_MS}, 0
   for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
     local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
-    if heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
+    if engine ~= me and heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
       room = room + left
     end
   end
@@ -806,7 +809,16 @@ else
       if not id or not claim(id) then break end
     end
   end
-  local room = #claimed < room_requests and room_tokens or 0  -- without a seat the room is of no use
+  local left = #claimed < room_requests and room_tokens or 0  -- without a seat the room is of no use
+  if not (trial or suspect) and call('EXISTS', P .. 'waiting') == 1 then
+    local said, crowd = cmsgpack.unpack(load), {{}}
+    for _, tenant in ipairs(said.crowd or {{}}) do crowd[tenant] = true end
+    room_tokens = said.yield_tokens or 0
+    while room_tokens > 0 do  -- others yield: only where no engine has the room
+      local id = head(crowd)
+      if not id or tonumber(call('HGET', P .. 'req:' .. id, 'tokens')) <= room(me) or not claim(id) then break end
+    end
+  end
   orders = call('LRANGE', P .. 'orders:' .. me, 0, -1)
   call('DEL', P .. 'orders:' .. me)
   local told = {{}}
@@ -816,7 +828,7 @@ else
   end
   for id, names in pairs(told) do tell(id, names) end
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, orders}}),
-       'room', room, 'heard', now_ms())
+       'room', left, 'heard', now_ms())
 end
 renew()
 local works = {{}}

@@ -98,6 +98,8 @@ class Rig:
         salt: str = "",
         deadline: int = FAR,
         priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
         **sampling: Any,
     ) -> str:
         request = Generate(
@@ -110,6 +112,8 @@ class Rig:
             cache_salt=salt,
             n=n,
             priority=priority,
+            tenant=tenant,
+            weight=weight,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -247,6 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         life=st.sampled_from([FAR, FAR, 40]),
         priority=st.sampled_from([0, 0, 5]),
+        tenant=st.sampled_from([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
     )
     def add(
         self,
@@ -259,9 +264,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         life: int,
         priority: int,
+        tenant: tuple[str, float],
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
-        who = {"salt": salt, "deadline": deadline, "priority": priority}
+        who = {"salt": salt, "deadline": deadline, "priority": priority, "tenant": tenant[0], "weight": tenant[1]}
         self.rig.add(prefix + tail, new, n=n, seed=seed, ignore_eos=ignore_eos, **who)
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
@@ -325,6 +331,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert core.room() == (0, 0)
         fresh = [not seq.seated_before for seq in core.waiting]
         assert fresh == sorted(fresh)
+
+    @invariant()
+    def who_yields_does_so_once_and_for_another_tenant(self) -> None:
+        core = self.rig.core
+        crowd, tokens = core.yielding()
+        assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
+        assert 0 <= tokens <= core.pool.total * core.pool.block_size
+        assert core.totals.yields <= core.totals.preemptions
+        assert core.totals.yields <= sum(request.n for request in self.rig.requests.values())
+        if len({request.tenant for request in self.rig.requests.values()}) < 2:
+            assert core.totals.yields == 0
 
     @invariant()
     def static_tables_are_runs_nobody_shares(self) -> None:

@@ -165,6 +165,31 @@ def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
     assert refused(cost(100, tenant="loud"), fleet(busy(), loud=loud)).status == 429
 
 
+def test_a_tenant_below_its_share_is_not_refused_for_the_line_of_others() -> None:
+    """The engine is full of the loud one, whose newest would yield; its own line counts, the others' does not."""
+    full = busy(crowd=["loud"], yield_tokens=500, waiting=40, waiting_tokens=4000)
+    line = {"loud": Turn(20_000, 0.0, 1.0)}
+    assert outcome(cost(100, tenant="quiet"), fleet(full, **line)) == 20_000 + 500
+    assert outcome(cost(100, tenant="quiet"), fleet(full, **line, quiet=Turn(400, 0.0, 1.0))) == 20_400 + 100
+    for asked, more in (
+        (cost(100, tenant="loud"), {}),
+        (cost(501, tenant="quiet"), {}),
+        (cost(100, tenant="quiet"), {"quiet": Turn(401, 0.0, 1.0)}),
+        (cost(100, tenant="quiet"), {"other": Turn(401, 0.0, 1.0)}),
+    ):
+        assert refused(asked, fleet(full, **line, **more)).status == 429
+    assert refused(cost(100, tenant="quiet"), fleet(full, **line), now=NOW + 10_000).status == 429  # an old reading
+    leaving = fleet(busy(draining=True, yield_tokens=500), busy(waiting_tokens=4000), **line)
+    assert refused(cost(100, tenant="quiet"), leaving).status == 429
+
+
+def test_what_several_engines_would_yield_adds_up() -> None:
+    one, two = (busy(crowd=crowd, yield_tokens=300, waiting_tokens=4000) for crowd in (["loud"], ["loud", "quiet"]))
+    line = {"loud": Turn(20_000, 0.0, 1.0)}
+    assert outcome(cost(400, tenant="new"), fleet(one, two, **line)) == 20_000 + 600
+    assert refused(cost(400, tenant="quiet"), fleet(one, two, **line)).status == 429
+
+
 def test_limits_are_the_smallest_of_the_fleet() -> None:
     got = limits(fleet(busy(max_model_len=64), busy(total_blocks=50, vocab_size=9)))
     assert (got.max_model_len, got.vocab_size, got.total_blocks) == (64, 9, 50)

@@ -13,7 +13,7 @@ import redis
 
 from engine.wire.bus import BusDown, Claimed, EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
-from engine.wire.messages import Abort, Delta, Finish, Generate, Sampling, TokenBatch
+from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.scripts import OUTPUT_COST
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
 
@@ -207,6 +207,32 @@ async def test_idleness_saves_nothing_up(bus: Bus) -> None:
         await gateway.submit(generate(f"i{i}", 10, tenant="idle"))
     order = [request for _ in range(8) for request in ids(await take(engine, requests=1))]
     assert [name[0] for name in order] in (list("bibibibi"), list("ibibibib"))
+
+
+def full(engine: str, yield_tokens: int, *crowd: str) -> EngineLoad:
+    return msgspec.structs.replace(load(engine), crowd=list(crowd), yield_tokens=yield_tokens)
+
+
+async def test_a_full_engine_claims_for_who_holds_less_than_its_share(bus: Bus) -> None:
+    """As far as the crowd would yield, whoever's turn it is, and nothing of the crowd's own."""
+    gateway, engine = await bus.gateway(), await bus.engine()
+    for i in range(3):
+        await gateway.submit(generate(f"loud{i}", tenant="loud"))
+        await gateway.submit(generate(f"quiet{i}", tenant="quiet"))
+    assert ids(await engine.exchange([], [], full("e1", 0, "loud"), 0, 0)) == []
+    assert ids(await engine.exchange([], [], full("e1", 25, "loud"), 0, 0)) == ["quiet0", "quiet1"]
+    assert ids(await engine.exchange([], [], full("e1", 100, "loud", "quiet"), 0, 0)) == []
+    assert ids(await engine.exchange([], [], full("e1", 100, "loud"), 10, 1)) == ["loud0", "quiet2"]
+
+
+async def test_nobody_yields_while_another_engine_has_room(bus: Bus) -> None:
+    gateway, one, two = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
+    await take(two, "e2", 10, 1)
+    await gateway.submit(generate("quiet", tenant="quiet"))
+    assert ids(await one.exchange([], [], full("e1", 100, "loud"), 0, 0)) == []
+    assert ids(await take(two, "e2", 10, 1)) == ["quiet"]
+    await gateway.submit(generate("again", tenant="quiet"))
+    assert ids(await one.exchange([], [], full("e1", 100, "loud"), 0, 0)) == ["again"]
 
 
 async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
