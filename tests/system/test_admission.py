@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -13,8 +14,10 @@ import pytest
 from engine.core.limits import Admission
 from engine.core.plan import StepPlan
 from engine.core.scheduler import WATERMARK, Scheduler
+from engine.wire.bus import Fleet
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate
+from tests.system.processes import fleet_until
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -103,3 +106,42 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
         assert refusals > 0, "nobody was refused, so nothing was tested"
         assert max(watch.accepted) <= BLOCKS + -(-90 // SIZE)
         assert stack.core.totals.preemptions == 0
+
+
+async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_queue(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Not one of its requests is refused, however long the loud one's line; it is the loud one's newest that wait."""
+    file = tmp_path / "tenants.toml"
+    digests = ((name, hashlib.sha256(name.encode()).hexdigest()) for name in ("loud", "quiet"))
+    file.write_text("".join(f'[{name}]\nweight = 1.0\nkey_sha256 = ["{digest}"]\n' for name, digest in digests))
+    engine = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
+    options = {"queue_wait_s": 2.0, "tenants": str(file)}
+
+    def full_of_the_loud_one(fleet: Fleet) -> bool:
+        return fleet.queued > 0 and not fleet.room_tokens and fleet.engines[0].crowd == ["loud"]
+
+    async def one(client: aiohttp.ClientSession, tenant: str, prompt: int, output: int) -> int:
+        body = {"model": "tiny", "prompt": [9] * prompt, "max_tokens": output, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {tenant}"}
+        async with client.post(f"{stack.url}/v1/completions", json=body, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def keep_asking(client: aiohttp.ClientSession) -> None:
+        while True:
+            await one(client, "loud", PROMPT, 200)
+            await asyncio.sleep(0.02)
+
+    with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=options, **engine) as stack:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client, asyncio.timeout(60):
+            loud = [asyncio.create_task(keep_asking(client)) for _ in range(40)]
+            await fleet_until(redis_server.url, namespace, full_of_the_loud_one)
+            while await one(client, "quiet", 60, 200) != 200:  # until the gateway has read it as well
+                pass
+            answers = [await one(client, "quiet", 60, 200) for _ in range(4)]
+            for task in loud:
+                task.cancel()
+            await asyncio.gather(*loud, return_exceptions=True)
+        assert answers == [200] * 4
+        assert 0 < stack.core.totals.yields <= stack.core.totals.preemptions
