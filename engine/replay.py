@@ -203,24 +203,33 @@ def _order(number: int, arrival: Arrival, chain: list[int], block_size: int) -> 
 
 def jobs(log: Log) -> list[Job]:
     """What arrived, for the simulator: each continuation is a job of its own, ends where it ended, and finds the prompt
-    of the one before it cached; those of which the log has no output are left out."""
-    begin = min((turn.at_us for turn in log.turns), default=0) / 1e6
-    return [
-        Job(
-            prompt_len=output.arrival.prompt_len,
-            output_len=output.tokens,
+    of the one before it cached.  Who was gone before that (cancelled, past its deadline, or the log was over) is gone
+    after as long again, wherever its answer has come to by then.  What came to nothing (an error) is left out."""
+    if not log.turns:
+        return []
+    begin, over = log.turns[0].at_us / 1e6, log.turns[-1].over_us / 1e6
+    found = []
+    for (number, _), output in outputs(log).items():
+        arrival, stays = output.arrival, output.reason in ("stop", "length", "error")
+        if stays and not output.tokens:
+            continue
+        job = Job(
+            prompt_len=arrival.prompt_len,
+            output_len=output.tokens if stays else arrival.max_new,
             at_s=max(0.0, output.at_s - begin),
-            max_tokens=output.arrival.max_new,
+            max_tokens=arrival.max_new,
             prompt_seed=number,
-            tenant=output.arrival.salt,
-            priority=output.arrival.priority,
+            tenant=arrival.tenant,
+            weight=arrival.weight,
+            salt=arrival.salt,
+            priority=arrival.priority,
             chain=output.chain,
             chain_block=log.header.config.block_size,
-            ends_known=not output.arrival.stops,
+            ends_known=not arrival.stops,
+            leaves_s=0.0 if stays else max(1e-6, (output.end_s if output.end_s >= 0 else over) - output.at_s),
         )
-        for (number, _), output in outputs(log).items()
-        if output.tokens
-    ]
+        found.append(job)
+    return found
 
 
 def limits(log: Log, mode: Mode, max_seqs: int = 0) -> Limits:
@@ -280,25 +289,30 @@ def report(path: Path, modes: Sequence[Mode], kv_blocks: int, max_seqs: int) -> 
 
 
 def step_time(log: Log) -> StepTime:
-    """Seconds of a step by its rows and prompt tokens, fitted to the recorded ones by least squares.  Steps beyond four
-    times the median count as that: something else held them up."""
+    """Seconds of a step by its rows and prompt tokens, fitted to the recorded ones by least squares, and how much more
+    or less they took from second to second: other work on the machine, contexts that grow.  In the fit steps beyond
+    four times the median count as that: something held them up."""
     steps = [turn for turn in log.turns if turn.took_us and turn.rows]
     if not steps:
         return StepTime()
     took = np.array([turn.took_us / 1e6 for turn in steps])
-    took = np.minimum(took, 4 * np.median(took))
+    capped = np.minimum(took, 4 * np.median(took))
     shape = np.array([[1.0, turn.rows, turn.prompt_tokens] for turn in steps])
     # A factor below zero would be noise taken for a law: leave that column out.
     kept = [0, 1, 2]
     while kept:
-        fit = np.linalg.lstsq(shape[:, kept], took, rcond=None)[0]
+        fit = np.linalg.lstsq(shape[:, kept], capped, rcond=None)[0]
         if (worst := int(np.argmin(fit))) >= 0 and fit[worst] >= 0:
             break
         del kept[worst]
     factors = [0.0, 0.0, 0.0]
     for column, factor in zip(kept, fit if kept else (), strict=True):
         factors[column] = float(factor)
-    return StepTime(*factors)
+    begun = np.array([turn.over_us - turn.took_us for turn in steps]) - log.turns[0].at_us
+    second = np.maximum(0, begun // 1_000_000).astype(int)
+    expected = np.bincount(second, shape @ factors)
+    pace = np.divide(np.bincount(second, took), expected, out=np.ones(len(expected)), where=expected > 0)
+    return StepTime(*(round(factor, 9) for factor in factors), pace=[round(float(value), 6) for value in pace])
 
 
 def measured(log: Log) -> SimReport:
@@ -320,7 +334,7 @@ def measured(log: Log) -> SimReport:
         output.first_s - output.at_s <= SLO_TTFT_S
         and (output.end_s - output.first_s) / max(1, output.tokens - 1) <= SLO_ITL_S
         for output in began
-        if output.end_s >= 0
+        if output.reason in ("stop", "length")
     )
     return SimReport(
         jobs=len(found),

@@ -8,6 +8,7 @@ the job says so (`ends_known`).  A step takes as long as `StepTime` says for its
 from __future__ import annotations
 
 import argparse
+import heapq
 import random
 import sys
 from collections import deque
@@ -42,11 +43,14 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int = 0  # that it may come to; 0: whatever it is given on reading
     prompt_seed: int = 0  # the ids are drawn with it; 0: with the job's place in the trace
     prefix_len: int = 0  # of the prompt, equal in all jobs
-    tenant: str = ""
+    tenant: str = ""  # shares prefixes with itself alone
+    weight: float = 1.0  # of the tenant
+    salt: str = ""  # shares prefixes with its equals alone; "": the tenant's
     priority: int = 0
     chain: list[int] = []  # stands for the content of its first blocks, output included; equal numbers, equal tokens
     chain_block: int = 16  # tokens that each of them stands for
     ends_known: bool = False  # it ends at max_tokens and the scheduler may know (ignore_eos)
+    leaves_s: float = 0.0  # so long after its arrival its client is gone, if it has not ended; 0: stays
 
 
 def content(chain: Sequence[int], block_size: int, at: int) -> int:
@@ -64,8 +68,12 @@ class StepTime(msgspec.Struct, frozen=True):
     row: float = 0.0002  # for each row that decodes
     prompt_token: float = 0.00005
 
-    def __call__(self, rows: int, prompt_tokens: int) -> float:
-        return self.fixed + self.row * rows + self.prompt_token * prompt_tokens
+    pace: list[float] = []  # what steps took of that in each second of the clock; later ones: as much as that
+
+    def __call__(self, rows: int, prompt_tokens: int, at_s: float = 0.0) -> float:
+        """`at_s`: on the clock, when it begins."""
+        pace = self.pace[int(at_s)] if at_s < len(self.pace) else 1.0
+        return pace * (self.fixed + self.row * rows + self.prompt_token * prompt_tokens)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -174,6 +182,7 @@ def simulate(
     core = Scheduler(pool, limits, HostPool(host_blocks), Costs(swap_bytes_per_s))
     executor = _Script(jobs, blocks)
     coming = deque(enumerate(jobs))
+    leaving: list[tuple[float, int]] = []  # heap: when a client is gone, and its job
     in_flight: deque[tuple[float, float]] = deque()  # of each step: when it will be done, seconds that it takes
     now = device = full = contended = filled = eta = busy = 0.0
     begun: dict[str, float] = {}  # id -> when its first token came
@@ -185,12 +194,18 @@ def simulate(
         if core.idle:
             now = max(now, coming[0][1].at_s)
         while coming and coming[0][1].at_s <= now:
-            core.accept(_request(*coming.popleft()))
+            number, job = coming.popleft()
+            core.accept(_request(number, job))
+            if job.leaves_s:
+                heapq.heappush(leaving, (job.at_s + job.leaves_s, number))
+        while leaving and leaving[0][0] <= now:
+            core.abort(str(heapq.heappop(leaving)[1]))
         if (plan := core.plan(0)) is not None:
             executor.submit(plan)
             rows, prompt_tokens = core.running, sum(len(piece.token_ids) for piece in plan.slices)
-            seconds = step_time(rows, prompt_tokens)
-            device = max(device, now) + seconds
+            device = max(device, now)
+            seconds = step_time(rows, prompt_tokens, device)
+            device += seconds
             in_flight.append((device, seconds))
         if in_flight and (plan is None or len(in_flight) == depth):
             done, seconds = in_flight.popleft()
@@ -207,6 +222,8 @@ def simulate(
             now = done
             core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
         for delta in core.outputs().deltas.get("", ()):
+            if delta.finish is not None and delta.finish.reason == "cancelled":
+                continue
             if not delta.token_ids:
                 raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")
             if delta.first == 0:
@@ -246,7 +263,8 @@ def _request(number: int, job: Job) -> Generate:
     prompt += [content(job.chain, job.chain_block, at) for at in range(job.prefix_len, covered)]
     prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - len(prompt))]
     sampling = Sampling(seed=number, ignore_eos=job.ends_known)
-    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.tenant, priority=job.priority)
+    who = {"tenant": job.tenant, "weight": job.weight, "priority": job.priority}
+    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.salt or job.tenant, **who)
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:

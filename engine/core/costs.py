@@ -16,7 +16,7 @@ FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens or more, and of a
 ROUND = 64
 OUTLIER = 3.0  # a reading counts as at most so many times the average: other work on the machine delays steps, too
 AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
-LEAST = 8  # prompt tokens a step may always have, or a prompt would never end
+LEAST = 1  # prompt tokens a step may always have, or a prompt would never end
 CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
 PROBE = 64  # after so many steps with prompts in a row one goes without, to see what steps take by themselves
 

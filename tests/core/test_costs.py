@@ -162,6 +162,18 @@ def test_a_long_prompt_does_not_stall_streams(depth: int, decode_s: float, token
     assert p99(during) >= 10 * p99(steady)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_where_a_token_takes_half_a_step_prompts_go_on_token_by_token(depth: int) -> None:
+    """42M parameters on two cores without matrix units, at the end of a prompt of 32k: attention is nearly all there is
+    to it.  Here a quarter of that prompt, four times as steep."""
+
+    def took(rows: int, tokens: int, start: int) -> float:
+        return 0.012 * (0.5 + rows / 64) + tokens * 4e-4 * (1 + start / 500)
+
+    steady, during = itls(2.0, took, depth, 8192)
+    assert p99(during) <= 2 * p99(steady)
+
+
 def test_steps_without_prompts_are_seen_now_and_then() -> None:
     costs = Costs()
     costs.step(0.010, 8, 0)
