@@ -101,7 +101,7 @@ def itls(stretch: float, took: Callable[[int, int, int], float], depth: int, len
     it is computed.  `took(rows, prompt tokens, where they start)`: seconds of a step."""
     info = ModelInfo("virtual", "virtual", 1000, 1 << 17, [0], 0)
     limits = Limits(64, 8192, 8192, 1 << 17, 1000, 1.0, frozenset([0]), "virtual", "none", itl_stretch=stretch)
-    core, executor = Scheduler(BlockPool(8192, 16), limits), ScriptedExecutor(info, 8192)
+    core, executor = Scheduler(BlockPool(32_768, 16), limits), ScriptedExecutor(info, 32_768)
     shape: list[tuple[int, int, int]] = []
     phases: list[list[float]] = [[], []]
     long = Generate("long", "", [7] * length, 1, Sampling(ignore_eos=True), 1 << 60)
