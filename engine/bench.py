@@ -3,6 +3,8 @@
     python -m engine.bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
     python -m engine.bench MODEL --swap 512          what a preemption costs by block size: a swap, or to compute again
     python -m engine.bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins (A29)
+    python -m engine.bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same in so many steps at each eighth
+                                                     of it; between them it is computed as fast as can be
 
 and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
 a line, and "at_s" where a request comes later than at once.
@@ -50,6 +52,7 @@ class Options(msgspec.Struct):
     slots: bool
     swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
     long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
+    long_prompt_steps: int = 0  # measured at each eighth of it; 0: all of it is, and without a bound, too
 
 
 def bench(config: EngineConfig, options: Options) -> dict[str, float]:
@@ -84,7 +87,10 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     if options.swap:
         figures |= swap(config, options.swap)
     if options.long_prompt:
-        figures |= stall(config, options.long_prompt)
+        if options.long_prompt_steps:
+            figures |= stall_sampled(config, options.long_prompt, options.long_prompt_steps)
+        else:
+            figures |= stall(config, options.long_prompt)
     return figures
 
 
@@ -207,26 +213,67 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
     return figures
 
 
-def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, sorted: of `rows` that decode, `steps` times; then until a long prompt has its first
-    token."""
-    vocab = llm.executor.info.vocab_size
-    most = llm.executor.info.max_model_len - PROMPT
+def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
+    """The time between tokens, p50 and p99, of `rows` sequences: alone; and in `window` steps, as configured, at the
+    beginning of each eighth of a prompt of `length` tokens and at its end, all together and each by itself."""
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none", max_seqs=rows + 1)
+    llm = LLM.over(config, local.load(all_cores(config)))
+    core = llm.engine.core
+    configured = core.limits
+    decode(llm, rows, seed=0)
+    # A first prompt is to warm up, and tells the scheduler what tokens cost.
+    llm.submit(prompt(max(1, length // 8), llm.executor.info.vocab_size, seed=-1), GREEDY, max_new_tokens=1)
+    while len(llm.unfinished) > rows:
+        llm.step()
+    alone = sorted(timed(llm) for _ in range(steps))
+    answer = llm.submit(prompt(length, llm.executor.info.vocab_size, seed=-2), GREEDY, max_new_tokens=1).outputs[0]
+    llm.step()
+    joined = next(seq for seq in core.live() if seq.prompt_len == length)
+    figures, beside = {"alone_p50_ms": alone[steps // 2] * 1e3, "alone_p99_ms": alone[steps * 99 // 100] * 1e3}, []
+    for start in [*range(0, length, max(1, length // 8)), length - 4 * window]:
+        core.limits = msgspec.structs.replace(configured, itl_stretch=0.0)
+        while joined.computed < start and not answer.token_ids:
+            llm.step()
+        if answer.token_ids:  # a short one
+            break
+        core.limits = configured
+        at, here = joined.computed, sorted(timed(llm) for _ in range(window))
+        say(f"at {at}: p50 {here[window // 2] * 1e3:.1f} ms, p99 {here[window * 99 // 100] * 1e3:.1f} ms, "
+            f"{(joined.computed - at) / window:.1f} prompt tokens a step")  # fmt: skip
+        figures[f"beside_at_{start}_p99_ms"] = here[window * 99 // 100] * 1e3
+        beside += here
+    llm.cancel()
+    llm.close()
+    beside.sort()
+    figures |= {"beside_p50_ms": beside[len(beside) // 2] * 1e3, "beside_p99_ms": beside[len(beside) * 99 // 100] * 1e3}
+    return figures | {"beside_p99_over_alone_p99": figures["beside_p99_ms"] / figures["alone_p99_ms"]}
+
+
+def decode(llm: LLM, rows: int, seed: int) -> None:
+    """Have so many sequences decode for as long as they can."""
+    vocab, most = llm.executor.info.vocab_size, llm.executor.info.max_model_len - PROMPT
     for row in range(rows):
         llm.submit(prompt(PROMPT, vocab, seed=seed * 1000 + row), GREEDY, max_new_tokens=most)
     for _ in range(20):
         llm.step()
 
-    def timed() -> float:
-        begin = time.perf_counter()
-        llm.step()
-        return time.perf_counter() - begin
 
-    alone = sorted(timed() for _ in range(steps))
-    joined = llm.submit(prompt(length, vocab, seed=seed - 1), GREEDY, max_new_tokens=1)
+def timed(llm: LLM) -> float:
+    """Seconds of a step."""
+    begin = time.perf_counter()
+    llm.step()
+    return time.perf_counter() - begin
+
+
+def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, sorted: of `rows` that decode, `steps` times; then until a long prompt has its first
+    token."""
+    decode(llm, rows, seed)
+    alone = sorted(timed(llm) for _ in range(steps))
+    joined = llm.submit(prompt(length, llm.executor.info.vocab_size, seed=seed - 1), GREEDY, max_new_tokens=1)
     beside = []
     while not joined.outputs[0].token_ids:
-        beside.append(timed())
+        beside.append(timed(llm))
         if joined.outputs[0].message:
             raise ConfigError(joined.outputs[0].message)
     llm.cancel()
@@ -257,6 +304,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--swap", type=int, default=0)
     parser.add_argument("--long-prompt", type=int, default=0)
+    parser.add_argument("--long-prompt-steps", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:

@@ -6,6 +6,7 @@ it, and by each request's own deadline:
 
     wait = (prompt tokens ahead of it in the tenants' fair order + its own - room) / prompt tokens started per second
 
+A tenant that holds less than its share of an engine does not wait at all, as far as others would yield to it there.
 The answer is made on this gateway's view, which is a moment old and not the only one.  So `decide` also says how far
 the queue may have grown until this request comes to it, and the script that queues checks just that (`bus.submit`).
 Who is refused gets the terms of a promise (`bus.promise`): when to come again, and be let in then.
