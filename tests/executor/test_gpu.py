@@ -146,10 +146,10 @@ def test_closing_gives_the_memory_back(checkpoint: Checkpoint) -> None:
     llm(checkpoint("llama")).close()  # what stays for good: libraries, their workspaces
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    engine = llm(checkpoint("llama"), kv_blocks=6000)
+    engine = llm(checkpoint("llama"), kv_blocks=60_000)
     taken = torch.cuda.memory_allocated() - before
     engine.close()
-    assert torch.cuda.memory_allocated() - before < taken / 10
+    assert torch.cuda.memory_allocated() - before < taken / 10  # cuBLAS keeps 32 MiB for each stream it has seen
 
 
 def test_a_failed_step_leaves_the_executor_usable(checkpoint: Checkpoint) -> None:
