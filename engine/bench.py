@@ -3,7 +3,7 @@
     python -m engine.bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
     python -m engine.bench MODEL --swap 512          what a preemption costs by block size: a swap, or to compute again
     python -m engine.bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins (A29)
-    python -m engine.bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same in so many steps at each eighth
+    python -m engine.bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same in so many steps at each quarter
                                                      of it; between them it is computed as fast as can be
 
 and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
@@ -52,7 +52,7 @@ class Options(msgspec.Struct):
     slots: bool
     swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
     long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
-    long_prompt_steps: int = 0  # measured at each eighth of it; 0: all of it is, and without a bound, too
+    long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too
 
 
 def bench(config: EngineConfig, options: Options) -> dict[str, float]:
@@ -213,40 +213,50 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
     return figures
 
 
-def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
-    """The time between tokens, p50 and p99, of `rows` sequences: alone; and in `window` steps, as configured, at the
-    beginning of each eighth of a prompt of `length` tokens and at its end, all together and each by itself."""
+def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32) -> dict[str, float]:
+    """The time between tokens, p50 and p99, of `rows` sequences beside a prompt of `length` tokens, as configured: in
+    `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
+    their own contexts grow, too.  All together and, by position, each by itself."""
     config = msgspec.structs.replace(config, prefix_cache=False, admission="none", max_seqs=rows + 1)
     llm = LLM.over(config, local.load(all_cores(config)))
-    core = llm.engine.core
+    core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits
     decode(llm, rows, seed=0)
     # A first prompt is to warm up, and tells the scheduler what tokens cost.
-    llm.submit(prompt(max(1, length // 8), llm.executor.info.vocab_size, seed=-1), GREEDY, max_new_tokens=1)
+    llm.submit(prompt(max(1, length // 8), vocab, seed=-1), GREEDY, max_new_tokens=1)
     while len(llm.unfinished) > rows:
         llm.step()
-    alone = sorted(timed(llm) for _ in range(steps))
-    answer = llm.submit(prompt(length, llm.executor.info.vocab_size, seed=-2), GREEDY, max_new_tokens=1).outputs[0]
+    answer = llm.submit(prompt(length, vocab, seed=-2), GREEDY, max_new_tokens=1).outputs[0]
     llm.step()
     joined = next(seq for seq in core.live() if seq.prompt_len == length)
-    figures, beside = {"alone_p50_ms": alone[steps // 2] * 1e3, "alone_p99_ms": alone[steps * 99 // 100] * 1e3}, []
-    for start in [*range(0, length, max(1, length // 8)), length - 4 * window]:
+    figures: dict[str, float] = {}
+    all_alone: list[float] = []
+    all_beside: list[float] = []
+    for start in [*range(0, length, max(1, length // 4)), length - 8 * window]:
         core.limits = msgspec.structs.replace(configured, itl_stretch=0.0)
         while joined.computed < start and not answer.token_ids:
             llm.step()
         if answer.token_ids:  # a short one
             break
-        core.limits = configured
-        at, here = joined.computed, sorted(timed(llm) for _ in range(window))
-        say(f"at {at}: p50 {here[window // 2] * 1e3:.1f} ms, p99 {here[window * 99 // 100] * 1e3:.1f} ms, "
-            f"{(joined.computed - at) / window:.1f} prompt tokens a step")  # fmt: skip
-        figures[f"beside_at_{start}_p99_ms"] = here[window * 99 // 100] * 1e3
-        beside += here
+        core.limits = msgspec.structs.replace(configured, chunk_tokens=0)
+        alone = [timed(llm) for _ in range(window)]
+        core.limits, at = configured, joined.computed
+        beside = [timed(llm) for _ in range(window)]
+        all_alone += alone
+        all_beside += beside
+        here = percentiles(alone, "alone") | percentiles(beside, "beside")
+        here["prompt_tokens_a_step"] = (joined.computed - at) / window
+        say(f"at {at}: " + ", ".join(f"{name} {value:.1f}" for name, value in here.items()))
+        figures |= {f"at_{start}_{name}": value for name, value in here.items()}
     llm.cancel()
     llm.close()
-    beside.sort()
-    figures |= {"beside_p50_ms": beside[len(beside) // 2] * 1e3, "beside_p99_ms": beside[len(beside) * 99 // 100] * 1e3}
+    figures |= percentiles(all_alone, "alone") | percentiles(all_beside, "beside")
     return figures | {"beside_p99_over_alone_p99": figures["beside_p99_ms"] / figures["alone_p99_ms"]}
+
+
+def percentiles(seconds: list[float], name: str) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {f"{name}_p{p}_ms": ordered[len(ordered) * p // 100] * 1e3 for p in (50, 99)}
 
 
 def decode(llm: LLM, rows: int, seed: int) -> None:

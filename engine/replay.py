@@ -312,7 +312,9 @@ def step_time(log: Log) -> StepTime:
     second = np.maximum(0, begun // 1_000_000).astype(int)
     expected = np.bincount(second, shape @ factors)
     pace = np.divide(np.bincount(second, took), expected, out=np.ones(len(expected)), where=expected > 0)
-    return StepTime(*(round(factor, 9) for factor in factors), pace=[round(float(value), 6) for value in pace])
+    # Rounded, so that the same log gives the same prediction whoever does the algebra.
+    fixed, row, prompt_token = (round(factor, 9) for factor in factors)
+    return StepTime(fixed, row, prompt_token, [round(float(value), 6) for value in pace])
 
 
 def measured(log: Log) -> SimReport:

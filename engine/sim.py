@@ -263,8 +263,18 @@ def _request(number: int, job: Job) -> Generate:
     prompt += [content(job.chain, job.chain_block, at) for at in range(job.prefix_len, covered)]
     prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - len(prompt))]
     sampling = Sampling(seed=number, ignore_eos=job.ends_known)
-    who = {"tenant": job.tenant, "weight": job.weight, "priority": job.priority}
-    return Generate(str(number), "", prompt, job.max_tokens, sampling, FAR, job.salt or job.tenant, **who)
+    return Generate(
+        str(number),
+        "",
+        prompt,
+        job.max_tokens,
+        sampling,
+        FAR,
+        job.salt or job.tenant,
+        priority=job.priority,
+        tenant=job.tenant,
+        weight=job.weight,
+    )
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:

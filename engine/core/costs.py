@@ -12,7 +12,7 @@ A step is taken to last as long as its decoding rows alone would, plus a time fo
 from __future__ import annotations
 
 STEADY = 1 / 8  # weight of a new step without prompts
-FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens or more, and of a new swap
+FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens, or with prompts for half its time; of a new swap
 ROUND = 64
 OUTLIER = 3.0  # a reading counts as at most so many times the average: other work on the machine delays steps, too
 AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
@@ -40,10 +40,13 @@ class Costs:
             self._decode_s[size] = average + STEADY * (min(seconds, OUTLIER * average) - average)
             return
         self._mixed += rows > 0
-        reading = max(0.0, seconds - self.decode_s(max(1, rows))) / prompt_tokens
+        alone = self.decode_s(max(1, rows))
+        beyond = max(0.0, seconds - alone)
+        reading = beyond / prompt_tokens
         if not self.token_s:
             self.token_s = reading
-        weight = FRESH * min(1.0, prompt_tokens / ROUND)
+        # A few tokens say as much as many where they are what the step's time went to.
+        weight = FRESH * min(1.0, max(prompt_tokens / ROUND, beyond / alone if alone else 0.0))
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
     def swapped(self, size: int, seconds: float) -> None:

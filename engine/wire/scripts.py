@@ -14,6 +14,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     left             string   the tenant whose queue emptied last            as queue:TENANT   never
     promises         zset     name of a refused request -> unix ms at which  promise           submit, or PROMISE
                               it was told to return                                            after that
+    parts            hash     name of a refused request -> "MS TENANT": what   promise         with its promise
+                              its promise takes of what the tenant has
     came:SECOND      string   prompt tokens that came for the first time in  submit, promise   CAME
                               that second of unix time
     promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
@@ -86,7 +88,8 @@ request goes by what it asks, so a client need not carry anything; who returns t
 Promises are handed out one behind the other, at a share of the pace at which engines start prompts: what those who
 come for the first time leave of it, as far as the last seconds tell.  A crowd that came at once says nothing of who
 will come next, so the seconds in which most came are left out, and as many in which least did.  Where newcomers leave
-nothing there is still a share, the larger the later the promise, so that a long crowd still gets a time.
+nothing there is still a share, the larger the later the promise, so that a long crowd still gets a time.  What was kept
+for somebody who does not come, even PROMISE_MS late, is promised to others.
 
 The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
 one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
@@ -467,6 +470,7 @@ if not accepted then
       enqueue(id)
     end
     if call('ZREM', P .. 'promises', name) == 0 then came(asked) end
+    call('HDEL', P .. 'parts', name)
     if once ~= '' then
       call('HSET', P .. 'once:' .. once, 'id', ARGV[12], 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + {EXPIRY_MS})
@@ -483,7 +487,13 @@ _PROMISE = f"""
 local name, tenant = ARGV[1], ARGV[2]
 local weight, tokens, broken, pace, full_pace, least, most, first, last = unpack(ARGV, 3)
 local now = now_ms()
-call('ZREMRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})
+for _, missed in ipairs(call('ZRANGEBYSCORE', P .. 'promises', '-inf', now - {PROMISE_MS})) do
+  local ms, whose = string.match(call('HGET', P .. 'parts', missed) or '0 ', '^(%d+) (.*)$')
+  local till = call('HGET', P .. 'promised', whose)
+  if till then call('HSET', P .. 'promised', whose, string.format('%.0f', till - ms)) end
+  call('ZREM', P .. 'promises', missed)
+  call('HDEL', P .. 'parts', missed)
+end
 local due = call('ZSCORE', P .. 'promises', name)
 if due then
   if due - now > {PUNCTUAL_MS} then return due - now end
@@ -514,7 +524,9 @@ call('HSET', P .. 'weights', tenant, weight)
 call('ZADD', P .. 'promises', now + pause, name)
 local till = math.min(start + 1000 * tokens / (pace * share), now + 2 * most)
 call('HSET', P .. 'promised', tenant, string.format('%.0f', till))
+call('HSET', P .. 'parts', name, string.format('%.0f', till - start) .. ' ' .. tenant)
 call('PEXPIRE', P .. 'promises', 2 * most + {PROMISE_MS})
+call('PEXPIRE', P .. 'parts', 2 * most + {PROMISE_MS})
 call('PEXPIRE', P .. 'promised', 2 * most + {PROMISE_MS})
 return pause
 """

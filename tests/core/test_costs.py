@@ -74,6 +74,22 @@ def test_averages_follow_and_a_hiccup_moves_them_little() -> None:
     assert costs.token_s == pytest.approx(1e-4, rel=0.02)
 
 
+def test_a_few_dear_tokens_are_believed_as_soon_as_many_cheap_ones() -> None:
+    """Deep in a long prompt: three tokens a step that take as long as the step itself say what a token costs there."""
+    costs = Costs()
+    for _ in range(20):
+        costs.step(0.020, 32, 0)
+        costs.step(0.020 + 1000 * 5e-4, 32, 1000)
+    before = costs.prompt_tokens(32, 1, 2.0)
+    assert before == pytest.approx(28, abs=1)
+    for _ in range(10):
+        costs.step(0.020 + 3 * 6e-3, 32, 3)
+    assert costs.prompt_tokens(32, 1, 2.0) == 2
+    for _ in range(10):  # three that take next to nothing say little
+        costs.step(0.0201, 32, 3)
+    assert costs.prompt_tokens(32, 1, 2.0) == 2
+
+
 @given(st.lists(st.tuples(st.floats(1e-5, 10), st.integers(0, 300), st.integers(0, 9000)), max_size=100))
 def test_a_prompt_always_goes_on(steps: list[tuple[float, int, int]]) -> None:
     """Whatever was measured: 0 only where the next step will change that."""

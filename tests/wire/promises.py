@@ -13,11 +13,13 @@ class Book:
     def __init__(self) -> None:
         self.due: dict[str, int] = {}  # request -> unix ms
         self.till: dict[str, float] = {}  # tenant -> unix ms
+        self.parts: dict[str, tuple[str, float]] = {}  # request -> its tenant, ms it takes of what that was promised
         self.weights: dict[str, float] = {}
         self.came: Counter[int] = Counter()  # second -> prompt tokens that came for the first time
 
     def submit(self, name: str, tokens: int, now: int) -> None:
         """It is let in."""
+        self.parts.pop(name, None)
         if self.due.pop(name, None) is None:
             self.came[now // 1000] += tokens
 
@@ -39,7 +41,11 @@ class Book:
         broken: bool = False,
     ) -> int:
         """ms until it may come, 0 for now, -1 for no promise."""
-        self.due = {known: due for known, due in self.due.items() if due > now - PROMISE_MS}
+        for missed in [known for known, due in self.due.items() if due <= now - PROMISE_MS]:
+            del self.due[missed]
+            whose, part = self.parts.pop(missed)
+            if whose in self.till:
+                self.till[whose] -= part
         if name in self.due:
             left = self.due[name] - now
             if left > PUNCTUAL_MS:
@@ -60,4 +66,5 @@ class Book:
         pause = 1000 * math.ceil(ahead / 1000)
         self.due[name] = now + pause
         self.till[tenant] = min(now + ahead + 1000 * tokens / (terms.pace * share), now + 2 * terms.most_ms)
+        self.parts[name] = tenant, self.till[tenant] - now - ahead
         return pause

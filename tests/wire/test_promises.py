@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.wire.bus import GatewaySide, Terms
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate, Sampling
-from engine.wire.scripts import CAME_MS, CAME_S
+from engine.wire.scripts import CAME_MS, CAME_S, PROMISE_MS
 from tests.wire.promises import Book
 
 TERMS = Terms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))
@@ -107,6 +107,43 @@ async def test_only_who_was_promised_nothing_is_a_newcomer(
     with redis.Redis.from_url(redis_server.url) as client:
         counted = [int(client.get(key)) for key in client.scan_iter(f"{{{namespace}}}:came:*")]
     assert sum(counted) == 110
+
+
+async def test_what_was_kept_for_who_does_not_come_is_promised_to_others(
+    gateways: Sequence[GatewaySide], redis_server: EmbeddedRedis, namespace: str
+) -> None:
+    """Five wait in line, 4 s apart; the first two do not come, and who is refused next need not wait for their time."""
+    gateway = gateways[0]
+    for i in range(5):
+        await gateway.promise(asked(f"a{i}", 200, "t"), terms=TERMS)
+    behind = await gateway.promise(asked("b", 200, "t"), terms=TERMS)
+    with redis.Redis.from_url(redis_server.url) as client:  # it is PROMISE_MS later for those two
+        promises = f"{{{namespace}}}:promises"
+        names = client.zrange(promises, 0, 1)
+        client.zadd(promises, {name: time.time() * 1000 - PROMISE_MS - 1 for name in names})
+        assert client.hlen(f"{{{namespace}}}:parts") == 6
+        after = await gateway.promise(asked("c", 200, "t"), terms=TERMS)
+        assert behind is not None
+        assert after is not None
+        assert behind - 6000 <= after <= behind - 3000  # one more 4 s behind, less twice 4 s
+        assert client.hlen(f"{{{namespace}}}:parts") == 5
+        assert (await gateway.submit(asked("c", 200, "t"))).accepted  # kept: nothing to give back
+        assert client.hlen(f"{{{namespace}}}:parts") == 4
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_crowd_that_does_not_come_back_leaves_its_line(*, kept: bool) -> None:
+    """Virtual clock: 25 are refused at once and promised 2 s each.  After 25 s those who come then stand behind the other
+    half; where nobody came, that has melted away from the front as fast as time from behind."""
+    book = Book()
+    for number in range(25):
+        assert book.promise(f"r{number}", 100, TERMS, 0) == max(1000, 1000 * round(0.5 + 2 * number + 0.5))
+    for now in range(0, 25_000, 500):
+        due = [name for name, at in book.due.items() if at <= now and kept]
+        for name in due:
+            book.submit(name, 100, now)
+    left = book.promise("next", 100, TERMS, 25_000)
+    assert left == pytest.approx(26_000 if kept else 6_000, abs=2000)
 
 
 async def test_beyond_the_last_moment_nothing_is_promised(gateways: Sequence[GatewaySide]) -> None:
