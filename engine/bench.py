@@ -217,7 +217,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
     """The time between tokens, p50 and p99, of `rows` sequences beside a prompt of `length` tokens, as configured: in
     `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
     their own contexts grow, too.  All together and, by position, each by itself."""
-    config = msgspec.structs.replace(config, prefix_cache=False, admission="none", max_seqs=rows + 1)
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
     llm = LLM.over(config, local.load(all_cores(config)))
     core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits

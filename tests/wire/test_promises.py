@@ -133,8 +133,8 @@ async def test_what_was_kept_for_who_does_not_come_is_promised_to_others(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_crowd_that_does_not_come_back_leaves_its_line(*, kept: bool) -> None:
-    """Virtual clock: 25 are refused at once and promised 2 s each.  After 25 s those who come then stand behind the other
-    half; where nobody came, that has melted away from the front as fast as time from behind."""
+    """Virtual clock: 25 are refused at once and promised 2 s each.  Who comes after 25 s stands behind the other half;
+    where nobody came that is shorter by what was kept for those."""
     book = Book()
     for number in range(25):
         assert book.promise(f"r{number}", 100, TERMS, 0) == max(1000, 1000 * round(0.5 + 2 * number + 0.5))
