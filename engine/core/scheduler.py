@@ -31,6 +31,7 @@ from engine.core.swapping import Swapping
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
+FAVOUR_ROWS = 64  # where nobody could be favoured it is asked again after 1 + running / FAVOUR_ROWS steps
 UNPRESSED = 4  # with 1/UNPRESSED of the pool available everybody may grow
 PRESSURE_ROWS = 64  # who may grow in a full pool is sorted out again each 1 + running / PRESSURE_ROWS steps
 
@@ -78,6 +79,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
         self._tenants = Tenants()
+        self._favour_step = 0  # the step to look again for somebody to favour
         self._row_awaited = False  # somebody has yielded a row that has to cool: until then nobody else starts
 
     # ------------------------------------------------------------------------------------------------ coming and going
@@ -390,12 +392,16 @@ class Scheduler:
         self._row_awaited = False
         if not self._tenants.contend or not self.waiting or self.limits.allocation == "static":
             return None
+        if self.step < self._favour_step:
+            return None
         self._tenants.look(self._holders(), self.running, self.step)
         asked = set(self._tenants.crowd)
         for seq in list(self.waiting):
-            if seq.request.tenant not in asked and seq.sampled_in <= self.committed and self._favours(seq):
-                self._row_awaited = len(self._free_rows) <= len(seq.siblings)
-                return None if self._row_awaited else seq
+            if seq.request.tenant not in asked and seq.sampled_in <= self.committed:
+                if self._favours(seq):
+                    self._row_awaited = len(self._free_rows) <= len(seq.siblings)
+                    return None if self._row_awaited else seq
+                self._favour_step = self.step + self.running // FAVOUR_ROWS
             asked.add(seq.request.tenant)
         return None
 
