@@ -13,7 +13,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,13 +25,26 @@ from engine.wire.messages import Abort, Delta, Generate, HotPrefix, Sampling
 from engine.wire.tokenlog import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from engine.loop import BusThread, Engine
+    from engine.loop import Engine
 
 log = logging.getLogger("quire.warming")
 
 FOREVER_MS = 2**60
 REPORT_S = 5.0  # how often reuse is reported at most
 NOTED = 1024  # prefixes noted between two reports; others wait for the next
+
+
+class Source(Protocol):
+    """Where the manifest is."""
+
+    def wanted(self) -> bool:
+        """Whether a request waits for whom the rest of the fleet has no room."""
+
+    def hottest(self, fingerprint: str) -> list[tuple[float, bytes]]:
+        """See Manifest.hottest().  Raises BusDown."""
+
+    def warmed(self) -> None:
+        """What hottest() brought was survived."""
 
 
 class Noted:
@@ -147,7 +160,7 @@ def whole(tokens: bytes, block_size: int) -> int:
     return len(tokens) // size * size
 
 
-def warm(engine: Engine, bus: BusThread, clock: Callable[[], float] = time.monotonic) -> None:
+def warm(engine: Engine, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
     """Prefill the hottest prefixes of the manifest, before the engine's first turn.  Takes `warm_seconds` at most, and
     the steps then in flight; less where all is computed, somebody waits for this engine, or it shall stop.
 
@@ -163,13 +176,13 @@ def warm(engine: Engine, bus: BusThread, clock: Callable[[], float] = time.monot
             return "it shall stop"
         if clock() >= began + config.warm_seconds:
             return "the time is over"
-        return "requests wait" if bus.wanted() else ""
+        return "requests wait" if source.wanted() else ""
 
     try:
         if why := why_not():
             log.info("no hot prefix is computed ahead: %s", why)
             return
-        entries = bus.hottest(info.fingerprint)
+        entries = source.hottest(info.fingerprint)
     except BusDown as error:
         log.warning("hot prefixes are not to be had: %s", error)
         return
@@ -190,7 +203,7 @@ def warm(engine: Engine, bus: BusThread, clock: Callable[[], float] = time.monot
     telemetry.warming = False
     seconds, tokens = clock() - began, core.pool.idle * core.pool.block_size
     telemetry.warmed(done, tokens, seconds)
-    bus.warmed()
+    source.warmed()
     log.info(
         "%d of %d hot prefixes computed ahead, %d tokens, in %.2f s%s",
         done,
@@ -221,7 +234,7 @@ def prefill(engine: Engine, prefixes: Sequence[Prefix], why_not: Callable[[], st
         blocks = pool.lookup(prefix.digests)
         pool.acquire(blocks)
         pool.release(blocks)
-    return sum(delta.finish is not None and delta.finish.reason == "length" for delta in said), why
+    return sum(delta.finish is not None and delta.finish.reason == "length" for delta in said), why or failure(said)
 
 
 def failure(said: Sequence[Delta]) -> str:
