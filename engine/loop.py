@@ -424,6 +424,7 @@ class BusThread:
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
         self._stopping = False
+        self._bus: EngineSide  # since it is open
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -516,7 +517,7 @@ class BusThread:
         self._bus = bus
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
-        telling = asyncio.create_task(self._tell(bus, ""))  # of what is hot, while exchanges go on
+        telling = asyncio.create_task(self._tell(bus))  # beside the exchanges: it must not delay one
         try:
             while not (self._stopping and not self._outputs):
                 await self._wait(config.lease_ms / 3000)
@@ -526,22 +527,21 @@ class BusThread:
                         with contextlib.suppress(BusDown):  # whoever asked has given up by then
                             await bus.audited(*self._findings.popleft())
                     if self._reused and telling.done():
-                        telling = asyncio.create_task(self._tell(bus, self._report.load.fingerprint))
+                        telling = asyncio.create_task(self._tell(bus))
                     if self._report.load.draining:
                         self.relieved = await self._could_go_on_elsewhere(bus, self._report.load.fingerprint)
             await telling
-            if self._report is not None:
-                await self._tell(bus, self._report.load.fingerprint)
+            await self._tell(bus)
         finally:
             bell.cancel()
             telling.cancel()
             await bus.close()
 
-    async def _tell(self, bus: EngineSide, fingerprint: str) -> None:
-        """Report what was reused.  What gets lost on the way was not hot, or comes again."""
-        while self._reused:
+    async def _tell(self, bus: EngineSide) -> None:
+        """Report what was reused, if anything was.  What gets lost on the way was not hot, or comes again."""
+        while self._reused and self._report is not None:
             try:
-                await bus.manifest.reused(fingerprint, self._reused.popleft(), unix_ms())
+                await bus.manifest.reused(self._report.load.fingerprint, self._reused.popleft(), unix_ms())
             except Exception as error:
                 log.warning("hot prefixes could not be reported: %s", error)
 

@@ -32,6 +32,7 @@ log = logging.getLogger("quire.warming")
 FOREVER_MS = 2**60
 REPORT_S = 5.0  # how often reuse is reported at most
 NOTED = 1024  # prefixes noted between two reports; others wait for the next
+NOTED_TOKENS = 2**19  # the same for their tokens: requests are kept for as long, some 20 MB
 
 
 class Source(Protocol):
@@ -55,6 +56,7 @@ class Noted:
         self._longest = LONGEST // block_size  # blocks
         self._hits: dict[bytes, int] = {}  # digest of the last block found -> requests
         self._where: dict[bytes, tuple[Generate, int]] = {}  # -> one of them, and the tokens found
+        self._tokens = 0
         self._reported = 0.0
 
     def note(self, event: Event) -> None:
@@ -65,9 +67,10 @@ class Noted:
         digest = event.digests[blocks - 1]
         if digest in self._hits:
             self._hits[digest] += 1
-        elif len(self._hits) < NOTED:
+        elif len(self._hits) < NOTED and self._tokens < NOTED_TOKENS:
             self._hits[digest] = 1
             self._where[digest] = event.request, blocks * self._block_size
+            self._tokens += len(event.request.token_ids)
 
     def take(self, now: float, *, at_once: bool = False) -> tuple[Reuse, ...]:
         """What to report at `now` (seconds, monotonic): nothing within REPORT_S of the last, unless `at_once`."""
@@ -78,7 +81,7 @@ class Noted:
             Reuse(digest, request.token_ids, length, request.cache_salt, self._hits[digest])
             for digest, (request, length) in self._where.items()
         )
-        self._hits, self._where = {}, {}
+        self._hits, self._where, self._tokens = {}, {}, 0
         return found
 
 

@@ -111,6 +111,40 @@ async def test_a_deploy_keeps_the_hit_rate_and_other_weights_begin_anew(
             assert first.cached == 0
 
 
+async def test_an_engine_that_joins_under_load_is_warm(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Requests come all the time, but there is one that has room for them: a rolling deploy."""
+    document, options = text(1, 200, VOCAB), {"warm_seconds": LIMIT_S}
+    with Stack(redis_server.url, namespace, checkpoint("llama"), **options) as stack:
+        body = {"model": "tiny", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        asked = 0
+
+        async def keep_asking(session: aiohttp.ClientSession) -> None:
+            nonlocal asked
+            while True:
+                prompt = [*document, 5, asked % VOCAB]
+                async with session.post(f"{stack.url}/v1/completions", json=body | {"prompt": prompt}) as response:
+                    assert response.status == 200, await response.text()
+                    asked += 1
+
+        async with aiohttp.ClientSession() as session:
+            clients = [asyncio.create_task(keep_asking(session)) for _ in range(3)]
+            with redis.Redis.from_url(redis_server.url) as store:
+                async with asyncio.timeout(LIMIT_S):
+                    while not list(store.scan_iter(f"{{{namespace}}}:heat:*")):  # noqa: ASYNC110  (another thread)
+                        await asyncio.sleep(0.02)
+            joined = await asyncio.to_thread(
+                EngineThread, redis_server.url, namespace, "engine1", checkpoint("llama"), **options
+            )
+            stack.engines.append(joined)
+            for client in clients:
+                assert not client.done() or client.result()
+                client.cancel()
+        warmed, tokens, _ = joined.engine.telemetry._warmed
+        assert (warmed, tokens) == (1, 192)
+
+
 async def test_the_first_request_after_a_restart(made: Restarts, session: aiohttp.ClientSession) -> None:
     """Cold it has to compute the whole prefix, in steps that take their time."""
     prefix = text(3, LONG, VOCAB)

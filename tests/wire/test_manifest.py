@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from engine.warming import NOTED
 from engine.wire import manifest
 from engine.wire.bus import EngineSide
 from engine.wire.embedded import EmbeddedRedis
@@ -124,6 +125,24 @@ async def test_the_bookkeeping_of_bytes_mends_itself(bus: Bus) -> None:
         await engine.manifest.reused("f", [reuse("a")], NOW_MS)
         assert len(await counts(engine, NOW_MS)) == 1
         assert int(store.hget(f"{{{bus.namespace}}}:hot:f", "bytes") or 0) == len(packed(reuse("a")))
+
+
+async def test_what_a_report_costs_redis(own_bus: Bus) -> None:
+    """The largest there is, in a full manifest; by its own clock, with room for a busy machine."""
+    engine = await own_bus.engine()
+    names = [f"{i:032}" for i in range(NOTED)]
+    for start in range(0, NOTED, MOST // 2):
+        await engine.manifest.reused("f", [reuse(name, 1, 64) for name in names[start : start + MOST // 2]], NOW_MS)
+    with redis.Redis.from_url(own_bus.url) as store:
+
+        def spent_us() -> int:
+            return int(store.info("commandstats")["cmdstat_evalsha"]["usec"])  # type: ignore[index]
+
+        before = spent_us()
+        await engine.manifest.reused("f", [reuse(name, 1, 64) for name in names], NOW_MS + 1)
+        cost = (spent_us() - before) / NOTED
+    print(f"Redis, for an entry of a report: {cost:.1f} us")
+    assert cost < 500
 
 
 class Table(RuleBasedStateMachine):
