@@ -420,7 +420,7 @@ class BusThread:
         self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
         self._findings: deque[tuple[str, str]] = deque()  # of ordered audits, not yet said
-        self._reused: deque[tuple[Reuse, ...]] = deque(maxlen=1)  # the last not yet said
+        self._reused: deque[tuple[Reuse, ...]] = deque(maxlen=4)  # the last ones not yet said
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
         self._stopping = False
