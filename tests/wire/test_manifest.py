@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.warming import NOTED
 from engine.wire import manifest
-from engine.wire.bus import EngineSide
+from engine.wire.bus import BusDown, EngineSide
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.manifest import FADED, HALF_LIFE_MS, MANIFEST_MS, MOST, MOST_BYTES, NEWS_BYTES, Reuse
 from engine.wire.messages import HotPrefix
@@ -125,6 +125,20 @@ async def test_the_bookkeeping_of_bytes_mends_itself(bus: Bus) -> None:
         await engine.manifest.reused("f", [reuse("a")], NOW_MS)
         assert len(await counts(engine, NOW_MS)) == 1
         assert int(store.hget(f"{{{bus.namespace}}}:hot:f", "bytes") or 0) == len(packed(reuse("a")))
+
+
+async def test_a_full_redis_keeps_what_it_has_and_takes_no_more(own_bus: Bus) -> None:
+    engine = await own_bus.engine()
+    await engine.manifest.reused("f", [reuse("a", 2)], NOW_MS)
+    with redis.Redis.from_url(own_bus.url) as store:
+        store.config_set("maxmemory", "1kb")
+        for refused in ([reuse("a", 2), reuse("b")], [reuse("b")]):
+            with pytest.raises(BusDown, match="OOM"):
+                await engine.manifest.reused("f", refused, NOW_MS)
+        assert [hits for hits, _ in await counts(engine, NOW_MS)] == pytest.approx([2], rel=1e-6)
+        store.config_set("maxmemory", "0")
+    await engine.manifest.reused("f", [reuse("b")], NOW_MS)
+    assert len(await counts(engine, NOW_MS)) == 2
 
 
 async def test_what_a_report_costs_redis(own_bus: Bus) -> None:
