@@ -163,9 +163,10 @@ class BlockPool:
         """How many tables name it; with more than one it must be copied before it is written."""
         return self._refs[block]
 
-    def held_only_by(self, tables: Sequence[Sequence[int]]) -> int:
-        """Blocks that would be available if these tables were released.  O(their blocks)."""
-        return sum(self._refs[block] == count for block, count in Counter(chain.from_iterable(tables)).items())
+    def held_only_by(self, tables: Sequence[Sequence[int]], but: Sequence[int]) -> int:
+        """Blocks, `but` these, that would be available if these tables were released.  O(their blocks)."""
+        counts, others = Counter(chain.from_iterable(tables)), set(but)
+        return sum(self._refs[block] == count and block not in others for block, count in counts.items())
 
     def shared_prefix(self, table: Sequence[int]) -> int:
         """How many blocks at the beginning of a table are in other tables as well.  What tables share is always their

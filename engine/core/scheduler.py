@@ -17,6 +17,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from itertools import takewhile
 
 from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
@@ -80,6 +81,7 @@ class Scheduler:
         self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
         self._tenants = Tenants()
         self._favour_step = 0  # the step to look again for somebody to favour
+        self._favoured: list[Sequence] = []  # started in this plan before all others: they can't leave in the same one
         self._row_awaited = False  # somebody has yielded a row that has to cool: until then nobody else starts
 
     # ------------------------------------------------------------------------------------------------ coming and going
@@ -192,6 +194,7 @@ class Scheduler:
     def plan(self, now_ms: int) -> StepPlan | None:
         """The next step, or None when there is nothing to compute.  May be called before earlier results are in."""
         self._expire(now_ms)
+        self._favoured = []
         step = self.step + 1
         starts: list[Start] = []
         slices: list[Slice] = []
@@ -203,6 +206,7 @@ class Scheduler:
         budget, decoding, started = self._prompt_budget(), self._decoding, list(self._prefilling)
         self._reclaim_rows()
         while budget > 0 and (favoured := self._make_way()) is not None:
+            self._favoured.append(favoured)
             self._dequeue(favoured)
             starts.append(self._seat(favoured))
             budget -= self._advance(favoured, budget, step, slices, forks)
@@ -397,7 +401,8 @@ class Scheduler:
         self._tenants.look(self._holders(), self.running, self.step)
         asked = set(self._tenants.crowd)
         for seq in list(self.waiting):
-            if seq.request.tenant not in asked and seq.sampled_in <= self.committed:
+            # Who was swapped out, perhaps in this very plan, comes back when it is first in the queue.
+            if seq.request.tenant not in asked and seq.sampled_in <= self.committed and not seq.host:
                 if self._favours(seq):
                     self._row_awaited = len(self._free_rows) <= len(seq.siblings)
                     return None if self._row_awaited else seq
@@ -409,7 +414,8 @@ class Scheduler:
         """Whether others have yielded what `seq` needs to start: as few as will do."""
         need = self._blocks_to_start(seq) + len(seq.siblings)
         rows = 1 + len(seq.siblings) - len(self._free_rows) - len(self._cooling)
-        yielding = list(Shares(self._holders()).yielding_to(seq, need))
+        candidates = Shares(self._holders()).yielding_to(seq, need)
+        yielding = list(takewhile(lambda s: s not in self._favoured, candidates))
 
         def enough(count: int) -> bool:
             return count >= rows and self._fits_without(seq, need, yielding[:count])
@@ -419,19 +425,20 @@ class Scheduler:
         for victim in yielding[: bisect_left(range(len(yielding)), True, key=enough)]:
             victim.yielded = True
             self.totals.yields += 1
-            self._preempt(victim)
+            self._preempt(victim, swap=False)  # the newest have little to compute again
         return True
 
     def _fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
         """Whether `seq` could start with `need` blocks if those were gone."""
         promised = sum(self._yet_to_take(s) for s in gone if s.state is State.PREFILLING)
-        if need > self._spare() + promised + self.pool.held_only_by([s.table for s in gone]):
+        hits = self._lookup(seq)  # of these none becomes available, whoever has them now
+        if need > self._spare() + promised + self.pool.held_only_by([s.table for s in gone], hits):
             return False
         if self.limits.admission not in ("forecast", "reserve"):
             return True
         names = set(map(id, gone))
         left = [s for s in self._holders() if id(s) not in names]
-        return self.outlook.would_fit(seq, self._lookup(seq), left, self.step + 1, self._late)
+        return self.outlook.would_fit(seq, hits, left, self.step + 1, self._late)
 
     def _prompt_budget(self) -> int:
         """Prompt tokens that the step may have beside the rows that decode (A29)."""
@@ -683,7 +690,8 @@ class Scheduler:
         they were promised service: with the same rank deciding who is planned first and who returns first, a victim is
         never in the way of one that yielded before it, and cannot drive out whoever drove it out."""
         while self.pool.available < count:
-            holders = [s for s in self.live() if s.state in (State.PREFILLING, State.DECODING, State.PAUSED)]
+            states = (State.PREFILLING, State.DECODING, State.PAUSED)
+            holders = [s for s in self.live() if s.state in states and s not in self._favoured]
             if self._tenants.contend:
                 self._tenants.look(self._holders(), self.running, self.step)
                 crowd = self._tenants.crowd
@@ -694,13 +702,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, *, swap: bool = True) -> None:
         """All or nothing: take every block and the seat.  What it knows stays; what it has computed is copied to the
         host's memory first (swap) or computed again later (recompute)."""
         self.totals.preemptions += 1
         self._note("preempted", seq)
         self._unseat(seq)
-        if self.swapping.pays(seq):
+        if swap and self.swapping.pays(seq):
             # A private copy that this plan was to make for it will not be made: what it stands for goes instead.
             planned = {target: source for owner, source, target in self._copies if owner is seq}
             self.totals.swap_preemptions += 1

@@ -417,10 +417,10 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
     victims: list[str] = []
     original = rig.core._preempt
 
-    def spy(seq: Any) -> None:
+    def spy(seq: Any, *, swap: bool = True) -> None:
         seated = [s for s in rig.core.live() if s.row >= 0]
         assert seq.arrival == max(s.arrival for s in seated)
-        original(seq)
+        original(seq, swap=swap)
         assert seq.table == []
         victims.append(seq.request.id)
 
