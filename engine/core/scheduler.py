@@ -81,7 +81,7 @@ class Scheduler:
         self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
         self._tenants = Tenants()
         self._favour_step = 0  # the step to look again for somebody to favour
-        self._favoured: list[Sequence] = []  # started in this plan before all others: they can't leave in the same one
+        self._advanced: set[int] = set()  # ids of the sequences that this plan names: they can't leave in the same one
         self._row_awaited = False  # somebody has yielded a row that has to cool: until then nobody else starts
 
     # ------------------------------------------------------------------------------------------------ coming and going
@@ -194,7 +194,7 @@ class Scheduler:
     def plan(self, now_ms: int) -> StepPlan | None:
         """The next step, or None when there is nothing to compute.  May be called before earlier results are in."""
         self._expire(now_ms)
-        self._favoured = []
+        self._advanced = set()
         step = self.step + 1
         starts: list[Start] = []
         slices: list[Slice] = []
@@ -206,7 +206,6 @@ class Scheduler:
         budget, decoding, started = self._prompt_budget(), self._decoding, list(self._prefilling)
         self._reclaim_rows()
         while budget > 0 and (favoured := self._make_way()) is not None:
-            self._favoured.append(favoured)
             self._dequeue(favoured)
             starts.append(self._seat(favoured))
             budget -= self._advance(favoured, budget, step, slices, forks)
@@ -415,7 +414,7 @@ class Scheduler:
         need = self._blocks_to_start(seq) + len(seq.siblings)
         rows = 1 + len(seq.siblings) - len(self._free_rows) - len(self._cooling)
         candidates = Shares(self._holders()).yielding_to(seq, need)
-        yielding = list(takewhile(lambda s: s not in self._favoured, candidates))
+        yielding = list(takewhile(lambda s: id(s) not in self._advanced, candidates))
 
         def enough(count: int) -> bool:
             return count >= rows and self._fits_without(seq, need, yielding[:count])
@@ -555,6 +554,7 @@ class Scheduler:
                 max(0, sampling.prompt_logprobs) if targets else 0,
             )
         )
+        self._advanced.update(map(id, (seq, *seq.siblings)))
         seq.computed = end
         for full in range(start // size + 1, end // size + 1):
             self._seal(seq, full * size)
@@ -691,7 +691,7 @@ class Scheduler:
         never in the way of one that yielded before it, and cannot drive out whoever drove it out."""
         while self.pool.available < count:
             states = (State.PREFILLING, State.DECODING, State.PAUSED)
-            holders = [s for s in self.live() if s.state in states and s not in self._favoured]
+            holders = [s for s in self.live() if s.state in states and id(s) not in self._advanced]
             if self._tenants.contend:
                 self._tenants.look(self._holders(), self.running, self.step)
                 crowd = self._tenants.crowd
