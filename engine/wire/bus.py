@@ -1,4 +1,4 @@
-"""The two ends of the bus, next to each other: every command and retry.  What stands in Redis is in `scripts.py`.
+"""The two ends of the bus, next to each other: every command and retry.  What stands in Redis is in `keys.py`.
 
 Durability is the server's: with `appendfsync everysec` a server crash loses nothing, a power cut up to a second.
 Needs Redis 6.2 or later, or Valkey; nothing here is pickled.

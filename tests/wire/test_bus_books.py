@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.wire.bus import EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
+from engine.wire.keys import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.scripts import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.tokenlog import Said
 
 ENGINES = ("e0", "e1")
