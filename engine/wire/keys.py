@@ -21,10 +21,11 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
                               since (unix ms of its submit), tenant,                           after its deadline
                               deadline (unix ms), engine (who
-                              claimed it), listeners (gateways, one a
-                              line), dropped (indices of continuations       attach, cancel
-                              nobody wants any more), attempts and said      lapse
-                              (see Poison)
+                              claimed it), from (who held it last and        lapse, close
+                              holds it no more), listeners (gateways,
+                              one a line), dropped (indices of               attach, cancel
+                              continuations nobody wants any more),
+                              attempts and said (see Poison)                 lapse
                      hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
                               bring it back
     log:ID           hash     n, retain (ms), record (the gateway's, see     submit            `retain` after the
@@ -33,17 +34,19 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
                               head:I (msgpack [cached tokens, prompt
                               logprobs], only where there are any) and
                               delivered:I (tokens its clients got)           settle
-    log:ID:I         string   its output so far, 4 bytes a token, little     exchange
-                              endian: what a client may have seen
-    log:ID:I:probs   string   (4 bytes length, msgpack [TokenLogprob..]) ..  exchange
-                              where they were asked for
+    log:ID:I         string   its output so far, 4 bytes a token, little     exchange, or
+                              endian                                         who reads
+    log:ID:I:logprobs list    msgpack TokenLogprob of each of them, where    exchange
+                              they were asked for
+    tail:ENGINE      list     msgpack TokenBatch: what its last exchanges    exchange          when the logs have
+                              said, as far as the logs may lack it                             it; TAIL at most
     once:KEY         hash     id and body digest of the request that came    submit            with its log
                               first under an idempotency key
     usage:TENANT     hash     requests (one a prompt), prompt_tokens,        submit            never
                               generated and                                  exchange
                               delivered (output tokens)                      settle
     gateways         set      gateways that may be alive                     fleet             when found dead
-    gateway:NAME     string   its heartbeat                                  fleet             GATEWAY
+    gateway:NAME     string   number of its last heartbeat                   fleet             GATEWAY
     open:GATEWAY     set      ids of requests it listens to                  submit, attach    at their end
     orphans          zset     id that no live gateway listens to -> unix     fleet             attach, end
                               ms at which it is withdrawn
@@ -58,7 +61,6 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
                               it), heard (unix ms of it), trial (the
                               suspect it runs)
     held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
-    lost:ENGINE      zset     what a lapsed lease took from it               lapse             its return, MEMORY
     orders:ENGINE    list     "ID": abort it; "ID INDEX": one of its         cancel, claim     next exchange, MEMORY
                               continuations; "ID >GATEWAYS": who listens;
                               "ID ?": audit yourself, and say so in          audit
@@ -87,11 +89,17 @@ come for the first time leave of it, as far as the last seconds tell.  A crowd t
 will come next, so the seconds in which most came are left out, and as many in which least did.  Where newcomers leave
 nothing there is still a share, the larger the later the promise, so that a long crowd still gets a time.
 
-The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
-one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
-request goes on from there.  It follows that only one engine may write to a log.  When its lease lapses an engine's
-epoch moves on, and an exchange of an earlier epoch is refused as a whole, with a list of what the engine still holds: a
-zombie can't write, whenever it wakes.
+The token log.  What a client may have seen stands in the log, or in the tail of the engine that said it, and nothing
+else does.  The exchange that appends a TokenBatch to a gateway's stream appends it to the tail as well, in one atomic
+step; once in TAIL exchanges the engine sends all that its requests have said meanwhile, each in one piece, and that
+replaces the tail.  Whoever reads a log first enters in it what the tails have.  Every piece says at which output
+position it begins: what the log has already is skipped, and where it would leave a hole nothing is done at all.
+
+A claim hands the log out, so a request goes on from there.  It follows that only one engine may write to a log.  When
+its lease lapses an engine's epoch moves on, and an exchange of an earlier epoch is refused as a whole: a zombie can't
+write, whenever it wakes.  So is one that does not follow on the last exchange, or would leave a hole: Redis has lost
+what it had acknowledged.  In both cases the engine rejoins: it says what it holds, keeps what nobody else has taken,
+sends again what those logs lack, and what it did not name goes back to the queue.
 
 The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in the exchange that brings the tokens, so it
 is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
@@ -119,6 +127,7 @@ PUNCTUAL_MS = 50  # so much too early is in time
 CAME_S = 10  # whole seconds that newcomers are counted over
 CAME_OUTLIERS = 2  # of them, left out at either end
 CAME_MS = 1000 * (CAME_S + 2)
+TAIL = 16  # exchanges after which an engine enters what it has said in the logs
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
@@ -201,19 +210,58 @@ end
 
 -- the log
 
-local function grow(id, what, bytes)  -- append to log:ID:what, which lives as long as the log
-  local key = P .. 'log:' .. id .. ':' .. what
-  if call('APPEND', key, bytes) == #bytes then
-    local ms = call('PTTL', P .. 'log:' .. id)
-    if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
-  end
+local function live_with_log(id, key)  -- a new key of the log goes when the log does
+  local ms = call('PTTL', P .. 'log:' .. id)
+  if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
 end
 
 local function continuations(id)  -- how many, 0 without a log
   return tonumber(call('HGET', P .. 'log:' .. id, 'n') or 0)
 end
 
-local function said(id)  -- tokens in the log, all continuations together
+-- Append these tokens, 4 bytes each, of which the first stands at output position `first`; what is there is skipped.
+local function grow(id, index, first, tokens)
+  local key = P .. 'log:' .. id .. ':' .. index
+  local length = call('STRLEN', key)
+  local skip = length - 4 * first
+  if skip < 0 or skip >= #tokens then return end
+  if skip > 0 then tokens = string.sub(tokens, skip + 1) end
+  call('APPEND', key, tokens)
+  if length == 0 then live_with_log(id, key) end
+end
+
+local function grow_logprobs(id, index, first, values)  -- the same; each value has its length, 4 bytes, before it
+  local key = P .. 'log:' .. id .. ':' .. index .. ':logprobs'
+  local length, at = call('LLEN', key), 1
+  local skip = length - first
+  if skip < 0 then return end
+  while at <= #values do
+    local size = struct.unpack('<I', values, at)
+    if skip > 0 then skip = skip - 1 else call('RPUSH', key, string.sub(values, at + 4, at + 3 + size)) end
+    at = at + 4 + size
+  end
+  if length == 0 then live_with_log(id, key) end
+end
+
+local function fold(engine)  -- enter its tail in the logs
+  local key = P .. 'tail:' .. engine
+  local batches = call('LRANGE', key, 0, -1)
+  if #batches == 0 then return end
+  call('DEL', key)  -- a first write that memory never refuses
+  for _, batch in ipairs(batches) do
+    for _, delta in ipairs(cmsgpack.unpack(batch).deltas) do
+      local id, first, tokens, index = delta[1], delta[2], delta[3], delta[5]
+      for i, token in ipairs(tokens) do tokens[i] = struct.pack('<I', token) end
+      grow(id, index, first, table.concat(tokens))
+    end
+  end
+end
+
+local function fold_all()
+  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do fold(engine) end
+end
+
+local function said(id)  -- tokens in the log, all continuations together; without the tail
   local bytes = 0
   for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
   return bytes / 4
@@ -267,7 +315,7 @@ local function keep(id)  -- its log goes `retain` ms from now
   if not retain then return end
   for i = 0, continuations(id) - 1 do
     call('PEXPIRE', log .. ':' .. i, retain)
-    call('PEXPIRE', log .. ':' .. i .. ':probs', retain)
+    call('PEXPIRE', log .. ':' .. i .. ':logprobs', retain)
   end
   call('PEXPIRE', log, retain)
   if once then call('PEXPIRE', P .. 'once:' .. once, retain) end
@@ -402,18 +450,24 @@ local function accuse(engine, ids)  -- it died and held these: count, and set as
   end
 end
 
--- All it holds goes back to where it stood; returns those requests.  `died`: it did not close.
+local function let_go(engine, id)  -- it is not held any more
+  local key = P .. 'req:' .. id
+  call('ZREM', P .. 'held:' .. engine, id)
+  if not alive(id) then return false end
+  call('HDEL', key, 'engine')
+  call('HSET', key, 'from', engine)
+  charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
+  return true
+end
+
+-- All it holds goes back to where it stood.  `died`: it did not close.
 local function give_back(engine, died)
+  fold(engine)
   local ids, held = {{}}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
   call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
   call('SREM', P .. 'engines', engine)
   for _, id in ipairs(held) do
-    if alive(id) then
-      local key = P .. 'req:' .. id
-      call('HDEL', key, 'engine')
-      charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
-      ids[#ids + 1] = id
-    end
+    if let_go(engine, id) then ids[#ids + 1] = id end
   end
   if died then accuse(engine, ids) end
   call('HDEL', P .. 'engine:' .. engine, 'trial')
@@ -421,6 +475,5 @@ local function give_back(engine, died)
     if alive(id) and not call('ZSCORE', P .. 'suspects', id) then enqueue(id) end
   end
   if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
-  return ids
 end
 """

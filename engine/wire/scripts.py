@@ -134,11 +134,13 @@ for _, id in ipairs(call('SMEMBERS', P .. 'open:' .. gateway)) do
 end
 """
 
-# gateway, grace in ms before requests of dead gateways are withdrawn
+# gateway, grace in ms before requests of dead gateways are withdrawn, number of this heartbeat
 _FLEET = f"""
-local me, grace = unpack(ARGV)
-local known = call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
-call('SET', P .. 'gateway:' .. me, 1, 'PX', {GATEWAY_MS})
+local me, grace, beat = unpack(ARGV)
+local before = call('GET', P .. 'gateway:' .. me)
+local known = before and (before == beat or before + 1 == beat + 0) and 1 or 0
+call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
+call('SET', P .. 'gateway:' .. me, beat, 'PX', {GATEWAY_MS})
 call('SADD', P .. 'gateways', me)
 for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do
   if call('EXISTS', P .. 'gateway:' .. name) == 0 then
@@ -152,9 +154,7 @@ end
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   if call('EXISTS', P .. 'lease:' .. engine) == 0 then
-    local lost = P .. 'lost:' .. engine
-    for place, id in ipairs(give_back(engine, true)) do call('ZADD', lost, place, id) end
-    call('PEXPIRE', lost, {MEMORY_MS})
+    give_back(engine, true)
     call('HINCRBY', P .. 'engine:' .. engine, 'epoch', 1)
     call('PEXPIRE', P .. 'engine:' .. engine, {MEMORY_MS})
   end
@@ -185,38 +185,26 @@ if gateway ~= '' and alive(id) then
     call('ZREM', P .. 'orphans', id)
   end
 end
+fold_all()
 local found = {}
 for i = 0, n - 1 do
   local finish, head = unpack(call('HMGET', log, 'finish:' .. i, 'head:' .. i))
-  found[i + 1] = {call('GET', log .. ':' .. i), finish, head, call('GET', log .. ':' .. i .. ':probs')}
+  found[i + 1] = {call('GET', log .. ':' .. i), finish, head, call('LRANGE', log .. ':' .. i .. ':logprobs', 0, -1)}
 end
 return {record or '', found}
 """
 
 # id, continuation, output position to begin at, most tokens
 _LOG = """
-local id, index, first, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local id, index, first, last = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[3] + ARGV[4] - 1
 local log = P .. 'log:' .. id
 local key = log .. ':' .. index
 if tonumber(index) >= continuations(id) then return false end
 local finish, head = unpack(call('HMGET', log, 'finish:' .. index, 'head:' .. index))
-if call('STRLEN', key) > 4 * (first + count) then finish = false end
--- Frames of logprobs are as large as their Deltas were: skip those before `first`, take those that begin in time.
-local probs, at, position, frames, skipped = key .. ':probs', 0, 0, {}, 0
-while count > 0 do
-  local top = call('GETRANGE', probs, at, at + 8)
-  if #top < 5 then break end
-  local length, kind, a, b, c, d = struct.unpack('<I', top), string.byte(top, 5, 9)
-  local entries = kind < 0xa0 and kind - 0x90 or kind == 0xdc and 256 * a + b or ((256 * a + b) * 256 + c) * 256 + d
-  if position >= first + count then break end
-  if position + entries > first then
-    if #frames == 0 then skipped = first - position end
-    frames[#frames + 1] = call('GETRANGE', probs, at, at + 3 + length)
-  end
-  at, position = at + 4 + length, position + entries
-end
-local found = #frames > 0 and table.concat(frames) or false
-return {call('GETRANGE', key, 4 * first, 4 * (first + count) - 1), finish, head, found, skipped}
+-- Nearly always what is read stands in the log: it is slow readers who read it.
+if call('STRLEN', key) < 4 * (last + 1) then fold_all() end
+if call('STRLEN', key) > 4 * (last + 1) then finish = false end
+return {call('GETRANGE', key, 4 * first, 4 * last + 3), finish, head, call('LRANGE', key .. ':logprobs', first, last)}
 """
 
 # idempotency key
@@ -237,6 +225,7 @@ for _, id in ipairs(ARGV) do keep(id) end
 
 # (id, tenant, n, n counts of tokens) ...; returns generated, delivered, and how much of that is new, of each
 _SETTLE = """
+fold_all()
 local found, i = {}, 1
 while i <= #ARGV do
   local id, tenant, n = unpack(ARGV, i, i + 2)
@@ -286,7 +275,7 @@ _OPEN = f"""
 local engine, session = unpack(ARGV)
 local state = P .. 'engine:' .. engine
 give_back(engine, call('HGET', state, 'session') ~= session)
-call('DEL', P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+call('DEL', P .. 'orders:' .. engine)
 call('HSET', state, 'session', session, 'seq', 0)
 call('PEXPIRE', state, {MEMORY_MS})
 return call('HGET', state, 'epoch') or '0'
@@ -297,7 +286,7 @@ _CLOSE = """
 local engine, session = unpack(ARGV)
 if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
 give_back(engine, false)
-call('DEL', P .. 'engine:' .. engine, P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+call('DEL', P .. 'engine:' .. engine, P .. 'orders:' .. engine)
 """
 
 # engine: the loads of the others
@@ -309,66 +298,100 @@ end
 return loads
 """
 
+# engine, session, seq of its last exchange, lease ms, load, then the ids it holds: see "The token log" in keys.py.
+# Returns the epoch, and for each id that it goes on with: who listens, and how many tokens of each continuation the log
+# has
+_REJOIN = f"""
+local me, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
+local state = P .. 'engine:' .. me
+if (call('HGET', state, 'session') or session) ~= session then return redis.error_reply('SUPERSEDED') end
+call('HDEL', state, 'reply')  -- a first write that memory never refuses
+fold(me)
+local mine, kept = {{}}, {{}}
+for i = 6, #ARGV do
+  local id = ARGV[i]
+  if alive(id) and not call('ZSCORE', P .. 'held:' .. me, id) and call('HGET', P .. 'req:' .. id, 'from') == me
+     and dequeue(id) then
+    hold(me, id)
+  end
+  if call('ZSCORE', P .. 'held:' .. me, id) then
+    local lengths = {{}}
+    for index = 0, continuations(id) - 1 do
+      lengths[index + 1] = call('STRLEN', P .. 'log:' .. id .. ':' .. index) / 4
+    end
+    kept[id] = true
+    mine[#mine + 1] = {{id, listeners(id), lengths}}
+  end
+end
+for _, id in ipairs(call('ZRANGE', P .. 'held:' .. me, 0, -1)) do
+  if not kept[id] and let_go(me, id) then enqueue(id) end
+end
+call('HSET', state, 'session', session, 'seq', seq)
+call('PEXPIRE', state, {MEMORY_MS})
+call('SADD', P .. 'engines', me)
+call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
+return {{call('HGET', state, 'epoch') or '0', mine}}
+"""
+
+# false: nothing was done, the engine has to rejoin.
 # engine, session, seq, epoch, lease ms, load, room in tokens, room in requests, msgpack of [finished id ...], of
-# {tenant: output tokens ...} and of ["ID:INDEX", tokens, ...], all those tokens in 4 bytes each, n, n (id, field or
-# "probs:INDEX", value) for the logs, then (gateway, batch) ...
+# {{tenant: output tokens ...}} and of [id, continuation, output position, how many tokens, ...], all those tokens in 4
+# bytes each, 1 if these pieces leave nothing of the tail, n, n (id, field or "logprobs INDEX FIRST", value) for the
+# logs, then (gateway, or '' for none, 1 if it is for the tail, batch) ...
 _EXCHANGE = f"""
 local me, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local state = P .. 'engine:' .. me
 local known = call('HMGET', state, 'session', 'seq', 'reply', 'epoch', 'trial')
 if known[1] and known[1] ~= session then return redis.error_reply('SUPERSEDED') end
 
-local function renew()
-  call('SADD', P .. 'engines', me)
-  call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
-  call('PEXPIRE', state, {MEMORY_MS})
-end
-
 local claimed, orders = {{}}, {{}}
 if known[2] == seq then  -- all done already, only the reply did not arrive
   claimed, orders = unpack(cmsgpack.unpack(known[3]))
-elseif (known[4] or '0') ~= epoch then  -- its lease lapsed: what nobody took goes on here, and nothing else
-  call('HDEL', state, 'reply')
-  for _, id in ipairs(call('ZRANGE', P .. 'lost:' .. me, 0, -1)) do
-    if alive(id) and dequeue(id) then hold(me, id) end
-  end
-  call('DEL', P .. 'lost:' .. me)
-  call('HSET', state, 'session', session)
-  renew()
-  return {{'FENCED', known[4] or '0', call('ZRANGE', P .. 'held:' .. me, 0, -1)}}
 else
+  if (known[4] or '0') ~= epoch or (known[2] or -1) + 1 ~= seq + 0 then return false end
+  local pieces, tokens, at = cmsgpack.unpack(ARGV[11]), ARGV[12], 1
+  for i = 1, #pieces, 4 do
+    local id, index, first = unpack(pieces, i, i + 2)
+    if call('STRLEN', P .. 'log:' .. id .. ':' .. index) < 4 * first and continuations(id) > 0 then return false end
+  end
   call('HDEL', state, 'reply')  -- a first write that memory never refuses: exchanges are what empties a full Redis
   local room_tokens, room_requests = tonumber(ARGV[7]), tonumber(ARGV[8])
   for tenant, tokens in pairs(cmsgpack.unpack(ARGV[10])) do
     charge(tenant, {OUTPUT_COST} * tokens)
     call('HINCRBY', P .. 'usage:' .. tenant, 'generated', tokens)
   end
-  local pieces, tokens, at = cmsgpack.unpack(ARGV[11]), ARGV[12], 1
-  for i = 1, #pieces, 2 do
-    local id, index = string.match(pieces[i], '^(.*):(%d+)$')
-    grow(id, index, string.sub(tokens, at, at + 4 * pieces[i + 1] - 1))
-    at = at + 4 * pieces[i + 1]
+  for i = 1, #pieces, 4 do
+    local id, index, first, count = unpack(pieces, i, i + 3)
+    grow(id, index, first, string.sub(tokens, at, at + 4 * count - 1))
+    at = at + 4 * count
   end
-  local batches = 14 + 3 * ARGV[13]
-  for i = 14, batches - 1, 3 do
+  local tail = P .. 'tail:' .. me
+  if ARGV[13] == '1' then call('DEL', tail) end
+  local batches = 15 + 3 * ARGV[14]
+  for i = 15, batches - 1, 3 do
     local id, field, value = unpack(ARGV, i, i + 2)
-    local probs = string.match(field, '^probs:(%d+)$')
-    if probs then
-      grow(id, probs .. ':probs', value)
+    local index, first = string.match(field, '^logprobs (%d+) (%d+)$')
+    if index then
+      grow_logprobs(id, index, first, value)
     elseif call('EXISTS', P .. 'log:' .. id) == 1 then
       call('HSET', P .. 'log:' .. id, field, value)
     end
   end
-  for i = batches, #ARGV, 2 do
-    local out = P .. 'out:' .. ARGV[i]
-    call('XADD', out, '*', 'b', ARGV[i + 1])
-    call('PEXPIRE', out, {STREAM_MS})
+  for i = batches, #ARGV, 3 do
+    local gateway, lasting, batch = unpack(ARGV, i, i + 2)
+    if lasting == '1' then call('RPUSH', tail, batch) end
+    if gateway ~= '' then
+      local out = P .. 'out:' .. gateway
+      call('XADD', out, '*', 'b', batch)
+      call('PEXPIRE', out, {STREAM_MS})
+    end
   end
   for _, id in ipairs(cmsgpack.unpack(ARGV[9])) do
     if call('ZREM', P .. 'held:' .. me, id) == 1 then bury(id) end
   end
   local trial = known[5]
   if trial then
+    fold(me)
     local attempts = call('HMGET', P .. 'req:' .. trial, 'attempts', 'said')
     if not call('ZSCORE', P .. 'held:' .. me, trial) or not attempts[1] or said(trial) > tonumber(attempts[2]) then
       call('HDEL', P .. 'req:' .. trial, 'attempts', 'said')
@@ -408,11 +431,14 @@ else
     local id, names = string.match(what, '^(.*) >(.*)$')
     if id then told[id] = names end
   end
+  if next(told) then fold(me) end
   for id, names in pairs(told) do tell(id, names) end
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, orders}}),
        'room', room, 'heard', now_ms())
 end
-renew()
+call('SADD', P .. 'engines', me)
+call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
+call('PEXPIRE', state, {MEMORY_MS})
 local works = {{}}
 for _, id in ipairs(claimed) do
   local payload, names = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'listeners'))
@@ -441,4 +467,4 @@ SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE 
     Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE)
 )
 QUARANTINED, AUDIT = map(Script, (_QUARANTINED, _AUDIT))
-OPEN, CLOSE, OTHERS, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _EXCHANGE))
+OPEN, CLOSE, OTHERS, REJOIN, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _REJOIN, _EXCHANGE))
