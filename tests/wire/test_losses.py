@@ -212,6 +212,8 @@ class Losses(RuleBasedStateMachine):
         self.gateway = GatewaySide(self.server.url, "g", namespace=self.namespace)
         self.past = Snapshots(self.client, self.namespace)
         self.names: list[str] = []
+        self.seen: dict[tuple[str, int], int] = {}  # tokens that clients may have seen of what Redis remembers
+        self.remembered: dict[tuple[str, int], int] = {}
         self.run(self.gateway.open())
         self.engines = []
         for name in ENGINES:
@@ -236,12 +238,22 @@ class Losses(RuleBasedStateMachine):
         mine = [(name, index) for name, at in engine.at.items() for index in range(len(at))]
         said = st.lists(st.tuples(st.sampled_from(mine), st.integers(1, 12)), unique_by=lambda one: one[0])
         drawn = data.draw(said) if mine else []
-        self.run(engine.exchange([(name, index, count) for (name, index), count in drawn], requests))
+        self.talk(engine, [(name, index, count) for (name, index), count in drawn], requests)
 
-    @rule(which=st.sampled_from((0, 1)), steps=st.integers(1, TAIL + 2))
-    def go_on(self, which: int, steps: int) -> None:
+    @rule(which=st.sampled_from((0, 1)), steps=st.integers(1, TAIL + 2), count=st.integers(1, 3))
+    def go_on(self, which: int, steps: int, count: int) -> None:
+        engine = self.engines[which]
         for _ in range(steps):
-            self.run(self.engines[which].say())
+            self.talk(engine, [(name, index, count) for name, at in engine.at.items() for index in range(len(at))], 2)
+
+    def talk(self, engine: Computing, pieces: list[tuple[str, int, int]], requests: int) -> None:
+        before = {name: list(at) for name, at in engine.at.items()}
+        claimed = self.run(engine.exchange(pieces, requests))
+        counts = {(name, index): count for name, index, count in pieces}
+        for name, at in before.items():
+            for index, position in enumerate(at if name not in claimed.lost else ()):
+                end = min(position + counts.get((name, index), 0), LENGTH)
+                self.seen[name, index] = max(self.seen.get((name, index), 0), end)
 
     @rule(which=st.sampled_from(ENGINES))
     def lapse(self, which: str) -> None:
@@ -251,17 +263,20 @@ class Losses(RuleBasedStateMachine):
     @rule()
     def keep(self) -> None:
         self.past.keep()
+        self.remembered = dict(self.seen)
 
     @rule()
     def go_back(self) -> None:
         self.past.go_back()
+        self.seen = dict(self.remembered)
 
     @rule(data=st.data())
     @precondition(lambda self: self.names)
     def look(self, data: st.DataObject) -> None:
         name, first = data.draw(st.sampled_from(self.names)), data.draw(st.integers(0, LENGTH))
         if self.run(self.gateway.attach(name, listen=False)) is not None:
-            self.run(logged(self.gateway, name))
+            for index, said in enumerate(self.run(logged(self.gateway, name))):
+                assert len(said.token_ids) >= self.seen.get((name, index), 0)
             said = self.run(self.gateway.log(name, 0, first, 9))
             assert said.token_ids == [token(name, 0, first + at) for at in range(len(said.token_ids))]
 
