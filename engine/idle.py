@@ -26,12 +26,13 @@ from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.errors import ModelLoadError
 from engine.loop import ConfigError
-from engine.offline import LLM, all_cores
+from engine.offline import LLM, Completion, all_cores
 from engine.wire import settings
 from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, steps before the profile, steps in it
+PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, steps of all before the profile, steps in it
+JOINING = 200  # tokens that the first may have when the last one joins
 MOST = 12  # kernels named
 
 
@@ -44,7 +45,7 @@ class Idle(msgspec.Struct):
     between_steps: float  # the same, as a fraction of the step
     idle: float  # fraction of the time in which nothing runs, gaps between kernels of a step included
     launches: int  # kernels and copies a step
-    kernels: dict[str, float]  # those that take most of it
+    kernels: dict[str, float]  # those that take most of it: by how much each moves the step's end (launches overlap)
 
 
 class Did(NamedTuple):
@@ -57,9 +58,12 @@ class Did(NamedTuple):
 
 def measure(llm: LLM, batch: int, trace: str | None) -> Idle:
     """Decode `batch` sequences; all have joined before the profile begins, and none ends within it."""
+    joined: list[Completion] = []
     for seed in range(batch):
         ids = random.Random(seed).choices(range(llm.executor.info.vocab_size), k=PROMPT)
-        llm.submit(ids, GREEDY, max_new_tokens=WARM + STEPS + 80)
+        joined.append(llm.submit(ids, GREEDY, max_new_tokens=JOINING + WARM + STEPS))
+    while not all(each.outputs[0].token_ids for each in joined):
+        llm.step()
     for _ in range(WARM):
         llm.step()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
@@ -91,7 +95,7 @@ def evaluate(batch: int, did: list[Did]) -> Idle:
     until = last_home = did[0].end
     time_of: Counter[str] = Counter()
     for before, each in pairwise(did):
-        time_of[each.name[:60]] += each.end - each.start
+        time_of[each.name[:60]] += max(0, each.end - max(until, each.start))
         idle += max(0, each.start - until)
         if "DtoH" in before.name:
             gaps.append(max(0, each.start - until))
@@ -119,6 +123,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trace", type=Path)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    config = msgspec.structs.replace(config, itl_stretch=0.0)  # all join at once
     try:
         llm = LLM.over(config, local.load(all_cores(config)))
     except (ModelLoadError, ConfigError) as error:

@@ -1,7 +1,13 @@
-"""The models that GPU figures are measured with: shapes alone, the weights are made up on the device."""
+"""The models that GPU figures are measured with: shapes alone, the weights are made up on the device.
+
+    python -m loadtest.shapes llama-8b DIR
+
+writes what an engine takes as DIR with `--load random`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
@@ -36,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -53,3 +59,11 @@ def write(name: str, directory: Path) -> None:
     """A checkpoint without weights: `--load random` fills them in."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[name], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m loadtest.shapes")
+    parser.add_argument("name", choices=CONFIGS)
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    write(args.name, args.directory)

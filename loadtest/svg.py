@@ -31,7 +31,7 @@ class Bars:
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) from `low` to the first at or above `high`."""
-    span = max(high - low, 1e-12)
+    span = max(high - low, 1e-12 * max(1.0, abs(high)))  # narrower ones have no numbers of their own between them
     power = 10 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
     first = math.floor(low / step + 1e-9)

@@ -34,6 +34,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 BATCHES = (1, 8, 32, 128, 256)
 PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
 CPU_KV_TOKENS = 32_768
+MODEL_LEN = 8192  # on a GPU; as vLLM's figures below
 # transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape: it gets the trace's start, clipped.
 CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
 
@@ -87,7 +88,9 @@ def run(command: list[str]) -> dict[str, float]:
 
 
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "engine.bench", "--requests", str(requests), *options, str(directory)]
+    # Nobody reads along, here or at the peers': prompts need not make way for anybody's next token.
+    offline = ["--itl-stretch", "0"]
+    return [sys.executable, "-m", "engine.bench", "--requests", str(requests), *offline, *options, str(directory)]
 
 
 def peer(python: str, name: str, directory: Path, requests: Path, *options: str) -> list[str]:
@@ -120,7 +123,8 @@ def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
         trace.write_requests(jobs, config["vocab_size"], requests)
         short = [trace.Job(j.prompt_len, min(j.output_len, CLIPPED_OUTPUT), j.prompt_seed) for j in jobs]
         trace.write_requests(short[:CLIPPED_REQUESTS], config["vocab_size"], clipped)
-        quire = ["--load", "random", "--latency", args.latency, "--compare-prefix-cache", "--rounds", str(args.rounds)]
+        quire = ["--load", "random", "--max-model-len", str(MODEL_LEN), "--latency", args.latency]
+        quire += ["--compare-prefix-cache", "--rounds", str(args.rounds)]
         systems = {
             "quire": engine(directory, requests, *quire, *args.options.split()),
             "transformers": peer(sys.executable, "transformers_batching", directory, clipped, "--device", "cuda"),

@@ -4,8 +4,9 @@
 //               for all.  More heads to a KV head make several groups, which load its keys once each.
 //   TILE        16 keys of one sequence and one KV head, from a multiple of 16 on.
 //   SHARE       what one warp does: so many consecutive tiles, counted sequence by sequence, in it head group by head
-//               group, in it key by key.  All CTAs have equal parts, give or take a tile, and so have the warps of a CTA:
-//               a share may end in the middle of one head group's keys and begin in the middle of another's.
+//               group, in it key by key.  All CTAs have equal parts, give or take a tile, or, where there is little to do, a
+//               head group each; and the warps of a CTA have equal shares: one may end in the middle of one head group's
+//               keys and begin in the middle of another's.
 //   PIECE       the tiles of a share that belong to one head group of one sequence.  The results of its pieces are
 //               merged, in order: those of a CTA's warps in shared memory, then those of several CTAs by the last of
 //               them to arrive.

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <climits>
 
 #include "common.cuh"
 #include "decode_plan.cuh"
@@ -15,7 +16,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;  // of a CTA: with fewer, merging costs more than waiting for fewer CTAs
+constexpr int kMinTiles = 16;     // of a CTA: with fewer, merging costs more than waiting for fewer CTAs
+constexpr int kWholeTiles = 32;   // of a head group: up to so many, one CTA is done as soon as several that merge
+constexpr int kEvenTiles = 1024;  // of a CTA: with more, four idle multiprocessors cost more than the merging
 
 // Where `position`, counted in tiles over all head groups of all sequences, lies.
 struct Place {
@@ -33,22 +36,50 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
   return {low, inside / tiles, inside % tiles, tiles};
 }
 
-// How all tiles are cut into the CTAs' parts.
+// How all tiles are cut into the CTAs' parts: equally, or (`whole`) one head group each.
+//
+// A head group that several CTAs share is merged through memory, which takes 3 to 4 us; so parts that end where head groups
+// do are worth some that are longer than others, or some CTAs that stay idle.
 struct Cut {
+  const int* before;
   int64_t all;  // tiles
+  int groups;   // of a sequence
   int ctas;
+  bool whole;
 
-  __device__ Cut(int64_t all, const DecodeShape& shape)
-      : all(all), ctas(static_cast<int>(min(int64_t{shape.grid}, (all + kMinTiles - 1) / kMinTiles))) {}
-  __device__ int64_t begin(int cta) const { return all * cta / ctas; }
+  // `filled`: sequences with keys, each with `fewest` to `most` tiles a head group.
+  __device__ Cut(const int* before, int groups, int filled, int fewest, int most, int grid)
+      : before(before), all(int64_t{before[kDecodeMaxSeqs]} * groups), groups(groups) {
+    const int head_groups = filled * groups;
+    whole = head_groups <= grid && most <= kWholeTiles && before[filled] == before[kDecodeMaxSeqs];
+    ctas = whole ? head_groups : static_cast<int>(min(int64_t{grid}, (all + kMinTiles - 1) / kMinTiles));
+    if (whole || fewest < most || all > int64_t{kEvenTiles} * ctas) return;
+    // All head groups are equally long: the nearest number of CTAs that divides them, or that they divide.
+    const int wanted = ctas, least = wanted < grid ? wanted / 2 : wanted - wanted / 16;
+    for (int step = 0; wanted - step >= least; ++step) {
+      for (const int ctas_then : {wanted - step, wanted + step}) {
+        if (ctas_then < 1 || ctas_then > grid) continue;
+        if (head_groups % ctas_then == 0 || ctas_then % head_groups == 0) {
+          ctas = ctas_then;
+          return;
+        }
+      }
+    }
+  }
+  __device__ int64_t begin(int cta) const {
+    if (!whole) return all * cta / ctas;
+    const int seq = cta / groups;
+    return int64_t{before[seq]} * groups + cta % groups * (before[seq + 1] - before[seq]);
+  }
+  // Who has that tile; only asked where head groups are shared.
   __device__ int cta_of(int64_t position) const { return static_cast<int>(((position + 1) * ctas - 1) / all); }
 };
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, DecodePlan plan, DecodeShape shape) {
   __shared__ int before[kDecodeMaxSeqs + 1];  // tiles of one head group of the sequences before
   __shared__ int sums[kThreads / 32];
-  __shared__ int empty;
-  if (threadIdx.x == 0) empty = 0;
+  __shared__ int empty, filled, fewest, most;  // sequences without and with keys; tiles of a head group
+  if (threadIdx.x == 0) empty = filled = most = 0, fewest = INT_MAX;
   wait_for_previous_kernels();
   __syncthreads();
   const int groups = shape.kv_heads * shape.parts_per_kv;
@@ -60,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
   };
 
   constexpr int kEach = kDecodeMaxSeqs / kThreads;
-  int tiles[kEach], sum = 0, empties = 0;
+  int tiles[kEach], sum = 0, empties = 0, with_keys = 0, low = INT_MAX, high = 0;
   for (int i = 0; i < kEach; ++i) {
     const int s = threadIdx.x * kEach + i;
     tiles[i] = 0;
@@ -70,10 +101,22 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
     tiles[i] = seq.end_tile() - seq.first_tile();
     sum += tiles[i];
     empties += seq.token >= 0 && seq.len == 0;
+    if (tiles[i] == 0) continue;
+    ++with_keys;
+    low = min(low, tiles[i]);
+    high = max(high, tiles[i]);
   }
   if (empties) atomicAdd(&empty, empties);
-
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  with_keys = __reduce_add_sync(~0u, with_keys);
+  low = __reduce_min_sync(~0u, low);
+  high = __reduce_max_sync(~0u, high);
+  if (lane == 0 && with_keys) {
+    atomicAdd(&filled, with_keys);
+    atomicMin(&fewest, low);
+    atomicMax(&most, high);
+  }
+
   int total = sum;  // of this thread and those before it in the warp
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(~0u, total, step);
@@ -100,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
 
   const int thread = blockIdx.x * kThreads + threadIdx.x;
   constexpr int kAll = kCtas * kThreads;
-  const Cut cut(int64_t{before[kDecodeMaxSeqs]} * groups, shape);
+  const Cut cut(before, groups, filled, fewest, most, shape.grid);
   if (thread == 0) *plan.header = {.ctas = cut.ctas, .empty = empty};
   const auto share_at = [&](int64_t from, int64_t to) {
     DecodeShare share{};

@@ -152,6 +152,9 @@ class LocalExecutor:
         """Drop the steps in flight and let go of all memory."""
         self._in_flight.clear()
         self._worker = None
+        gc.unfreeze()  # a worker and its graphs know each other
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing where no GPU was used
 
 
 def load(config: EngineConfig) -> Executor:

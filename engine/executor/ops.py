@@ -140,6 +140,9 @@ def _build_script(target: Target) -> str:
     ]
     # No -fopenmp: pool.h says why.  GOMP_parallel stays open here and is found in what libtorch_cpu depends on.
     libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    # A compiler that has libstdc++ only as an archive links a second one; were it seen from outside, half of its calls
+    # would go to the process's own, and messages with numbers in them crash.
+    libraries.append("-Wl,--exclude-libs,ALL")
     sources = sorted(CSRC.rglob("*.cpp"))
     rules = [("compile", "$cxx -MMD -MF $out.d $flags -c $in -o $out")]
     if target.gpus:

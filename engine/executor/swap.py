@@ -133,7 +133,7 @@ class Swap:
         return event
 
     def _parts(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        size = len(self._staging)
+        size = max(1, len(self._staging))
         return (pairs[start : start + size] for start in range(0, len(pairs), size))
 
     def _on_device(self, blocks: list[int]) -> Tensor:

@@ -108,7 +108,11 @@ class Worker:
         wanted = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
         self.host_blocks = min(wanted // (token_bytes * config.block_size), 2 * self.blocks)
         self.swap = Swap(caches, self.host_blocks)
-        self._sizes: list[int] = []  # of decode steps that have graphs
+        # Steps are padded to the sizes that graphs have, or would have: how many rows a product has decides how it adds
+        # up, and a graph must not change a token.
+        self._sizes = ladder(max_seqs) if self._gpu else []
+        self._batch.shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
+        self._captured = False
         if graphs:
             self._capture(config.graph_seconds)
 
@@ -182,12 +186,12 @@ class Worker:
 
     def _decode(self, number: int) -> Pending:
         """One more token for every row: two graph launches where there are graphs."""
-        count = len(self._batch.rows)
-        if (size := rung(self._sizes, count)) is not None:
+        size = self._padded(len(self._batch.rows))
+        if self._captured:
             self._decode_graphs.replay(size)
             self._sample_graphs[self._samplers.general].replay(size)
             return self._pending(number, self._logits)
-        step = self._batch.decode_step(count)
+        step = self._batch.decode_step(size)
         self._batch.gather(step)
         logits = self._forward(step)
         self._sample(step, logits, self._samplers.general)
@@ -196,10 +200,10 @@ class Worker:
     def _mixed(self, number: int, mixed: Mixed) -> Pending:
         """Prompt slices beside the rows that decode."""
         count = len(self._batch.rows)
-        if mixed.shape in self._batch.shapes and (size := rung(self._sizes, max(1, count))) is not None:
+        if self._captured and mixed.shape in self._batch.shapes:
             self._mixed_graphs.replay(mixed.shape)
             if count:
-                self._sample_graphs[self._samplers.general].replay(size)
+                self._sample_graphs[self._samplers.general].replay(self._padded(count))
             return self._pending(number, self._logits)
         step = self._batch.mixed_step(mixed)
         logits = self._forward(step)
@@ -209,6 +213,10 @@ class Worker:
             logprobs_of(logits[t.at : t.at + len(t.ids)], t.ids, [(t.row, t.top)] * len(t.ids)) for t in step.targets
         )
         return self._pending(number, logits, prompt_logprobs)
+
+    def _padded(self, count: int) -> int:
+        """How many rows a step of `count` computes."""
+        return rung(self._sizes, count) or count
 
     def _forward(self, step: StepTensors) -> Tensor:
         """Logits [L, V] of the tokens that `step` wants them of; an empty tensor when it wants none."""
@@ -283,8 +291,9 @@ class Worker:
         graphs = self._decode_graphs, *self._sample_graphs
         sizes = urgent(ladder(self._max_seqs))
         done = capture_all([partial(each.capture, size) for size in sizes for each in graphs], seconds)
-        self._sizes = [size for size in self._decode_graphs.keys if all(size in each for each in graphs)]
-        if done:
+        sizes = [size for size in self._decode_graphs.keys if all(size in each for each in graphs)]
+        if sizes:
+            self._sizes, self._captured = sizes, True
             shapes = mixed_ladder(self._max_seqs, self._step_tokens)
             left = seconds - (time.monotonic() - started)
             done += capture_all([partial(capture_mixed, shape) for shape in shapes], left)

@@ -1,4 +1,4 @@
-"""Kernels are compiled once for all tests here, into the user's cache, or taken from QUIRE_KERNELS_LIBRARY."""
+"""Kernels are compiled once for all tests here, into the user's cache, or taken from QUIRE_KERNELS."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from engine.executor import ops
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> None:
-    library = os.environ.get("QUIRE_KERNELS_LIBRARY")
+    library = os.environ.get("QUIRE_KERNELS")
     ops.load(library=Path(library) if library else None)

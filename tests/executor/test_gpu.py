@@ -41,6 +41,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 def llm(checkpoint: Path, **changes: object) -> LLM:
     options = {"dtype": "bfloat16", "kv_blocks": 600, "max_seqs": 40, "step_tokens": 256, "kernels": KERNELS}
+    options["itl_stretch"] = 0.0  # measured times must not decide how prompts are cut
     config = EngineConfig(model=str(checkpoint), **(options | changes))  # type: ignore[arg-type]
     return LLM.over(config, load(config))
 
@@ -97,9 +98,7 @@ def test_graphs_change_no_token(checkpoint: Checkpoint, family: str) -> None:
             engine = llm(checkpoint(family), graph_seconds=seconds)
             answers = engine.generate(prompts, samplings, max_new_tokens=counts)
             found.append([answer.outputs[0].token_ids for answer in answers])
-        same = sum(a == b for a, b in zip(*found, strict=True))
-        # The number of rows decides how a product adds up, and padding changes it: near-ties may fall either way.
-        assert same >= 27
+        assert found[0] == found[1]
 
 
 def test_seeded_text_does_not_change_with_the_company(checkpoint: Checkpoint) -> None:
@@ -125,27 +124,32 @@ def test_logprobs_and_prompt_logprobs(checkpoint: Checkpoint, reference: Referen
 
 
 def test_ten_thousand_steps_allocate_nothing(checkpoint: Checkpoint) -> None:
-    """Counted by torch's allocator, host side included, from the first steady step on."""
+    """Counted by torch's allocator, host side included, while all rows decode."""
     engine = llm(checkpoint("llama"), max_model_len=1024, kv_blocks=2600)
-    for i in range(40):
-        engine.submit(words(20, i), GREEDY, max_new_tokens=900)
-    before: dict[str, int] = {}
     steps = 0
     while steps < 10_000:
-        engine.step()
-        if not engine.engine.core.waiting and not before and engine.engine.core.running == 40:
+        joined = [engine.submit(words(20, i), GREEDY, max_new_tokens=900) for i in range(40)]
+        while not all(each.outputs[0].token_ids for each in joined):
             engine.step()
-            before = torch.cuda.memory_stats()
-        if before:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        while engine.engine.core.running == 40:
+            engine.step()
             steps += 1
-        if engine.engine.core.running < 40 and steps:
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before["allocation.all.allocated"]
-            before = {}
-            while not engine.engine.core.idle:
-                engine.step()
-            for i in range(40):
-                engine.submit(words(20, i), GREEDY, max_new_tokens=900)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        while not engine.engine.core.idle:
+            engine.step()
     assert engine.executor.depth == 2
+
+
+def test_closing_gives_the_memory_back(checkpoint: Checkpoint) -> None:
+    """Graphs and worker refer to each other, and what was there at the start is frozen to the garbage collector."""
+    llm(checkpoint("llama")).close()  # what stays for good: libraries, their workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = llm(checkpoint("llama"), kv_blocks=60_000)
+    taken = torch.cuda.memory_allocated() - before
+    engine.close()
+    assert torch.cuda.memory_allocated() - before < taken / 10  # cuBLAS keeps 32 MiB for each stream it has seen
 
 
 def test_a_failed_step_leaves_the_executor_usable(checkpoint: Checkpoint) -> None:

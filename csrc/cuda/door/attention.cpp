@@ -1,9 +1,6 @@
 // The GPU's door to attention: tensors come in, are checked, and leave as pointers.  What only the device knows (lengths,
 // tables, rows) cannot be checked without waiting for it, and is not.
 
-#include <c10/core/ScalarType.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,30 +8,13 @@
 #include <optional>
 #include <utility>
 
-#include "../../checks.h"
 #include "../decode.h"
 #include "../prefill.h"
+#include "door.h"
 
 namespace quire::cuda::door {
 
 namespace {
-
-Dtype dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kBFloat16: return Dtype::bf16;
-    case at::kHalf: return Dtype::fp16;
-    case at::kFloat8_e4m3fn: return Dtype::e4m3;
-    default: return Dtype::f32;
-  }
-}
-
-// [blocks, Hkv, block_size, D]; inside a block contiguous, the stride between blocks is free.
-void expect_cache(const char* who, const at::Tensor& cache, const at::Tensor& like, Size& blocks, Size& kv_heads,
-                  Size& block_size, Size& dim) {
-  expect_cuda(who, cache, like);
-  expect(who, cache, {blocks, kv_heads, block_size, dim});
-  TORCH_CHECK_VALUE(cache.numel() == 0 || cache[0].is_contiguous(), who, ": blocks are not contiguous");
-}
 
 // Rows are read 16 bytes at a time.
 void expect_aligned(const char* who, const at::Tensor& t) {
@@ -93,8 +73,8 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       starts("query offsets"), two("keys and values");
   expect("q", q, {tokens, heads, dim});
   expect("out", out, {tokens, heads, dim});
-  expect_cache("k_cache", k_cache, q, blocks, kv_heads, block_size, dim);
-  expect_cache("v_cache", v_cache, q, blocks, kv_heads, block_size, dim);
+  expect_cache("k_cache", k_cache, blocks, kv_heads, block_size, dim, q);
+  expect_cache("v_cache", v_cache, blocks, kv_heads, block_size, dim, q);
   expect("tables", tables, {max_rows, max_blocks});
   expect("rows", rows, {seqs});
   expect("lens", lens, {seqs});
@@ -135,7 +115,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
   if (seqs == 0 || tokens == 0) return;
 
   const c10::cuda::CUDAGuard guard(q.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = stream_of(q);
   const PlanParts parts = parts_of(plan, heads, kv_heads, dim);
   const auto narrow = [](int64_t size) { return static_cast<int>(size); };
   const float* scale_numbers = scales ? scales->const_data_ptr<float>() : nullptr;
@@ -163,8 +143,8 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
             .block_size = narrow(block_size),
             .scale = static_cast<float>(scale),
             .soft_cap = static_cast<float>(soft_cap),
-            .dtype = dtype_of(q),
-            .cache_dtype = dtype_of(k_cache),
+            .dtype = dtype_of("q", q),
+            .cache_dtype = dtype_of("k_cache", k_cache),
             .plan = parts.decode,
         },
         stream);
@@ -198,8 +178,8 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       .scale = static_cast<float>(scale),
       .window = narrow(window),
       .soft_cap = static_cast<float>(soft_cap),
-      .dtype = dtype_of(q),
-      .cache_dtype = dtype_of(k_cache),
+      .dtype = dtype_of("q", q),
+      .cache_dtype = dtype_of("k_cache", k_cache),
       .plan = parts.prefill,
       .plan_bytes = parts.prefill_bytes,
   };
@@ -222,7 +202,7 @@ void attention_plan(const at::Tensor& q_start, const at::Tensor& lens, int64_t d
   expect_decodes(decodes, seqs);
 
   const c10::cuda::CUDAGuard guard(lens.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = stream_of(lens);
   const PlanParts parts = parts_of(plan, heads, kv_heads, head_size);
   const auto narrow = [](int64_t size) { return static_cast<int>(size); };
   if (decodes > 0) {
