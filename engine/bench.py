@@ -183,7 +183,7 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
 def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
     """The time between tokens, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is
     computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
-    config = msgspec.structs.replace(config, prefix_cache=False, admission="none", max_seqs=rows + 1)
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
     normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
     executor = local.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
     figures: dict[str, float] = {}

@@ -50,10 +50,10 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
     shapes = []
     for tokens in (64, 128, 256, 512, 1024, 2048):
         slices = max(4, tokens // 32)
-        for decodes in (0, 16, 64, 256, 1024):
+        most = min(max_seqs - slices, step_tokens - tokens)
+        for decodes in sorted({min(size, most) for size in (0, 16, 64, 256, 1024)} if most >= 0 else ()):
             samples = decodes + slices
-            if samples <= max_seqs and decodes + tokens <= step_tokens:
-                shapes.append(Shape(decodes, tokens, slices, samples, samples))
+            shapes.append(Shape(decodes, tokens, slices, samples, samples))
     return shapes
 
 

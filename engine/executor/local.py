@@ -145,6 +145,9 @@ class LocalExecutor:
         assert self._worker is not None
         seconds = (now := time.perf_counter()) - max(begun, self._ended)
         self._ended = now
+        if self.depth > 1 and result.device_s:
+            # The device has gone on without us: what we were late in asking is no part of the step.
+            seconds = result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
 

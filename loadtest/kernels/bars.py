@@ -10,7 +10,6 @@ from __future__ import annotations
 
 # paged: FA3 as vLLM ships it, FlashInfer on tensor cores (fa2), FlashInfer on CUDA cores, vLLM's Triton kernel;
 # contiguous: FA3, cuDNN SDPA, torch's flash SDPA
-DECODE_COLUMNS = ("fa3", "flashinfer_tc", "flashinfer_cc", "vllm_triton", "fa3_flat", "cudnn_flat", "torch_flat")
 # (query heads, KV heads, batch, context): microseconds
 DECODE: dict[tuple[int, int, int, int], tuple[float, ...]] = {
     (32, 8, 1, 512): (11.0, 8.2, 9.5, 6.8, 10.9, 7.6, 9.0),
@@ -45,7 +44,6 @@ DECODE: dict[tuple[int, int, int, int], tuple[float, ...]] = {
 }
 
 # paged: FA3, FlashInfer fa3, FlashInfer fa2, vLLM's Triton kernel; contiguous: FA3, cuDNN SDPA, torch's flash SDPA
-PREFILL_COLUMNS = ("fa3", "flashinfer_fa3", "flashinfer_fa2", "vllm_triton", "fa3_flat", "cudnn_flat", "torch_flat")
 # (query heads, KV heads, batch, queries, tokens cached before them): microseconds
 PREFILL: dict[tuple[int, int, int, int, int], tuple[float | None, ...]] = {
     (32, 8, 1, 512, 0): (15.3, 13.6, 62.3, 51.4, 15.3, 13.0, 20.0),

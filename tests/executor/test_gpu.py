@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,6 +140,17 @@ def test_ten_thousand_steps_allocate_nothing(checkpoint: Checkpoint) -> None:
         while not engine.engine.core.idle:
             engine.step()
     assert engine.executor.depth == 2
+
+
+def test_a_late_host_makes_no_step_longer(checkpoint: Checkpoint) -> None:
+    """A step lasts as long as the device computes, not until somebody asks."""
+    executor = llm(checkpoint("llama")).executor
+    start = StepPlan(1, starts=[Start(0, [0])], slices=[Slice(0, 0, [5, 6, 7], Sampler(GREEDY, 3, []))])
+    executor.submit(start)
+    executor.collect()
+    executor.submit(StepPlan(2))
+    time.sleep(0.2)
+    assert 0 < executor.collect().step_s < 0.1
 
 
 def test_closing_gives_the_memory_back(checkpoint: Checkpoint) -> None:

@@ -136,11 +136,13 @@ def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
 
 
 def test_kv_bytes_of_opt_13b_from_its_config() -> None:
-    """The figure of the PagedAttention paper, section 3: 800 KiB a token."""
+    """The figure of the PagedAttention paper, section 3: 800 KiB a token.  By the probe, on a model without memory."""
     config = OPTConfig(
         hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20480, word_embed_proj_dim=5120
     )
-    assert bytes_per_token(hf.shapes_from_config(config), torch.float16) == 819_200
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME)
+    assert bytes_per_token(hf.probe(model)[0], torch.float16) == 819_200
 
 
 def test_missing_tensor(copy: Path) -> None:

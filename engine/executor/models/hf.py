@@ -321,10 +321,3 @@ def probe(module: PreTrainedModel) -> tuple[list[KVShape], int]:
         if not drift < 0.05:
             raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
     return [layers[i] for i in range(text.num_hidden_layers)], logits[0].shape[2]
-
-
-def shapes_from_config(config: PretrainedConfig) -> list[KVShape]:
-    """What each layer caches, from the config alone: the same probe, on a model without memory."""
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    return probe(module)[0]
