@@ -21,6 +21,7 @@ from engine.executor.errors import ModelLoadError
 from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
+from engine.warming import warm
 from engine.wire import logs, ready, settings
 from engine.wire.bus import BusDown
 from engine.wire.tracing import Tracing
@@ -117,17 +118,19 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGINT, drain)
-    log.info(
-        "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
-        executor.info.name,
-        executor.blocks,
-        config.block_size,
-        executor.info.kv_bytes_per_token,
-        executor.info.fingerprint,
-    )
-    log.info("started: %s", watch)
-    ready.tell()
     try:
+        warm(engine, bus)
+        watch.lap("hot prefixes")
+        log.info(
+            "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
+            executor.info.name,
+            executor.blocks,
+            config.block_size,
+            executor.info.kv_bytes_per_token,
+            executor.info.fingerprint,
+        )
+        log.info("started: %s", watch)
+        ready.tell()
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone
         print(f"quire engine: {error}", file=sys.stderr)

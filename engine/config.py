@@ -88,6 +88,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int, Meta(ge=0, description="Most prompt tokens of one sequence in a step; 0: bounded by step_tokens alone.")
     ] = 0
     prefix_cache: Annotated[bool, Meta(description="Reuse KV blocks of equal prefixes.")] = True
+    warm_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Most time to spend at start, before the engine joins the fleet, on computing beginnings of "
+            "prompts that were found in the prefix cache most of late; none while requests wait. For it engines keep "
+            "those beginnings in Redis for some hours. 0: neither.",
+        ),
+    ] = 5.0
+    warm_share: Annotated[
+        float, Meta(ge=0, le=1, description="Most of the KV cache that they may fill, a fraction.")
+    ] = 0.5
     allocation: Annotated[
         Literal["paged", "static"],
         Meta(

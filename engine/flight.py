@@ -278,11 +278,12 @@ class Recorder:
         found = self._open_requests.get(event.request.id)
         if found is None:  # it came before turns were lost
             return None
+        digests = b""
         if event.kind == "ended":
+            digests = b"".join(digest[:DIGEST] for digest in event.digests)
             found[1] -= 1
             if not found[1]:
                 del self._open_requests[event.request.id]
-        digests = b"".join(digest[:DIGEST] for digest in event.digests)
         return Entry(event.kind, found[0], event.index, event.step, event.tokens, event.reason or "", digests)
 
 

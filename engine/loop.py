@@ -21,23 +21,26 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, BooksError, DoubleFree, HostPool, Leak
 from engine.core.costs import Costs
-from engine.core.limits import Event, Limits, Outputs
+from engine.core.limits import Event, Limits, Outputs, Totals
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
 from engine.flight import Recorder, Seen
 from engine.telemetry import Telemetry
+from engine.warming import Noted
 from engine.wire.bus import BusDown, EngineSide
+from engine.wire.manifest import Reuse
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
 log = logging.getLogger("quire.engine")
+T = TypeVar("T")
 
 IDLE_S = 0.5  # how often an idle loop looks up; new work wakes it at once
 FULL_S = 0.05  # the same of one that may not generate more before Redis is back
@@ -128,6 +131,7 @@ class Report(msgspec.Struct, frozen=True):
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they are somebody else's now
     audited: tuple[tuple[str, str], ...] = ()  # audits that were ordered, by name: what was found, or ''
+    reused: tuple[Reuse, ...] = ()  # prefixes found in the cache, every few seconds
 
 
 class Engine:
@@ -172,6 +176,7 @@ class Engine:
         self._findings: tuple[tuple[str, str], ...] = ()  # of ordered audits, for the next report
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
+        self._noted = Noted(config.block_size)
         self._flight = flight
         self._clock = clock or unix_ms
         self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
@@ -185,6 +190,21 @@ class Engine:
         now = time.monotonic()
         self._leave_at = min(self._leave_at, now + self.config.grace_s)
         return self.core.idle or self._inbox.relieved or now >= self._leave_at
+
+    @contextlib.contextmanager
+    def aside(self, on_delta: Callable[[Delta], None]) -> Iterator[LocalBox]:
+        """Turns within this are nobody's: orders are taken from the box it yields, tokens go to `on_delta`, the world
+        hears nothing and no figure counts it.  Only while the engine is idle, and it must be idle again at the end."""
+        kept = self._inbox, self._outbox, self.telemetry, self._noted, self._accepted, self.core.totals
+        box = LocalBox(on_delta)
+        self._inbox = self._outbox = box
+        self.telemetry, self._noted = Telemetry(), Noted(self.config.block_size)
+        self.core.totals = Totals()
+        try:
+            yield box
+        finally:
+            self._inbox, self._outbox, self.telemetry, self._noted, self._accepted, self.core.totals = kept
+            self._tokens_rate, self._blocks_rate, self._pace = Rate(), Rate(), Pace()
 
     def turn(self, wait_s: float = 0.0) -> None:
         """One step.  `wait_s`: how long to wait for the first order."""
@@ -321,8 +341,14 @@ class Engine:
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)
+        reused: tuple[Reuse, ...] = ()
+        if self.config.warm_seconds:
+            for event in outputs.events:
+                if event.kind == "started":
+                    self._noted.note(event)
+            reused = self._noted.take(now, at_once=self.draining)
         self._outbox.put(
-            outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped, self._findings)
+            outputs, Report(load, room_tokens, room_requests, self._accepted, self._dropped, self._findings, reused)
         )
         self._findings = ()
         return outputs.events
@@ -394,9 +420,11 @@ class BusThread:
         self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
         self._report: Report | None = None
         self._findings: deque[tuple[str, str]] = deque()  # of ordered audits, not yet said
+        self._reused: deque[tuple[Reuse, ...]] = deque(maxlen=4)  # the last ones not yet said
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
         self._stopping = False
+        self._bus: EngineSide  # since it is open
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -442,7 +470,30 @@ class BusThread:
             self._outputs.append((outputs, report.dropped))
         self._report = report
         self._findings.extend(report.audited)
+        if report.reused:
+            self._reused.append(report.reused)
         self._ring()
+
+    def wanted(self) -> bool:
+        """Whether a request waits for whom the engines there have no room.  Not while Redis is away: what waits there
+        can't be had."""
+        try:
+            return self._ask(self._bus.manifest.wanted())
+        except BusDown:
+            return False
+
+    def hottest(self, fingerprint: str) -> list[tuple[float, bytes]]:
+        """The manifest, as Manifest.hottest() has it; to be followed by warmed().  Raises BusDown."""
+        return self._ask(self._bus.manifest.hottest(fingerprint))
+
+    def warmed(self) -> None:
+        """The engine has survived what hottest() brought."""
+        with contextlib.suppress(BusDown):  # then the next start under this name warms nothing
+            self._ask(self._bus.manifest.warmed())
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the bus thread do it, and wait."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _ring(self) -> None:
         with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() says why
@@ -463,8 +514,10 @@ class BusThread:
         config = self._config
         bus = EngineSide(config.redis_url, config.engine_id, namespace=config.namespace, lease_ms=config.lease_ms)
         await bus.open()
+        self._bus = bus
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
+        telling = asyncio.create_task(self._tell(bus))  # beside the exchanges: it must not delay one
         try:
             while not (self._stopping and not self._outputs):
                 await self._wait(config.lease_ms / 3000)
@@ -473,11 +526,24 @@ class BusThread:
                     while self._findings:
                         with contextlib.suppress(BusDown):  # whoever asked has given up by then
                             await bus.audited(*self._findings.popleft())
+                    if self._reused and telling.done():
+                        telling = asyncio.create_task(self._tell(bus))
                     if self._report.load.draining:
                         self.relieved = await self._could_go_on_elsewhere(bus, self._report.load.fingerprint)
+            await telling
+            await self._tell(bus)
         finally:
             bell.cancel()
+            telling.cancel()
             await bus.close()
+
+    async def _tell(self, bus: EngineSide) -> None:
+        """Report what was reused, if anything was.  What gets lost on the way was not hot, or comes again."""
+        while self._reused and self._report is not None:
+            try:
+                await bus.manifest.reused(self._report.load.fingerprint, self._reused.popleft(), unix_ms())
+            except Exception as error:
+                log.warning("hot prefixes could not be reported: %s", error)
 
     async def _could_go_on_elsewhere(self, bus: EngineSide, fingerprint: str) -> bool:
         try:

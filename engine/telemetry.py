@@ -63,6 +63,8 @@ class Telemetry(Collector):
         self._totals = Totals()
         self._wasted, self._wasted_at = 0, 0.0
         self._turned = time.monotonic()
+        self.warming = False  # set from outside: the engine computes hot prefixes ahead, and serves nobody yet
+        self._warmed = (0, 0, 0.0)  # prefixes, tokens, seconds
         self._phases = [0.0] * len(PHASES)
         self._kinds: deque[str] = deque()  # of the steps in flight
         self._last_result = 0.0  # 0: what comes next does not follow it
@@ -89,6 +91,10 @@ class Telemetry(Collector):
         """Once, when the model is loaded: what `quire_model_info` says."""
         self._labels = (self._labels[0], model)
         self._info = info
+
+    def warmed(self, prefixes: int, tokens: int, seconds: float) -> None:
+        """Once, where any were computed ahead."""
+        self._warmed = prefixes, tokens, seconds
 
     # -- what the loop says, as it happens
 
@@ -322,6 +328,10 @@ class Telemetry(Collector):
         yield counter(
             "quire_prefix_hit_tokens", "Prompt tokens found in the prefix cache.", totals.cached_prompt_tokens
         )
+        prefixes, tokens, seconds = self._warmed
+        yield gauge("quire_warmed_prefixes", "Hot prefixes computed before this engine served anybody.", prefixes)
+        yield gauge("quire_warmed_tokens", "Tokens in the prefix cache after that.", tokens)
+        yield gauge("quire_warmed_seconds", "What that took at this engine's start.", seconds)
         yield counter("quire_generated_tokens", "Output tokens.", totals.generated_tokens)
         yield counter("quire_preemptions", "Sequences that lost their blocks to older ones.", totals.preemptions)
         yield counter("quire_recomputed_tokens", "Tokens computed again after a preemption.", totals.recomputed_tokens)
@@ -461,7 +471,8 @@ class PageError(Exception):
 class Page:
     """The engine's own small HTTP port, on threads of its own: `/metrics`, and `/health` for probes.
 
-    The port opens when the model is loaded, so a probe that finds it closed knows that the engine is starting."""
+    The port opens when the model is loaded, so a probe that finds it closed knows that the engine is starting; so does
+    one that finds it warming."""
 
     def __init__(self, telemetry: Telemetry, host: str, port: int) -> None:
         """Raises PageError when the port is taken."""
@@ -480,9 +491,9 @@ class Page:
                 page: Iterable[bytes] = metrics(environ, start)
                 return page
             if path == "/health":
-                alive = telemetry.alive
-                start("200 OK" if alive else "503 Service Unavailable", [("Content-Type", "application/json")])
-                return [msgspec.json.encode({"status": "ok" if alive else "the step loop does not turn"})]
+                ill = "warming" if telemetry.warming else "" if telemetry.alive else "the step loop does not turn"
+                start("503 Service Unavailable" if ill else "200 OK", [("Content-Type", "application/json")])
+                return [msgspec.json.encode({"status": ill or "ok"})]
             start("404 Not Found", [("Content-Type", "text/plain")])
             return [b"/metrics and /health are here\n"]
 

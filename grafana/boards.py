@@ -206,6 +206,17 @@ engine = Board(
                 },
                 "cps",
             ),
+            Panel(
+                "Tokens computed before it served anybody",
+                {"{{engine}}": "sum by (engine) (quire_warmed_tokens)"},
+                text="Of prefixes that were hot before its start; 0: none were, or requests waited.",
+            ),
+            Panel(
+                "... and how long that took",
+                {"{{engine}}": "sum by (engine) (quire_warmed_seconds)"},
+                "s",
+                text="An engine is not ready before it is done; --warm-seconds bounds it.",
+            ),
         ],
         "Batch": [
             sequences,

@@ -50,7 +50,7 @@ class Event(msgspec.Struct, frozen=True):
     tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
     reason: FinishReason | None = None  # ended: why; None: it is another engine's now
     step: int = 0  # the plan it belongs to; first, ended: the last plan made
-    digests: list[bytes] = []  # ended: of its full blocks, as far as the prefix cache asked for them
+    digests: list[bytes] = []  # of its full blocks: started: of those found; ended: as far as the prefix cache asked
 
 
 class Outputs(msgspec.Struct):

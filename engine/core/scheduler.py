@@ -685,7 +685,10 @@ class Scheduler:
 
     def _note(self, kind: Milestone, seq: Sequence, tokens: int = 0, reason: FinishReason | None = None) -> None:
         step = self.step + (kind not in ("first", "ended"))
-        digests = list(seq.digests) if kind == "ended" else []
+        if kind == "started":
+            digests = seq.digests[: tokens // self.pool.block_size]
+        else:
+            digests = list(seq.digests) if kind == "ended" else []
         self._events.append(Event(kind, seq.request, seq.index, tokens, reason, step, digests))
 
     def _expire(self, now_ms: int) -> None:

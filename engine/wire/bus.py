@@ -27,6 +27,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from engine.wire import tokenlog
+from engine.wire.manifest import Manifest
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.scripts import (
     ADOPT,
@@ -523,6 +524,7 @@ class EngineSide:
         self._lease_ms = lease_ms
         self._link = _Link(url, namespace, reply_s=REPLY_S)
         self._bell = self._link.redis.pubsub()
+        self.manifest = Manifest(self._link.script, engine)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
         self.queue_share = 0.0  # requests nobody had claimed after the last exchange, over the engines that could

@@ -59,7 +59,7 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
                               seq and reply of its last exchange, room
                               (prompt tokens it would still claim after
                               it), heard (unix ms of it), trial (the
-                              suspect it runs)
+                              suspect it runs), warming (manifest.py)
     held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
     orders:ENGINE    list     "ID": abort it; "ID INDEX": one of its         cancel, claim     next exchange, MEMORY
                               continuations; "ID >GATEWAYS": who listens;
@@ -67,6 +67,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     audit:ID         hash     engine -> what is wrong there, or ''           EngineSide        AUDIT_S (bus.py)
     out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
                                                                                                STREAM after the last
+    hot:, heat:      hash,    hot prefixes of a model: see manifest.py       reused            with their heat
+    FINGERPRINT      zset
     bell             channel  "there may be something to claim"              submit, lapse..
     bell:ENGINE      channel  "there may be an order for you"                cancel
 

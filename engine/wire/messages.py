@@ -142,4 +142,11 @@ class TokenBatch(msgspec.Struct, frozen=True):
     load: EngineLoad | None = None
 
 
+class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that requests begin with, kept so that an engine may compute their keys and values before it serves."""
+
+    tokens: bytes  # token ids, 4 bytes each, little endian
+    cache_salt: str = ""
+
+
 Order = Generate | Abort

@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor, ScriptedExecutor
 from engine.executor.local import load
 from engine.loop import BusThread, Engine
+from engine.warming import warm
 from service.app import serve
 from service.config import GatewayConfig
 
@@ -59,6 +60,7 @@ class EngineThread:
         self.bus = BusThread(self.config)
         self.engine = Engine(self.config, self.executor, self.bus, self.bus)
         self.bus.start()
+        warm(self.engine, self.bus)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()

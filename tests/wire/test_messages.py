@@ -13,6 +13,7 @@ from engine.wire.messages import (
     EngineLoad,
     Finish,
     Generate,
+    HotPrefix,
     Order,
     Sampling,
     TokenBatch,
@@ -112,6 +113,10 @@ GOLDEN: list[tuple[Any, str]] = [
     (
         Finish("error", -1, "out of luck"),
         "93a56572726f72ffab6f7574206f66206c75636b",
+    ),
+    (
+        HotPrefix(b"\x01\x00\x00\x00\x2c\x01\x00\x00", "tenant"),
+        "92c408010000002c010000a674656e616e74",
     ),
     (
         TokenLogprob(-0.5, [(5, -0.5), (6, -2.0)]),
