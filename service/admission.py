@@ -19,8 +19,8 @@ import math
 import msgspec
 
 from engine.wire.bus import Fleet, Terms
+from engine.wire.keys import STALE_MS
 from engine.wire.messages import EngineLoad
-from engine.wire.scripts import STALE_MS
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 

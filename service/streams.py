@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -42,6 +43,8 @@ Admit = Callable[[Fleet, bool], int]
 
 SETTLE_S = 10.0  # after an order was withdrawn, its engine's last word is waited for so long
 SETTLE_COUNT = 100  # orders that are written to the ledger at once
+RESEND_S = 10.0  # after Redis has lost tokens, their engine's next exchange is waited for so long
+FORGOTTEN = Finish("error", message="Redis has lost this request: send it again")
 
 
 class HandedOver(ConnectionError):
@@ -111,6 +114,11 @@ class OpenRequest:
             self.loop.call_at(deadline, self.end_all, Finish("deadline")),
             self.loop.call_later(heartbeat_s, self._beat),
         ]
+
+    @property
+    def started(self) -> bool:
+        """Redis has had it."""
+        return bool(self._timers)
 
     def sent(self, tokens: list[int]) -> None:
         """So many tokens of each choice have gone out, those included that the client came with."""
@@ -483,15 +491,22 @@ class Streams:
 
     async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
         """Read what a mailbox has missed, or had no room for, from the log.  Waits for Redis as long as it takes."""
+        clock = asyncio.get_running_loop().time
+        until = math.inf
         while mailbox.behind:
             try:
                 said = await self._bus.log(order_id, index, mailbox.at, mailbox.refill_tokens)
             except BusDown as error:
                 self.trouble = str(error)
-                await asyncio.sleep(self._config.fleet_s)
+                until = math.inf
             else:
-                if mailbox.behind:  # still: its deadline may have come meanwhile
+                # The log was longer once: its engine sends again what Redis has lost, or another computes it.
+                until = min(until, clock() + RESEND_S)
+                resent = said is None or said.token_ids or said.finish is not None
+                if mailbox.behind and (resent or clock() >= until):  # still: its deadline may have come meanwhile
                     mailbox.refill(said)
+                    continue
+            await asyncio.sleep(self._config.fleet_s)
 
     def _note(self, load: EngineLoad) -> None:
         known = self._loads.get(load.engine)
@@ -529,12 +544,15 @@ class Streams:
             self.trouble = str(error)
 
     async def _listen_again(self) -> None:
-        """Others have taken this gateway for dead (it was stopped, or Redis was away): what its requests have said
-        meanwhile is in their logs."""
+        """Others have taken this gateway for dead (it was stopped, or Redis was away), or Redis has lost what it had
+        acknowledged: what its requests have said meanwhile is in their logs.  Who has none there is told."""
         for order in [order for order in self._orders.values() if order.readers and order.unfinished]:
+            queued = [reader for reader, _ in order.readers if reader.started]  # the others' submit is under way
             found = await self._bus.attach(order.id)
             for index, said in enumerate(found.continuations if found is not None else ()):
                 order.put(Delta(order.id, len(said.token_ids), [], said.finish, index))
+            for reader in queued if found is None else ():
+                reader.end_all(FORGOTTEN)
 
     async def _keep(self) -> None:
         """What is over and still read must not leave the log under its reader."""

@@ -1,4 +1,4 @@
-"""The two ends of the bus, next to each other: every command and retry.  What stands in Redis is in `scripts.py`.
+"""The two ends of the bus, next to each other: every command and retry.  What stands in Redis is in `keys.py`.
 
 Durability is the server's: with `appendfsync everysec` a server crash loses nothing, a power cut up to a second.
 Needs Redis 6.2 or later, or Valkey; nothing here is pickled.
@@ -43,6 +43,7 @@ from engine.wire.scripts import (
     OTHERS,
     PROMISE,
     QUARANTINED,
+    REJOIN,
     RELEASE,
     SETTLE,
     SUBMIT,
@@ -78,7 +79,8 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
-    forgotten: bool = False  # the reader had not been heard of for long: what it listened to may go elsewhere
+    # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something.
+    forgotten: bool = False
     oldest_ms: int = 0  # since the oldest in the queue was first queued
     quarantined: int = 0  # requests set aside because they killed their engines
 
@@ -286,6 +288,7 @@ class GatewaySide:
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._beats = 0
         self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
 
     async def open(self) -> None:
@@ -398,11 +401,7 @@ class GatewaySide:
         reply = await self._link.script(LOG, request_id, index, first, count)
         if reply is None:
             return None
-        *found, skipped = reply
-        said = tokenlog.read(*found)
-        if said.logprobs is None:
-            return said
-        return msgspec.structs.replace(said, logprobs=said.logprobs[skipped : skipped + len(said.token_ids)])
+        return tokenlog.read(*reply)
 
     async def keep(self, request_ids: list[str]) -> None:
         """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
@@ -484,7 +483,8 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
-        reply = await self._link.script(FLEET, self._gateway, self._grace_ms)
+        self._beats += 1
+        reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
         tenants = _read_turns(*turns)
         return Fleet(
@@ -531,6 +531,7 @@ class EngineSide:
         self._epoch = "0"  # of the lease; another one at Redis means that it lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # what it holds, as far as it knows: id -> who pays for its tokens
+        self._journal = tokenlog.Journal()
         self._routes: dict[str, list[str]] = {}  # id -> who listens, where that is not the request's own gateway alone
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
@@ -569,27 +570,25 @@ class EngineSide:
         of it over the number of engines, rounded up), and take the aborts waiting here.  Nothing past its deadline is
         claimed: its gateway hears so.  Retries with backoff while Redis is away, never loses or repeats a batch.
 
-        If the lease has lapsed since the last exchange, what this engine holds no more is left out (see `lost`).
+        If the lease has lapsed since the last exchange, or Redis has lost what it had acknowledged, what this engine
+        holds no more is left out (see `lost`), and what those logs lack is sent once more.
 
         Raises BusDown only when a newer process opened the bus under this engine's name.  One at a time; cancelling
         it leaves open what it did, and only close() may follow.
         """
         lost: list[str] = []
-        while True:
-            reply = await self._send(batches, finished, load, room_tokens, room_requests)
-            if reply[0] != b"FENCED":
-                break
-            _, epoch, ids = reply
-            self._epoch = epoch.decode()
-            held = {request_id.decode() for request_id in ids}
-            gone = [request_id for request_id in self._tenants if request_id not in held]
-            self._forget(gone)
+        self._journal.add(batches, finished)
+        while (reply := await self._send(batches, finished, load, room_tokens, room_requests)) is None:
+            gone = set(await self._rejoin(load))
             lost += gone
             batches = [
-                (gateway, msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id in held]))
+                (
+                    gateway,
+                    msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id not in gone]),
+                )
                 for gateway, batch in batches
             ]
-            finished = [request_id for request_id in finished if request_id in held]
+            finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
         works, orders, queued, engines = reply
         self.queue_share = queued / max(1, engines)
@@ -600,8 +599,10 @@ class EngineSide:
             self._tenants[request.id] = request.tenant
             if listeners.decode() != request.gateway:
                 self._route(request.id, listeners.decode())
-            if any(tokens or finish for tokens, finish in outputs):
-                claimed.resumed[request.id] = [tokenlog.read(tokens, finish) for tokens, finish in outputs]
+            so_far = [tokenlog.read(tokens, finish) for tokens, finish in outputs]
+            self._journal.hold(request.id, [len(said.token_ids) for said in so_far])
+            if any(said.token_ids or said.finish for said in so_far):
+                claimed.resumed[request.id] = so_far
         for order in orders:
             request_id, _, what = order.decode().partition(" ")
             if what.startswith(">"):
@@ -627,9 +628,9 @@ class EngineSide:
             for delta in batch.deltas:
                 if (tenant := self._tenants.get(delta.id)) is not None:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
-        logged = tokenlog.entries(batches)
+        logged = self._journal.due(batches)
         try:
-            return await self._link.script(
+            reply = await self._link.script(
                 EXCHANGE,
                 self._engine,
                 self._session,
@@ -643,20 +644,67 @@ class EngineSide:
                 self._encode(produced),
                 self._encode(logged.pieces),
                 logged.tokens,
+                int(logged.whole),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
-                *(word for gateway, batch in self._routed(batches) for word in (gateway, self._encode(batch))),
+                *self._sent(batches, tail=not logged.whole),
                 patience_s=math.inf,
             )
         except ResponseError as error:
-            if "SUPERSEDED" in str(error):
-                raise BusDown(f"engine id {self._engine!r} is in use by a newer process") from None
-            raise
+            raise self._superseded(error) from None
+        if reply is not None:
+            self._journal.entered(logged)
+        return reply
+
+    def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[bytes | str | int]:
+        """(gateway, 1 if it is for the tail, batch) ...: each Delta to all who listen now, and once to the tail."""
+        routed = self._routed(batches)
+        if routed is batches:
+            return [word for gateway, batch in batches for word in (gateway, int(tail), self._encode(batch))]
+        words = [word for gateway, batch in routed for word in (gateway, 0, self._encode(batch))]
+        return words + [word for _, batch in batches if tail for word in ("", 1, self._encode(batch))]
+
+    async def _rejoin(self, load: EngineLoad) -> list[str]:
+        """Find out what this engine still holds, and how much of it stands in the logs; the ids of what it does not."""
+        lost: list[str] = []
+        while True:
+            try:
+                epoch, held = await self._link.script(
+                    REJOIN,
+                    self._engine,
+                    self._session,
+                    self._seq,
+                    self._lease_ms,
+                    self._encode(load),
+                    *self._tenants,
+                    patience_s=math.inf,
+                )
+            except ResponseError as error:
+                raise self._superseded(error) from None
+            self._epoch = epoch.decode()
+            known: set[str] = set()
+            for request_id, listeners, lengths in held:
+                # A log that lacks even what it had at the claim is not to be mended from here: without a word for it
+                # in the next round the request goes back to the queue.
+                if self._journal.rewind(request_id.decode(), lengths):
+                    known.add(request_id.decode())
+                    self._route(request_id.decode(), listeners.decode())
+            gone = [request_id for request_id in self._tenants if request_id not in known]
+            self._forget(gone)
+            lost += gone
+            if len(known) == len(held):
+                return lost
+
+    def _superseded(self, error: ResponseError) -> Exception:
+        if "SUPERSEDED" in str(error):
+            return BusDown(f"engine id {self._engine!r} is in use by a newer process")
+        return error
 
     def _forget(self, ids: list[str]) -> None:
         for request_id in ids:
             self._tenants.pop(request_id, None)
             self._routes.pop(request_id, None)
+        self._journal.forget(ids)
 
     def _route(self, request_id: str, listeners: str) -> None:
         if request_id in self._tenants:

@@ -4,7 +4,7 @@ empty one.
     key                   type  what                                                   goes away
     hot:FINGERPRINT       hash  digest -> msgpack HotPrefix; bytes: all of them        MANIFEST after the last report
     heat:FINGERPRINT      zset  digest -> heat                                         with it
-    engine:ENGINE         hash  (see scripts.py) warming=1: it prefills the manifest   when that is done
+    engine:ENGINE         hash  (see keys.py) warming=1: it prefills the manifest      when that is done
 
 An entry is a prefix at whose very end a request's hit ended: where requests that share it part.  So a system prompt is
 one entry, a document behind it another, and no block has one of its own.  Its digest is that of its last block, hence

@@ -1,440 +1,25 @@
-"""Every Redis key and TTL of Quire, and the Lua scripts in which all of its state moves; `bus.py` alone runs them.
+"""The Lua scripts in which all of Quire's state moves, a gateway's and then an engine's; `bus.py` alone runs them.
 
-Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that one deployment shares one cluster slot.
-
-    key              type     what                                           written by        goes away
-    arrivals         string   number of the last request queued              submit            never
-    queue:TENANT     zset     waiting id -> place (see below)                submit, claim..   with its members
-    waiting          hash     waiting id -> "TOKENS TENANT"                  as queue:TENANT   with its members
-    ages             zset     waiting id -> unix ms of its submit            as queue:TENANT   with its members
-    queued_tokens    hash     tenant -> prompt tokens in queue:TENANT        as queue:TENANT   with the queue
-    turns            zset     tenant with a queue -> its counter             as queue:TENANT   with the queue
-    counters         hash     tenant -> virtual tokens it was served         claim, exchange   never
-    weights          hash     tenant -> weight                               submit, promise   never
-    left             string   the tenant whose queue emptied last            as queue:TENANT   never
-    promises         zset     name of a refused request -> unix ms at which  promise           submit, or PROMISE
-                              it was told to return                                            after that
-    parts            hash     name of a refused request -> "MS TENANT": what   promise         with its promise
-                              its promise takes of what the tenant has
-    came:SECOND      string   prompt tokens that came for the first time in  submit, promise   CAME
-                              that second of unix time
-    promised         hash     tenant -> unix ms until which what it was      promise           with the last promise
-                              promised takes up what is promised at all
-    req:ID           hash     payload (msgpack Generate), tokens, place,     submit, claim     at its end, or EXPIRY
-                              since (unix ms of its submit), tenant,                           after its deadline
-                              deadline (unix ms), engine (who
-                              claimed it), listeners (gateways, one a
-                              line), dropped (indices of continuations       attach, cancel
-                              nobody wants any more), attempts and said      lapse
-                              (see Poison)
-                     hash     gone=1: ended, and a late retry must not       finish, cancel    TOMBSTONE
-                              bring it back
-    log:ID           hash     n, retain (ms), record (the gateway's, see     submit            `retain` after the
-                              submit), once (its idempotency key), and by                      request's end, as do
-                              continuation I: finish:I (msgpack Finish),     exchange          the two below
-                              head:I (msgpack [cached tokens, prompt
-                              logprobs], only where there are any) and
-                              delivered:I (tokens its clients got)           settle
-    log:ID:I         string   its output so far, 4 bytes a token, little     exchange
-                              endian: what a client may have seen
-    log:ID:I:probs   string   (4 bytes length, msgpack [TokenLogprob..]) ..  exchange
-                              where they were asked for
-    once:KEY         hash     id and body digest of the request that came    submit            with its log
-                              first under an idempotency key
-    usage:TENANT     hash     requests (one a prompt), prompt_tokens,        submit            never
-                              generated and                                  exchange
-                              delivered (output tokens)                      settle
-    gateways         set      gateways that may be alive                     fleet             when found dead
-    gateway:NAME     string   its heartbeat                                  fleet             GATEWAY
-    open:GATEWAY     set      ids of requests it listens to                  submit, attach    at their end
-    orphans          zset     id that no live gateway listens to -> unix     fleet             attach, end
-                              ms at which it is withdrawn
-    suspects         zset     id that may have killed its engine -> place    lapse             claim, end
-    quarantine       zset     id -> unix ms of its verdict                   lapse             drop, QUARANTINED
-    quarantine:ID    hash     payload, attempts, said, engine, at            lapse             as its id above
-    engines          set      engines that may have a lease                  exchange          lapse, close
-    lease:ENGINE     string   msgpack EngineLoad                             exchange          lease_ms
-    engine:ENGINE    hash     session, epoch (how often its lease lapsed),   open, exchange    close, MEMORY
-                              seq and reply of its last exchange, room
-                              (prompt tokens it would still claim after
-                              it), heard (unix ms of it), trial (the
-                              suspect it runs), warming (manifest.py)
-    held:ENGINE      zset     claimed id -> place                            claim, finish     finish, lapse, close
-    lost:ENGINE      zset     what a lapsed lease took from it               lapse             its return, MEMORY
-    orders:ENGINE    list     "ID": abort it; "ID INDEX": one of its         cancel, claim     next exchange, MEMORY
-                              continuations; "ID >GATEWAYS": who listens;
-                              "ID ?": audit yourself, and say so in          audit
-    audit:ID         hash     engine -> what is wrong there, or ''           EngineSide        AUDIT_S (bus.py)
-    out:GATEWAY      stream   b = msgpack TokenBatch, one entry a step       exchange          trimmed when read, and
-                                                                                               STREAM after the last
-    hot:, heat:      hash,    hot prefixes of a model: see manifest.py       reused            with their heat
-    FINGERPRINT      zset
-    bell             channel  "there may be something to claim"              submit, lapse..
-    bell:ENGINE      channel  "there may be an order for you"                cancel
-
-Order.  Within a tenant a request's place is PLACES * its priority + its arrival number, so what a dead engine held goes
-back to exactly where it stood.  Between tenants the one with the smallest counter goes first: the Virtual Token Counter
-(VTC) of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.  A counter grows by (prompt tokens, when
-they are claimed, + OUTPUT_COST * output tokens, as they are produced) / weight.  A tenant that had nothing waiting is
-lifted to the smallest counter of those that have, or to that of the last to leave when nobody has: idleness saves
-nothing up.  Whoever is first is served while there is room, so no room stays empty.
-Where an engine has none its load says for whom others would yield there, and how much (engine/core/fairness.py).
-
-Reservations.  What is queued is what is booked: an engine's exchange says how much room it has, less what it claims in
-it, and submit queues only while all that is queued stays within all that room plus the excess its caller allows.  Both
-happen inside one script, so any number of gateways can't spend the same room twice, and a dead gateway's bookings live
-and end with its requests.
-
-Promises.  Who is refused is told when to return, and the fleet remembers, whichever gateway is asked next.  A refused
-request goes by what it asks, so a client need not carry anything; who returns too early hears the same time again.
-Promises are handed out one behind the other, at a share of the pace at which engines start prompts: what those who
-come for the first time leave of it, as far as the last seconds tell.  A crowd that came at once says nothing of who
-will come next, so the seconds in which most came are left out, and as many in which least did.  Where newcomers leave
-nothing there is still a share, the larger the later the promise, so that a long crowd still gets a time.  What was kept
-for somebody who does not come, even PROMISE_MS late, is promised to others.
-
-The token log.  The exchange that appends a TokenBatch to a gateway's stream writes the same tokens to their logs, in
-one atomic step: what a client may have seen is in the log, and nothing else is.  A claim hands the log out, so a
-request goes on from there.  It follows that only one engine may write to a log.  When its lease lapses an engine's
-epoch moves on, and an exchange of an earlier epoch is refused as a whole, with a list of what the engine still holds: a
-zombie can't write, whenever it wakes.
-
-The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in the exchange that brings the tokens, so it
-is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
-left.  Of each output position only the first delivery counts, wherever a client goes on reading.
-
-Poison.  A lapse, or a start under the name of an engine that had not closed, counts an attempt for each request held;
-one that has said more since its last attempt begins again at 1.  A request whose attempts reach MAX_ATTEMPTS has killed
-its engine (or so it looks) that often at the same token.  If it is the only one it is quarantined.  If there are
-several, all but one are innocent: they are set aside as suspects, and an engine claims one of them at a time and
-nothing else beside it, until it has said a token (it is acquitted) or ended.  Who is on trial when its engine dies is
-guilty.
-
-All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
-reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange
-carries a sequence number whose last reply the server remembers.
+The keys they work on are in `keys.py`, with the functions they share.  A comment above each says what it is given.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case nobody is left to end it
-TOMBSTONE_MS = 10_000  # longer than any retry of a submit
-STREAM_MS = 600_000  # a stream nobody reads goes away this long after its last entry
-PROMISE_MS = 5_000  # who returns later than this after the time it was told counts as new
-PUNCTUAL_MS = 50  # so much too early is in time
-CAME_S = 10  # whole seconds that newcomers are counted over
-CAME_OUTLIERS = 2  # of them, left out at either end
-CAME_MS = 1000 * (CAME_S + 2)
-MEMORY_MS = 3_600_000  # how long a silent engine is remembered
-GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
-OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
-PLACES = 2**40  # arrivals before a priority class would run into the next; times 2**13 classes a double is exact
-STALE_MS = 3_000  # an engine not heard of for so long has no room, though its lease still runs
-MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request
-QUARANTINE = 100  # most requests kept there: the oldest leaves
-QUARANTINED_MS = 7 * 86_400_000  # and how long
-
-# KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
-# write takes memory, and none that began with a delete.  So submit and attach are refused before they did anything, and
-# the others, which make room in the end, always run.
-
-_PRELUDE = f"""
-local P = KEYS[1]
-local call = redis.call
-
-local function charge(tenant, tokens)  -- negative: a refund
-  local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
-  call('ZADD', P .. 'turns', 'XX', counter, tenant)
-end
-
-local function now_ms()
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
-end
-
-local function came(tokens)  -- for the first time
-  local key = P .. 'came:' .. math.floor(now_ms() / 1000)
-  call('INCRBY', key, tokens)
-  call('PEXPIRE', key, {CAME_MS})
-end
-
-local function enqueue(id)
-  local tokens, place, tenant, since = unpack(
-    call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant', 'since'))
-  if not call('ZSCORE', P .. 'turns', tenant) then
-    local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
-    local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
-                  or call('HGET', P .. 'counters', call('GET', P .. 'left') or '') or 0
-    if counter < tonumber(floor) then
-      counter = floor
-      call('HSET', P .. 'counters', tenant, floor)
-    end
-    call('ZADD', P .. 'turns', counter, tenant)
-  end
-  call('ZADD', P .. 'queue:' .. tenant, place, id)
-  call('ZADD', P .. 'ages', since or now_ms(), id)
-  call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
-  call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
-end
-
-local function dequeue(id)  -- says whether it was waiting
-  local entry = call('HGET', P .. 'waiting', id)
-  if not entry then return call('ZREM', P .. 'suspects', id) == 1 end
-  local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
-  call('ZREM', P .. 'queue:' .. tenant, id)
-  call('HDEL', P .. 'waiting', id)
-  call('ZREM', P .. 'ages', id)
-  if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
-    call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
-  else
-    call('HDEL', P .. 'queued_tokens', tenant)
-    call('ZREM', P .. 'turns', tenant)
-    call('SET', P .. 'left', tenant)
-  end
-  return true
-end
-
-local function alive(id)
-  return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
-end
-
-local function order(engine, what)  -- see orders:ENGINE
-  local key = P .. 'orders:' .. engine
-  call('RPUSH', key, what)
-  call('PEXPIRE', key, {MEMORY_MS})
-  call('PUBLISH', P .. 'bell:' .. engine, '')
-end
-
--- the log
-
-local function grow(id, what, bytes)  -- append to log:ID:what, which lives as long as the log
-  local key = P .. 'log:' .. id .. ':' .. what
-  if call('APPEND', key, bytes) == #bytes then
-    local ms = call('PTTL', P .. 'log:' .. id)
-    if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
-  end
-end
-
-local function continuations(id)  -- how many, 0 without a log
-  return tonumber(call('HGET', P .. 'log:' .. id, 'n') or 0)
-end
-
-local function said(id)  -- tokens in the log, all continuations together
-  local bytes = 0
-  for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
-  return bytes / 4
-end
-
-local function finish_open(id, finish)  -- write this msgpack Finish for every continuation that has none
-  local log = P .. 'log:' .. id
-  for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
-end
-
--- who listens
-
-local function listeners(id)
-  return call('HGET', P .. 'req:' .. id, 'listeners') or ''
-end
-
-local function each_of(names)  -- an iterator
-  return string.gmatch(names, '[^\\n]+')
-end
-
-local function route(id, names)  -- from now on these gateways listen
-  local key = P .. 'req:' .. id
-  call('HSET', key, 'listeners', names)
-  local engine = call('HGET', key, 'engine')
-  if engine then order(engine, id .. ' >' .. names) end
-end
-
--- Tell these gateways how far the log has come: an empty Delta at the log's end for each continuation, with its
--- Finish if there is one.  Whoever has less reads the log.
-local function tell(id, names)
-  local log, n = P .. 'log:' .. id, continuations(id)
-  local deltas = {{}}
-  for i = 0, n - 1 do
-    deltas[#deltas + 1] = string.char(0x95) .. cmsgpack.pack(id, call('STRLEN', log .. ':' .. i) / 4, {{}})
-                          .. (call('HGET', log, 'finish:' .. i) or string.char(0xc0)) .. cmsgpack.pack(i)
-  end
-  local batch = string.char(0x82) .. cmsgpack.pack('engine', '', 'deltas')
-                .. string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
-  for name in each_of(names) do
-    local out = P .. 'out:' .. name
-    call('XADD', out, '*', 'b', batch)
-    call('PEXPIRE', out, {STREAM_MS})
-  end
-end
-
--- endings
-
-local function keep(id)  -- its log goes `retain` ms from now
-  local log = P .. 'log:' .. id
-  local retain, once = unpack(call('HMGET', log, 'retain', 'once'))
-  if not retain then return end
-  for i = 0, continuations(id) - 1 do
-    call('PEXPIRE', log .. ':' .. i, retain)
-    call('PEXPIRE', log .. ':' .. i .. ':probs', retain)
-  end
-  call('PEXPIRE', log, retain)
-  if once then call('PEXPIRE', P .. 'once:' .. once, retain) end
-end
-
-local function bury(id)  -- it is over: its log stays for a while
-  local key = P .. 'req:' .. id
-  local names = listeners(id)
-  call('DEL', key)
-  call('HSET', key, 'gone', 1)
-  call('PEXPIRE', key, {TOMBSTONE_MS})
-  for name in each_of(names) do call('SREM', P .. 'open:' .. name, id) end
-  call('ZREM', P .. 'orphans', id)
-  keep(id)
-end
-
-local function withdraw(id)
-  local engine = call('HGET', P .. 'req:' .. id, 'engine')
-  local waited = dequeue(id)
-  bury(id)
-  finish_open(id, cmsgpack.pack({{'cancelled'}}))
-  if engine and not waited then order(engine, id) end
-end
-
-local function others(id, gateway)  -- who else listens
-  local rest = {{}}
-  for name in each_of(listeners(id)) do
-    if name ~= gateway then rest[#rest + 1] = name end
-  end
-  return table.concat(rest, '\\n')
-end
-
-local function unlisten(id, gateway, grace)  -- once nobody listens, the request may wait `grace` ms for somebody
-  local rest = others(id, gateway)
-  call('SREM', P .. 'open:' .. gateway, id)
-  if alive(id) then
-    route(id, rest)
-    if rest == '' then call('ZADD', P .. 'orphans', now_ms() + grace, id) end
-  end
-end
-
-local function end_with(id, finish)  -- what an engine would say, where no engine has it
-  finish_open(id, cmsgpack.pack(finish))
-  tell(id, listeners(id))
-  bury(id)
-end
-
-local function head(crowd)  -- the id whose turn it is, of tenants not in `crowd`; those whose time ran out leave here
-  local now = now_ms()
-  while true do
-    local tenant
-    for _, name in ipairs(call('ZRANGE', P .. 'turns', 0, crowd and -1 or 0)) do
-      if not (crowd and crowd[name]) then tenant = name break end
-    end
-    if not tenant then return nil end
-    local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
-    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-    if payload and tonumber(deadline) > now then return id end
-    dequeue(id)
-    if payload then end_with(id, {{'deadline'}}) end
-  end
-end
-
-local function first_suspect()  -- the same for those set aside
-  local now = now_ms()
-  while true do
-    local id = call('ZRANGE', P .. 'suspects', 0, 0)[1]
-    if not id then return nil end
-    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-    if payload and tonumber(deadline) > now then return id end
-    dequeue(id)
-    if payload then end_with(id, {{'deadline'}}) end
-  end
-end
-
-local function room(me)  -- prompt tokens that the engines, but for `me`, would still claim
-  local oldest, room = now_ms() - {STALE_MS}, 0
-  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-    local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
-    if engine ~= me and heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
-      room = room + left
-    end
-  end
-  return room
-end
-
-local function turns()  -- [tenant, its counter] ..., [tokens] ... and [weight] ... of those with a queue
-  local tenants, names = call('ZRANGE', P .. 'turns', 0, -1, 'WITHSCORES'), {{}}
-  for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
-  if #names == 0 then return {{tenants, names, names}} end
-  return {{tenants, call('HMGET', P .. 'queued_tokens', unpack(names)), call('HMGET', P .. 'weights', unpack(names))}}
-end
-
-local function hold(engine, id)
-  local key = P .. 'req:' .. id
-  local place, tenant, tokens, dropped = unpack(call('HMGET', key, 'place', 'tenant', 'tokens', 'dropped'))
-  call('ZADD', P .. 'held:' .. engine, place, id)
-  call('HSET', key, 'engine', engine)
-  charge(tenant, tokens)
-  for index in string.gmatch(dropped or '', '%d+') do  -- before an earlier engine died
-    order(engine, id .. ' ' .. index)
-  end
-end
-
-local function condemn(id, engine)
-  local payload, attempts, at = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'attempts', 'said'))
-  local key, now = P .. 'quarantine:' .. id, now_ms()
-  call('HSET', key, 'payload', payload, 'attempts', attempts, 'said', at, 'engine', engine, 'at', now)
-  call('PEXPIRE', key, {QUARANTINED_MS})
-  call('ZADD', P .. 'quarantine', now, id)
-  call('PEXPIRE', P .. 'quarantine', {QUARANTINED_MS})
-  while call('ZCARD', P .. 'quarantine') > {QUARANTINE} do
-    call('DEL', P .. 'quarantine:' .. call('ZPOPMIN', P .. 'quarantine')[1])
-  end
-  end_with(id, {{'error', -1, 'the engine died ' .. attempts .. ' times at this request, which is now in quarantine'}})
-end
-
-local function accuse(engine, ids)  -- it died and held these: count, and set aside who is suspected
-  local trial = call('HGET', P .. 'engine:' .. engine, 'trial')
-  local stuck = {{}}
-  for _, id in ipairs(ids) do
-    local key, now = P .. 'req:' .. id, said(id)
-    local attempts, before = unpack(call('HMGET', key, 'attempts', 'said'))
-    attempts = tonumber(before or -1) == now and attempts + 1 or 1
-    call('HSET', key, 'attempts', attempts, 'said', now)
-    if attempts >= {MAX_ATTEMPTS} then
-      stuck[#stuck + 1] = id
-      if id == trial then stuck = {{id}} break end
-    end
-  end
-  if #stuck == 1 then
-    condemn(stuck[1], engine)
-  else
-    for _, id in ipairs(stuck) do call('ZADD', P .. 'suspects', call('HGET', P .. 'req:' .. id, 'place'), id) end
-  end
-end
-
--- All it holds goes back to where it stood; returns those requests.  `died`: it did not close.
-local function give_back(engine, died)
-  local ids, held = {{}}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
-  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
-  call('SREM', P .. 'engines', engine)
-  for _, id in ipairs(held) do
-    if alive(id) then
-      local key = P .. 'req:' .. id
-      call('HDEL', key, 'engine')
-      charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
-      ids[#ids + 1] = id
-    end
-  end
-  if died then accuse(engine, ids) end
-  call('HDEL', P .. 'engine:' .. engine, 'trial')
-  for _, id in ipairs(ids) do
-    if alive(id) and not call('ZSCORE', P .. 'suspects', id) then enqueue(id) end
-  end
-  if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
-  return ids
-end
-"""
+from engine.wire.keys import (
+    CAME_OUTLIERS,
+    CAME_S,
+    EXPIRY_MS,
+    GATEWAY_MS,
+    MEMORY_MS,
+    OUTPUT_COST,
+    PLACES,
+    PRELUDE,
+    PROMISE_MS,
+    PUNCTUAL_MS,
+    STREAM_MS,
+)
 
 # gateway, tenant, weight, priority, deadline, most tokens queued beyond the room ('' for any number), retain ms,
 # idempotency key and body digest ('' for none), record, name (see promises), then (id, payload, prompt tokens, n) ...:
@@ -558,11 +143,13 @@ for _, id in ipairs(call('SMEMBERS', P .. 'open:' .. gateway)) do
 end
 """
 
-# gateway, grace in ms before requests of dead gateways are withdrawn
+# gateway, grace in ms before requests of dead gateways are withdrawn, number of this heartbeat
 _FLEET = f"""
-local me, grace = unpack(ARGV)
-local known = call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
-call('SET', P .. 'gateway:' .. me, 1, 'PX', {GATEWAY_MS})
+local me, grace, beat = unpack(ARGV)
+local before = call('GET', P .. 'gateway:' .. me)
+local known = before and (before == beat or before + 1 == beat + 0) and 1 or 0
+call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
+call('SET', P .. 'gateway:' .. me, beat, 'PX', {GATEWAY_MS})
 call('SADD', P .. 'gateways', me)
 for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do
   if call('EXISTS', P .. 'gateway:' .. name) == 0 then
@@ -576,9 +163,7 @@ end
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   if call('EXISTS', P .. 'lease:' .. engine) == 0 then
-    local lost = P .. 'lost:' .. engine
-    for place, id in ipairs(give_back(engine, true)) do call('ZADD', lost, place, id) end
-    call('PEXPIRE', lost, {MEMORY_MS})
+    give_back(engine, true)
     call('HINCRBY', P .. 'engine:' .. engine, 'epoch', 1)
     call('PEXPIRE', P .. 'engine:' .. engine, {MEMORY_MS})
   end
@@ -609,38 +194,26 @@ if gateway ~= '' and alive(id) then
     call('ZREM', P .. 'orphans', id)
   end
 end
+fold_all()
 local found = {}
 for i = 0, n - 1 do
   local finish, head = unpack(call('HMGET', log, 'finish:' .. i, 'head:' .. i))
-  found[i + 1] = {call('GET', log .. ':' .. i), finish, head, call('GET', log .. ':' .. i .. ':probs')}
+  found[i + 1] = {call('GET', log .. ':' .. i), finish, head, call('LRANGE', log .. ':' .. i .. ':logprobs', 0, -1)}
 end
 return {record or '', found}
 """
 
 # id, continuation, output position to begin at, most tokens
 _LOG = """
-local id, index, first, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local id, index, first, last = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[3] + ARGV[4] - 1
 local log = P .. 'log:' .. id
 local key = log .. ':' .. index
 if tonumber(index) >= continuations(id) then return false end
 local finish, head = unpack(call('HMGET', log, 'finish:' .. index, 'head:' .. index))
-if call('STRLEN', key) > 4 * (first + count) then finish = false end
--- Frames of logprobs are as large as their Deltas were: skip those before `first`, take those that begin in time.
-local probs, at, position, frames, skipped = key .. ':probs', 0, 0, {}, 0
-while count > 0 do
-  local top = call('GETRANGE', probs, at, at + 8)
-  if #top < 5 then break end
-  local length, kind, a, b, c, d = struct.unpack('<I', top), string.byte(top, 5, 9)
-  local entries = kind < 0xa0 and kind - 0x90 or kind == 0xdc and 256 * a + b or ((256 * a + b) * 256 + c) * 256 + d
-  if position >= first + count then break end
-  if position + entries > first then
-    if #frames == 0 then skipped = first - position end
-    frames[#frames + 1] = call('GETRANGE', probs, at, at + 3 + length)
-  end
-  at, position = at + 4 + length, position + entries
-end
-local found = #frames > 0 and table.concat(frames) or false
-return {call('GETRANGE', key, 4 * first, 4 * (first + count) - 1), finish, head, found, skipped}
+-- Nearly always what is read stands in the log: it is slow readers who read it.
+if call('STRLEN', key) < 4 * (last + 1) then fold_all() end
+if call('STRLEN', key) > 4 * (last + 1) then finish = false end
+return {call('GETRANGE', key, 4 * first, 4 * last + 3), finish, head, call('LRANGE', key .. ':logprobs', first, last)}
 """
 
 # idempotency key
@@ -661,6 +234,7 @@ for _, id in ipairs(ARGV) do keep(id) end
 
 # (id, tenant, n, n counts of tokens) ...; returns generated, delivered, and how much of that is new, of each
 _SETTLE = """
+fold_all()
 local found, i = {}, 1
 while i <= #ARGV do
   local id, tenant, n = unpack(ARGV, i, i + 2)
@@ -710,7 +284,7 @@ _OPEN = f"""
 local engine, session = unpack(ARGV)
 local state = P .. 'engine:' .. engine
 give_back(engine, call('HGET', state, 'session') ~= session)
-call('DEL', P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+call('DEL', P .. 'orders:' .. engine)
 call('HSET', state, 'session', session, 'seq', 0)
 call('PEXPIRE', state, {MEMORY_MS})
 return call('HGET', state, 'epoch') or '0'
@@ -721,7 +295,7 @@ _CLOSE = """
 local engine, session = unpack(ARGV)
 if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
 give_back(engine, false)
-call('DEL', P .. 'engine:' .. engine, P .. 'lost:' .. engine, P .. 'orders:' .. engine)
+call('DEL', P .. 'engine:' .. engine, P .. 'orders:' .. engine)
 """
 
 # engine: the loads of the others
@@ -733,66 +307,100 @@ end
 return loads
 """
 
+# engine, session, seq of its last exchange, lease ms, load, then the ids it holds: see "The token log" in keys.py.
+# Returns the epoch, and for each id that it goes on with: who listens, and how many tokens of each continuation the log
+# has
+_REJOIN = f"""
+local me, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
+local state = P .. 'engine:' .. me
+if (call('HGET', state, 'session') or session) ~= session then return redis.error_reply('SUPERSEDED') end
+call('HDEL', state, 'reply')  -- a first write that memory never refuses
+fold(me)
+local mine, kept = {{}}, {{}}
+for i = 6, #ARGV do
+  local id = ARGV[i]
+  if alive(id) and not call('ZSCORE', P .. 'held:' .. me, id) and call('HGET', P .. 'req:' .. id, 'from') == me
+     and dequeue(id) then
+    hold(me, id)
+  end
+  if call('ZSCORE', P .. 'held:' .. me, id) then
+    local lengths = {{}}
+    for index = 0, continuations(id) - 1 do
+      lengths[index + 1] = call('STRLEN', P .. 'log:' .. id .. ':' .. index) / 4
+    end
+    kept[id] = true
+    mine[#mine + 1] = {{id, listeners(id), lengths}}
+  end
+end
+for _, id in ipairs(call('ZRANGE', P .. 'held:' .. me, 0, -1)) do
+  if not kept[id] and let_go(me, id) then enqueue(id) end
+end
+call('HSET', state, 'session', session, 'seq', seq)
+call('PEXPIRE', state, {MEMORY_MS})
+call('SADD', P .. 'engines', me)
+call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
+return {{call('HGET', state, 'epoch') or '0', mine}}
+"""
+
+# false: nothing was done, the engine has to rejoin.
 # engine, session, seq, epoch, lease ms, load, room in tokens, room in requests, msgpack of [finished id ...], of
-# {tenant: output tokens ...} and of ["ID:INDEX", tokens, ...], all those tokens in 4 bytes each, n, n (id, field or
-# "probs:INDEX", value) for the logs, then (gateway, batch) ...
+# {{tenant: output tokens ...}} and of [id, continuation, output position, how many tokens, ...], all those tokens in 4
+# bytes each, 1 if these pieces leave nothing of the tail, n, n (id, field or "logprobs INDEX FIRST", value) for the
+# logs, then (gateway, or '' for none, 1 if it is for the tail, batch) ...
 _EXCHANGE = f"""
 local me, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local state = P .. 'engine:' .. me
 local known = call('HMGET', state, 'session', 'seq', 'reply', 'epoch', 'trial')
 if known[1] and known[1] ~= session then return redis.error_reply('SUPERSEDED') end
 
-local function renew()
-  call('SADD', P .. 'engines', me)
-  call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
-  call('PEXPIRE', state, {MEMORY_MS})
-end
-
 local claimed, orders = {{}}, {{}}
 if known[2] == seq then  -- all done already, only the reply did not arrive
   claimed, orders = unpack(cmsgpack.unpack(known[3]))
-elseif (known[4] or '0') ~= epoch then  -- its lease lapsed: what nobody took goes on here, and nothing else
-  call('HDEL', state, 'reply')
-  for _, id in ipairs(call('ZRANGE', P .. 'lost:' .. me, 0, -1)) do
-    if alive(id) and dequeue(id) then hold(me, id) end
-  end
-  call('DEL', P .. 'lost:' .. me)
-  call('HSET', state, 'session', session)
-  renew()
-  return {{'FENCED', known[4] or '0', call('ZRANGE', P .. 'held:' .. me, 0, -1)}}
 else
+  if (known[4] or '0') ~= epoch or (known[2] or -1) + 1 ~= seq + 0 then return false end
+  local pieces, tokens, at = cmsgpack.unpack(ARGV[11]), ARGV[12], 1
+  for i = 1, #pieces, 4 do
+    local id, index, first = unpack(pieces, i, i + 2)
+    if call('STRLEN', P .. 'log:' .. id .. ':' .. index) < 4 * first and continuations(id) > 0 then return false end
+  end
   call('HDEL', state, 'reply')  -- a first write that memory never refuses: exchanges are what empties a full Redis
   local room_tokens, room_requests = tonumber(ARGV[7]), tonumber(ARGV[8])
   for tenant, tokens in pairs(cmsgpack.unpack(ARGV[10])) do
     charge(tenant, {OUTPUT_COST} * tokens)
     call('HINCRBY', P .. 'usage:' .. tenant, 'generated', tokens)
   end
-  local pieces, tokens, at = cmsgpack.unpack(ARGV[11]), ARGV[12], 1
-  for i = 1, #pieces, 2 do
-    local id, index = string.match(pieces[i], '^(.*):(%d+)$')
-    grow(id, index, string.sub(tokens, at, at + 4 * pieces[i + 1] - 1))
-    at = at + 4 * pieces[i + 1]
+  for i = 1, #pieces, 4 do
+    local id, index, first, count = unpack(pieces, i, i + 3)
+    grow(id, index, first, string.sub(tokens, at, at + 4 * count - 1))
+    at = at + 4 * count
   end
-  local batches = 14 + 3 * ARGV[13]
-  for i = 14, batches - 1, 3 do
+  local tail = P .. 'tail:' .. me
+  if ARGV[13] == '1' then call('DEL', tail) end
+  local batches = 15 + 3 * ARGV[14]
+  for i = 15, batches - 1, 3 do
     local id, field, value = unpack(ARGV, i, i + 2)
-    local probs = string.match(field, '^probs:(%d+)$')
-    if probs then
-      grow(id, probs .. ':probs', value)
+    local index, first = string.match(field, '^logprobs (%d+) (%d+)$')
+    if index then
+      grow_logprobs(id, index, first, value)
     elseif call('EXISTS', P .. 'log:' .. id) == 1 then
       call('HSET', P .. 'log:' .. id, field, value)
     end
   end
-  for i = batches, #ARGV, 2 do
-    local out = P .. 'out:' .. ARGV[i]
-    call('XADD', out, '*', 'b', ARGV[i + 1])
-    call('PEXPIRE', out, {STREAM_MS})
+  for i = batches, #ARGV, 3 do
+    local gateway, lasting, batch = unpack(ARGV, i, i + 2)
+    if lasting == '1' then call('RPUSH', tail, batch) end
+    if gateway ~= '' then
+      local out = P .. 'out:' .. gateway
+      call('XADD', out, '*', 'b', batch)
+      call('PEXPIRE', out, {STREAM_MS})
+    end
   end
   for _, id in ipairs(cmsgpack.unpack(ARGV[9])) do
     if call('ZREM', P .. 'held:' .. me, id) == 1 then bury(id) end
   end
   local trial = known[5]
   if trial then
+    fold(me)
     local attempts = call('HMGET', P .. 'req:' .. trial, 'attempts', 'said')
     if not call('ZSCORE', P .. 'held:' .. me, trial) or not attempts[1] or said(trial) > tonumber(attempts[2]) then
       call('HDEL', P .. 'req:' .. trial, 'attempts', 'said')
@@ -841,11 +449,14 @@ else
     local id, names = string.match(what, '^(.*) >(.*)$')
     if id then told[id] = names end
   end
+  if next(told) then fold(me) end
   for id, names in pairs(told) do tell(id, names) end
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({{claimed, orders}}),
        'room', left, 'heard', now_ms())
 end
-renew()
+call('SADD', P .. 'engines', me)
+call('SET', P .. 'lease:' .. me, load, 'PX', lease_ms)
+call('PEXPIRE', state, {MEMORY_MS})
 local works = {{}}
 for _, id in ipairs(claimed) do
   local payload, names = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'listeners'))
@@ -865,7 +476,7 @@ class Script:
     """Lua source behind the prelude, and the SHA-1 by which the server knows it."""
 
     def __init__(self, body: str) -> None:
-        self.source = _PRELUDE + body
+        self.source = PRELUDE + body
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -874,4 +485,4 @@ SUBMIT, PROMISE, CANCEL, ADOPT, FLEET, ATTACH, LOG, KEEP, TWIN, RELEASE, SETTLE 
     Script, (_SUBMIT, _PROMISE, _CANCEL, _ADOPT, _FLEET, _ATTACH, _LOG, _KEEP, _TWIN, _RELEASE, _SETTLE)
 )
 QUARANTINED, AUDIT = map(Script, (_QUARANTINED, _AUDIT))
-OPEN, CLOSE, OTHERS, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _EXCHANGE))
+OPEN, CLOSE, OTHERS, REJOIN, EXCHANGE = map(Script, (_OPEN, _CLOSE, _OTHERS, _REJOIN, _EXCHANGE))

@@ -20,7 +20,7 @@ from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
-from service.streams import Before, Streams
+from service.streams import FORGOTTEN, Before, Streams
 from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 
@@ -451,6 +451,29 @@ async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_misse
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([2, 3], Finish("length"))
     assert wire.attached[0] == "r.0"
+
+
+async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> None:
+    async with streams.open(orders(), 60, anyway) as opened:
+        await put(wire, Delta("r.0", 0, [1]))
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([1], None)
+        wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([], FORGOTTEN)
+
+
+async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
+    """The reader has heard how far its answer came; their engine sends again what the log lacks."""
+    async with streams.open(orders(), 60, anyway) as opened:
+        wire.logs["r.0"] = [Said([])]
+        await put(wire, Delta("r.0", 3, [4], Finish("length")))
+        reading = asyncio.create_task(anext(opened))
+        await settled(lambda: len(wire.reads) >= 3)
+        assert not reading.done()
+        wire.logs["r.0"] = [Said([1, 2, 3, 4], Finish("length"))]
+        [mailbox] = await reading
+        assert drain(mailbox) == ([1, 2, 3, 4], Finish("length"))
 
 
 async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from engine.wire.bus import Terms
-from engine.wire.scripts import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
+from engine.wire.keys import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
 
 
 class Book:

@@ -13,8 +13,8 @@ import redis
 
 from engine.wire.bus import BusDown, Claimed, EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
+from engine.wire.keys import OUTPUT_COST
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
-from engine.wire.scripts import OUTPUT_COST
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
 
 KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage")  # a few bytes a tenant

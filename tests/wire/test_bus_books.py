@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.wire.bus import EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
+from engine.wire.keys import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.scripts import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.tokenlog import Said
 
 ENGINES = ("e0", "e1")
@@ -53,7 +53,8 @@ class Books(RuleBasedStateMachine):
         self.known: set[str] = set()  # engines that have exchanged and not lapsed since
         self.believed: dict[str, set[str]] = {name: set() for name in ENGINES}  # what it would say it holds
         self.stale: set[str] = set()  # engines whose lease lapsed since they last exchanged
-        self.returned: dict[str, list[str]] = {name: [] for name in ENGINES}  # what went back, in the queue's order
+        self.last: dict[str, str] = {}  # request -> the engine it was last taken from
+        self.at: dict[tuple[str, str], int] = {}  # (engine, request), as claimed -> output position it goes on from
         self.log: dict[str, list[int]] = {}
         self.attempts: dict[str, tuple[int, int]] = {}  # engines that died with it, and the tokens it had said then
         self.suspects: set[str] = set()
@@ -174,20 +175,24 @@ class Books(RuleBasedStateMachine):
         self, name: str, finished: list[str], talking: list[str], said: list[int], room: int, requests: int
     ) -> None:
         """One exchange, and what must come of it."""
-        batch = TokenBatch(name, [Delta(one, len(self.log[one]), said) for one in talking])
+        batch = TokenBatch(name, [Delta(one, self.at[name, one], said) for one in talking])
+        self.at.update({(name, one): self.at[name, one] + len(said) for one in talking})
         claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))
 
         lost: set[str] = set()
         if name in self.stale:  # nothing it says of what it holds no more counts
-            for one in self.returned[name]:
-                if one in self.waiting | self.suspects:
+            for owner, one in self.at:
+                if (
+                    owner == name
+                    and one in self.believed[name] & (self.waiting | self.suspects)
+                    and self.last[one] == name
+                ):
                     self.leave(one)
                     self.suspects.discard(one)
                     self.charge(one, self.tokens[one])
                     self.held[name].add(one)
             self.stale.discard(name)
             self.known.add(name)
-            self.returned[name] = []
             lost = self.believed[name] - self.held[name]
             self.believed[name] -= lost
         assert set(claimed.lost) == lost
@@ -231,6 +236,9 @@ class Books(RuleBasedStateMachine):
                 self.charge(request_id, self.tokens[request_id])
                 expected.append(request_id)
         self.held[name] |= set(expected)
+        for one in expected:
+            self.at.pop((name, one), None)
+            self.at[name, one] = len(self.log[one])
         self.believed[name] |= set(expected)
         self.room[name] = room if len(expected) < requests else 0
         assert [request.id for request in claimed.generates] == expected
@@ -272,7 +280,7 @@ class Books(RuleBasedStateMachine):
         for one in back:
             if one not in self.suspects | self.over:
                 self.join(one)
-        self.returned[name] = back
+        self.last.update(dict.fromkeys(back, name))
         self.held[name] = set()
         self.known.discard(name)
         self.stale.add(name)

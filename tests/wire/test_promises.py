@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine.wire.bus import GatewaySide, Terms
 from engine.wire.embedded import EmbeddedRedis
+from engine.wire.keys import CAME_MS, CAME_S, PROMISE_MS
 from engine.wire.messages import Generate, Sampling
-from engine.wire.scripts import CAME_MS, CAME_S, PROMISE_MS
 from tests.wire.promises import Book
 
 TERMS = Terms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))

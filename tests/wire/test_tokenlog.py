@@ -33,15 +33,20 @@ def test_what_goes_in_comes_out() -> None:
         Delta("a:b", 0, [2**32 - 1], None, 1, probs[:1], 16, probs[:2]),
         Delta("a:b", 1, [0, 7], Finish("stop", 7), 1, probs[1:]),
     ]
-    logged = tokenlog.entries([("g", TokenBatch("e", deltas))])
-    assert logged.pieces == ["a:b:1", 3]
-    fields = {field for _, field, _ in logged.extras}
-    assert fields == {"head:1", "finish:1", "probs:1"}
-
-    def of(field: str) -> bytes:
-        return b"".join(value for _, name, value in logged.extras if name == field)
-
-    said = tokenlog.read(logged.tokens, of("finish:1"), of("head:1"), of("probs:1"))
+    journal = tokenlog.Journal()
+    journal.hold("a:b", [0, 0])
+    batches = [("g", TokenBatch("e", deltas))]
+    journal.add(batches, [])
+    logged = journal.due(batches)
+    assert logged.pieces == ["a:b", 1, 0, 3]
+    fields = {field: value for _, field, value in logged.extras}
+    assert fields.keys() == {"head:1", "finish:1", "logprobs 1 0"}
+    framed, values = fields["logprobs 1 0"], []
+    while framed:
+        size = 4 + int.from_bytes(framed[:4], "little")
+        values.append(framed[4:size])
+        framed = framed[size:]
+    said = tokenlog.read(logged.tokens, fields["finish:1"], fields["head:1"], values)
     assert said == Said([2**32 - 1, 0, 7], Finish("stop", 7), probs, 16, probs[:2])
     assert tokenlog.read(None, None) == Said([])
 
