@@ -21,7 +21,7 @@
 
 namespace quire::cuda {
 
-constexpr int kPrefillMaxParts = 4096;
+constexpr int kPrefillMaxParts = 1024;  // of a tile, times its rows: more take longer to merge than they save
 
 // 32 bytes, read by one thread as two int4.
 struct PrefillItem {

@@ -85,9 +85,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, ...: whichever should
   // end first.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
   const int slots = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / slots);
+  const int room = plan.rows / tiling.rows;  // for partial results
   const auto cut = [&](int s, int choice) {
     const int part_keys = max(kMinPart, fair >> choice);
-    return tiling.parts_per_sm ? min(max(1, (cost[s] + part_keys / 2) / part_keys), kPrefillMaxParts / tile_rows) : 1;
+    const int most = min(kPrefillMaxParts / tile_rows, max(1, room / max(1, items[s])));
+    return tiling.parts_per_sm ? min(max(1, (cost[s] + part_keys / 2) / part_keys), most) : 1;
   };
   __shared__ int count[kChoices], longest[kChoices];
   if (threadIdx.x < kChoices) count[threadIdx.x] = longest[threadIdx.x] = 0;
@@ -126,7 +128,6 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   }
   __syncthreads();
   // A sequence whose partial results find no room is left whole.
-  const int room = plan.rows / tiling.rows;
   const auto parts_of = [&](int s) { return base[s] + items[s] * parts[s] <= room ? parts[s] : 1; };
 
   PrefillList& header = *plan.list[list];
