@@ -337,7 +337,8 @@ class Scheduler:
         if not self._requests or self.limits.allocation == "static":
             return [], 0
         self._tenants.look(self._holders(), self.running, self.step)
-        return self._tenants.crowd, self._tenants.room(self.waiting, self.pool.block_size)
+        room = self._tenants.room(self.waiting, self.pool.block_size)  # shared blocks count as often as they are held
+        return self._tenants.crowd, min(room, self.pool.total * self.pool.block_size)
 
     def predicted_peak(self) -> int:
         """Blocks that what runs now will stay within, but for unusual luck (in mode "reserve": at worst), if nothing
