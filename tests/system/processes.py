@@ -81,17 +81,23 @@ def ending(processes: list[Process]) -> Iterator[list[Process]]:
                 process.kill()
 
 
-def wait_until_ready(url: str, seconds: float = 60.0) -> None:
-    """Until the gateway there would answer a request."""
+def wait_until_ready(url: str, seconds: float = 60.0, *, gateways: int = 1) -> None:
+    """Until the gateway there would answer a request.  Of several that share a port each connection gets any one: until
+    it is unlikely that one was never asked."""
     deadline = time.monotonic() + seconds
+    in_a_row, wanted = 0, 20 * gateways - 19
     while True:
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                in_a_row += 1
+            if in_a_row == wanted:
                 return
+            continue
         except urllib.error.HTTPError as error:
             error.close()
         except OSError:
             pass
+        in_a_row = 0
         assert time.monotonic() < deadline, f"{url} did not become ready"
         time.sleep(0.05)
 

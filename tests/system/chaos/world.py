@@ -133,7 +133,7 @@ async def world(folder: Path, checkpoint: Path, options: Sequence[str], *, machi
         front = [await stack.enter_async_context(Proxy(dial(machine.port))) for machine in run]
         made = World(server, bus, run, front)
         for machine, url in zip(run, made.doors.near, strict=True):
-            await asyncio.to_thread(wait_until_ready, url, LIMIT_S)
+            await asyncio.to_thread(wait_until_ready, url, LIMIT_S, gateways=GATEWAYS // machines)
             assert await until(lambda machine=machine: machine.listening == GATEWAYS // machines)  # type: ignore[misc]
         yield made
         for machine in run:
