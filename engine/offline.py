@@ -20,9 +20,7 @@ from engine.executor import local
 from engine.executor.base import Executor
 from engine.executor.models import builtin, hf
 from engine.loop import Engine, LocalBox
-from engine.wire.messages import Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
-
-FOREVER_MS = 2**62
+from engine.wire.messages import FOREVER_MS, Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 
 class Output(msgspec.Struct):

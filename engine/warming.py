@@ -21,7 +21,7 @@ from engine.core.blocks import chain_digest, root_digest
 from engine.core.limits import Event
 from engine.wire.bus import BusDown
 from engine.wire.manifest import LONGEST, Reuse
-from engine.wire.messages import Abort, Delta, Generate, HotPrefix, Sampling
+from engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
 from engine.wire.tokenlog import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire.warming")
 
-FOREVER_MS = 2**60
 REPORT_S = 5.0  # how often reuse is reported at most
 NOTED = 1024  # prefixes noted between two reports; others wait for the next
 NOTED_TOKENS = 2**19  # the same for their tokens: requests are kept for as long, some 20 MB

@@ -1,6 +1,6 @@
 """Who makes room for whom: a tenant that holds less than its share need not wait until one that holds more is done.
 
-Between tenants the queue is fair by Virtual Token Counter (engine/wire/scripts.py): it says whose turn it is.  In a
+Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it says whose turn it is.  In a
 pool that a loud tenant has filled, that is the turn to wait, for outputs end when they end.  So where a sequence of a
 tenant below its share waits, the newest sequences of the tenant that holds most yield to it, as many as it needs:
 

@@ -289,14 +289,13 @@ class Worker:
         self._mixed_graphs = Graphs(mixed, where)
         started = time.monotonic()
         graphs = self._decode_graphs, *self._sample_graphs
-        sizes = urgent(ladder(self._max_seqs))
-        done = capture_all([partial(each.capture, size) for size in sizes for each in graphs], seconds)
+        jobs = [partial(each.capture, size) for size in urgent(self._sizes) for each in graphs]
+        done = capture_all(jobs, seconds)
         sizes = [size for size in self._decode_graphs.keys if all(size in each for each in graphs)]
         if sizes:
             self._sizes, self._captured = sizes, True
-            shapes = mixed_ladder(self._max_seqs, self._step_tokens)
             left = seconds - (time.monotonic() - started)
-            done += capture_all([partial(capture_mixed, shape) for shape in shapes], left)
+            done += capture_all([partial(capture_mixed, shape) for shape in batch.shapes], left)
             batch.shapes = self._mixed_graphs.keys
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
 

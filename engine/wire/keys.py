@@ -369,6 +369,14 @@ local function end_with(id, finish)  -- what an engine would say, where no engin
   bury(id)
 end
 
+local function in_time(id, now)  -- whether somebody still wants it; otherwise it leaves
+  local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
+  if payload and tonumber(deadline) > now then return true end
+  dequeue(id)
+  if payload then end_with(id, {{'deadline'}}) end
+  return false
+end
+
 local function head(crowd)  -- the id whose turn it is, of tenants not in `crowd`; those whose time ran out leave here
   local now = now_ms()
   while true do
@@ -378,10 +386,7 @@ local function head(crowd)  -- the id whose turn it is, of tenants not in `crowd
     end
     if not tenant then return nil end
     local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
-    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-    if payload and tonumber(deadline) > now then return id end
-    dequeue(id)
-    if payload then end_with(id, {{'deadline'}}) end
+    if in_time(id, now) then return id end
   end
 end
 
@@ -390,10 +395,7 @@ local function first_suspect()  -- the same for those set aside
   while true do
     local id = call('ZRANGE', P .. 'suspects', 0, 0)[1]
     if not id then return nil end
-    local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-    if payload and tonumber(deadline) > now then return id end
-    dequeue(id)
-    if payload then end_with(id, {{'deadline'}}) end
+    if in_time(id, now) then return id end
   end
 end
 

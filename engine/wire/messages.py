@@ -36,6 +36,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int = -1  # same, for every prompt token but the first; switches prefix reuse off
 
 
+FOREVER_MS = 2**60  # a deadline that never comes
+
+
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     """One prompt to continue.  `n` continuations share one prefill and fork after it.
 
