@@ -102,10 +102,10 @@ TORCH_LIBRARY(quire, m) {
 
   // One token for each row of logits [N, V]: what sampling.h says.  seats [N] i64: the row of `table` each samples for, or
   // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
-  // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where `finite` [N] is false: the row
-  // holds NaN or infinity, or masks left no token.
+  // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where none is chosen · outcome [N] u8:
+  // kChosen, kNotFinite or kNothingAllowed of sampling.h.
   // general false: the likeliest token of each row's raw logits, whatever `table` says; nothing is counted.
   m.def(
       "sample(Tensor logits, Tensor seats, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
-      "Tensor(b!) finite) -> ()");
+      "Tensor(b!) outcome) -> ()");
 }

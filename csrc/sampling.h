@@ -23,6 +23,11 @@
 
 namespace quire::sampling {
 
+// What became of a row: a byte for each.  Written by both devices, read by engine/executor/sampling.py.
+constexpr uint8_t kChosen = 0;          // its token is chosen
+constexpr uint8_t kNotFinite = 1;       // its raw logits hold NaN or +inf, or nothing but -inf: the model is broken
+constexpr uint8_t kNothingAllowed = 2;  // its raw logits are sound, but penalties, bias and masks leave no finite one
+
 // Per token of a row that has marks: how often it is in the output, and
 constexpr uint32_t kInPrompt = 1u << 31;
 constexpr uint32_t kStop = 1u << 30;       // must not come before min_tokens outputs

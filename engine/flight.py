@@ -129,11 +129,12 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     step_s: float  # that the executor measured for it, as in StepResult; so the next two
     swapped_bytes: int
     swap_s: float
-    bad_rows: list[int]  # whose sample was not usable
+    bad_rows: list[int]  # whose logits were not finite
     held: int  # blocks of the pool after the turn
     waiting: int  # sequences after the turn
     events: list[Entry]
     lost: int = 0  # turns before this one that the disk was too slow for
+    impossible_rows: list[int] = []  # whose request's own settings left no token
 
 
 class Seen(NamedTuple):
@@ -242,6 +243,7 @@ class Recorder:
             seen.waiting,
             events,
             lost,
+            list(result.impossible),
         )
 
     def _order(self, order: Order) -> Arrival | Cancel | None:

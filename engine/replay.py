@@ -98,6 +98,7 @@ class _Same(ScriptedExecutor):
             rows=[row for row, _ in sampled],
             tokens=[token for _, token in sampled],
             failed=dict.fromkeys(turn.bad_rows, "not usable, as recorded"),
+            impossible=dict.fromkeys(turn.impossible_rows, "impossible, as recorded"),
             step_s=turn.step_s,
             swapped_bytes=turn.swapped_bytes,
             swap_s=turn.swap_s,

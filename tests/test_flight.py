@@ -55,6 +55,7 @@ class Ends(ScriptedExecutor):
             rows=[result.rows[i] for i in rows],
             tokens=[result.tokens[i] for i in rows],
             failed={row: "NaN" for row in result.rows if rng.random() < 0.001},
+            impossible={row: "no token" for row in result.rows if rng.random() < 0.001},
             step_s=rng.uniform(0.001, 0.01),
             swapped_bytes=1000,
             swap_s=rng.choice([0.0, 0.0001, 0.01]),

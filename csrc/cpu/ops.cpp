@@ -534,21 +534,21 @@ void decode_outputs(const at::Tensor& seats, const at::Tensor& tokens, const at:
 }
 
 void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
-            bool general, const at::Tensor& tokens, const at::Tensor& finite) {
+            bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
   Size rows("rows"), size("size"), max_seqs("seats"), words("words of a seat");
   expect("logits", logits, {rows, size});
   expect_last_contiguous("logits", logits);
   TORCH_CHECK_VALUE(size > 0 && size < 1 << 22, "logits: rows of ", int64_t{size}, ", not 1 to 4194303");
   words.agree("this operator", sizeof(sampling::Seat) / 8);
   expect("table", table, {max_seqs, words});
-  for (const auto& [who, t] : {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"finite", finite}}) {
+  for (const auto& [who, t] : {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"outcome", outcome}}) {
     expect(who, t, {rows});
   }
   for (const auto& [who, t] :
-       {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"finite", finite}, {"table", table}}) {
+       {std::pair{"seats", seats}, {"known", known}, {"tokens", tokens}, {"outcome", outcome}, {"table", table}}) {
     expect_cpu(who, t);
     expect_contiguous(who, t);
-    expect_dtype(who, t, t.is_same(finite) ? at::kBool : at::kLong);
+    expect_dtype(who, t, t.is_same(outcome) ? at::kByte : at::kLong);
   }
   expect_cpu("logits", logits);
   expect_below("seats", seats.const_data_ptr<int64_t>(), rows, -1, max_seqs);
@@ -558,7 +558,7 @@ void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor&
                              static_cast<const sampling::Seat*>(table.const_data_ptr()),
                              general,
                              tokens.data_ptr<int64_t>(),
-                             finite.data_ptr<bool>(),
+                             outcome.data_ptr<uint8_t>(),
                              rows,
                              size};
   by_dtype("logits", logits, [&](auto type) {

@@ -175,14 +175,14 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
     std::vector<float> values(rows);
     row_max(logits + first * a.row_stride, a.row_stride, values.data(), a.tokens + first, rows, a.size, threads);
     for (int64_t i = 0; i < rows; ++i) {
-      a.finite[first + i] = std::isfinite(values[i]);
-      if (!a.finite[first + i]) a.tokens[first + i] = 0;
+      a.outcome[first + i] = std::isfinite(values[i]) ? sampling::kChosen : sampling::kNotFinite;
+      if (a.outcome[first + i] != sampling::kChosen) a.tokens[first + i] = 0;
     }
   };
   if (!a.general) {
     plain(0, a.rows, threads);
     for (int64_t row = 0; row < a.rows; ++row) {
-      if (a.seats[row] < 0) a.tokens[row] = 0, a.finite[row] = true;
+      if (a.seats[row] < 0) a.tokens[row] = 0, a.outcome[row] = sampling::kChosen;
     }
     return;
   }
@@ -190,7 +190,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
     static thread_local Space space;
     for (int64_t row; tickets.take(row);) {
       a.tokens[row] = 0;
-      a.finite[row] = true;
+      a.outcome[row] = sampling::kChosen;
       if (a.seats[row] < 0) continue;
       const Seat& seat = a.table[a.seats[row]];
       if (seat.scale == 0 && !seat.marks && !seat.bias) {
@@ -200,8 +200,12 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       const int64_t position = a.known[row] - seat.prompt_len;
       adjust(logits + row * a.row_stride, seat, position, a.size, space.x);
       const float peak = largest(space.x);
-      a.finite[row] = std::isfinite(peak);
-      if (!a.finite[row]) continue;
+      if (!std::isfinite(peak)) {
+        plain(row, 1, 1);  // once more, raw: whose fault is it?
+        if (a.outcome[row] == sampling::kChosen && (seat.marks || seat.bias)) a.outcome[row] = sampling::kNothingAllowed;
+        a.tokens[row] = 0;
+        continue;
+      }
       a.tokens[row] = seat.scale == 0 ? std::find(space.x.begin(), space.x.end(), peak) - space.x.begin()
                                       : draw(seat, position, peak, space);
       if (seat.marks) seat.marks[a.tokens[row]] += 1;

@@ -1,6 +1,6 @@
 // Sampling for a whole batch in one launch.
 //
-// logits [rows, size] f32, bf16, fp16 · seats, known, tokens [rows] i64 · finite [rows] bool · table [seats]
+// logits [rows, size] f32, bf16, fp16 · seats, known, tokens [rows] i64 · outcome [rows] u8 · table [seats]
 //
 // A row belongs to a cluster of CTAs, each with a piece of the vocabulary, each warp with a piece of that, in order.
 // Grid: rows x cluster.  The clusters are large when rows are few, so that one row does not wait for one SM.
@@ -445,11 +445,11 @@ __device__ uint64_t best_of(const Row<T>& row, Piece piece) {
 
 struct Choice {
   int token;
-  bool finite;
+  uint8_t outcome;
 };
 __device__ Choice choice_of(uint64_t key) {
   const bool finite = isfinite(number_of(key));
-  return {finite ? place_of(key) : 0, finite};
+  return {finite ? place_of(key) : 0, finite ? sampling::kChosen : sampling::kNotFinite};
 }
 
 // --- weights --------------------------------------------------------------------------------------------------------
@@ -673,15 +673,24 @@ struct Weights {
 
 __device__ void write(const SampleArgs& a, int row, Choice choice) {
   a.tokens[row] = choice.token;
-  a.finite[row] = choice.finite;
+  a.outcome[row] = choice.outcome;
 }
 
 template <class T>
 __device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int index, Shared& shared) {
   const uint64_t best = cluster_max(best_of(row, piece), shared);
   done_with_peers();
-  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.seats[index] < 0 ? Choice{0, true} : choice_of(best));
+  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.seats[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
   wait_until_peers_are_done();
+}
+
+// The outcome of a row whose adjusted logits are not finite, from its raw ones.  A call of its own, with values as
+// arguments, so that rows that get a token keep their registers.
+template <class T>
+__device__ __noinline__ uint8_t explain(Row<T> row, Piece piece, Shared& shared) {
+  cluster_sync();  // all have read `warp_best`, which is written once more
+  const Choice raw = choice_of(cluster_max(best_of(row, piece), shared));
+  return raw.outcome == sampling::kChosen ? sampling::kNothingAllowed : raw.outcome;
 }
 
 template <class T, bool general>
@@ -697,7 +706,7 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   const bool speaker = cluster_rank() == 0 && threadIdx.x == 0;
   const int64_t seat_index = a.seats[index];
   if (seat_index < 0) {
-    if (speaker) write(a, index, {0, true});
+    if (speaker) write(a, index, {0, sampling::kChosen});
     return;
   }
   const Seat seat = a.table[seat_index];
@@ -708,9 +717,11 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   Weights<T> weights{row, piece, seat, position < seat.min_tokens, seat.scale, 0.0f};
   const uint64_t best = cluster_max(weights.best(), shared);
   weights.peak = number_of(best);
-  const Choice likeliest = choice_of(best);
+  Choice likeliest = choice_of(best);
+  const bool sound = likeliest.outcome == sampling::kChosen;  // the same for all threads of the cluster
+  if (!sound && weights.adjusts()) likeliest.outcome = explain(row, piece, shared);
   int token = speaker ? likeliest.token : -1;
-  if (seat.scale != 0 && likeliest.finite) {
+  if (seat.scale != 0 && sound) {
     float floor = seat.min_p;  // the largest w is 1, so min_p is a floor as it stands
     if (filtered) floor = fmaxf(floor, weights.floor(shared));
     token = weights.draw(floor, sampling::hash(seat.seed, seat.sibling, position), shared);
@@ -718,8 +729,8 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
     done_with_peers();
   }
   if (token >= 0) {
-    write(a, index, {token, likeliest.finite});
-    if (seat.marks && likeliest.finite) seat.marks[token] += 1;
+    write(a, index, {token, likeliest.outcome});
+    if (seat.marks && sound) seat.marks[token] += 1;
   }
   __syncwarp();
   wait_until_peers_are_done();

@@ -18,8 +18,8 @@ struct SampleArgs {
   const int64_t* known;  // [rows]: tokens before the one chosen now
   const sampling::Seat* table;
   bool general;     // false: every row takes the likeliest token of its raw logits, and table and known are not read
-  int64_t* tokens;  // [rows]; 0 where `finite` is false
-  bool* finite;     // [rows]: false where the row held NaN or infinity, or masks left no token
+  int64_t* tokens;   // [rows]; 0 where no token is chosen
+  uint8_t* outcome;  // [rows]: kChosen, kNotFinite or kNothingAllowed; kChosen for a row without a seat
   int64_t rows;
   int size;
 };

@@ -88,8 +88,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     logprobs: dict[int, TokenLogprob] = {}  # by row, where asked for
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by row, for this step's targets
-    failed: dict[int, str] = {}  # by row: the sample is not usable (say, NaN logits) and the request must end
+    failed: dict[int, str] = {}  # by row: the model's logits are not finite, so nothing it computed is to be trusted
     step_s: float = 0.0  # seconds from when it could begin until it was done; 0: not measured
     device_s: float = 0.0  # seconds from the device's first work for it to its last; 0: not measured
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
+    impossible: dict[int, str] = {}  # by row: its request's own settings leave no token; what it computed is sound

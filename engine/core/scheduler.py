@@ -257,6 +257,9 @@ class Scheduler:
             if (seq := seats[row]) is not None:
                 self.pool.forget(seq.table)  # what it computed is not to be trusted, and nobody shall find it
                 self._end_request(seq.request.id, "error", message)
+        for row, message in result.impossible.items():  # the cache keeps what it computed: others share its prefix
+            if (seq := seats[row]) is not None:
+                self._end_request(seq.request.id, "error", message)
         for row, token in zip(result.rows, result.tokens, strict=True):
             seq = seats[row]
             if seq is None or seq.state is State.FINISHED:  # it ended while this step ran

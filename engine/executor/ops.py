@@ -493,17 +493,17 @@ def sample(
     table: torch.Tensor,
     general: bool,
     tokens: torch.Tensor,
-    finite: torch.Tensor,
+    outcome: torch.Tensor,
 ) -> None:
     """Choose one token for each row of logits [N, V]: the same token on every device, in any batch (csrc/sampling.h).
 
     seats, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
     table         [max_seqs, 8] int64: what each seat asks for and where its tokens are counted; `SamplerBank`'s
     general       False: the likeliest token of each row, whatever the table says, at one reading of the logits
-    tokens        [N] int64, out; 0 where not finite
-    finite        [N] bool, out: False where a row holds NaN or infinity, or masks left no token
+    tokens        [N] int64, out; 0 where none is chosen
+    outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
     """
-    torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, finite)
+    torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, outcome)
 
 
 # Products on a CPU with a weight that was packed for them, once, at load.  torch's own linear converts the weight in

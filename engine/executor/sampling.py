@@ -61,6 +61,9 @@ RECORD = np.dtype(
 WORDS = RECORD.itemsize // 8
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
+# What became of a row: as in csrc/sampling.h.
+CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
+
 # bits of a mark; the lower ones count the token in the output
 IN_PROMPT, STOP, FORBIDDEN = 1 << 31, 1 << 30, 1 << 29
 
@@ -204,16 +207,16 @@ class SamplerBank:
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
 
-    def run(self, logits: Tensor, seats: Tensor, known: Tensor, tokens: Tensor, finite: Tensor, general: bool) -> None:
+    def run(self, logits: Tensor, seats: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.
 
         logits [N, V] of the model's dtype, not changed; seats [N] i64, the row each samples for, -1 where N is padded
-        (then the token is 0 and finite true); known [N] i64, tokens before the one chosen now; tokens [N] i64 and
-        finite [N] bool are written.  `general` may be true for any rows and must be if `self.general` is.
+        (then the token is 0 and the outcome CHOSEN); known [N] i64, tokens before the one chosen now; tokens [N] i64
+        and outcome [N] u8 are written.  `general` may be true for any rows and must be if `self.general` is.
         """
         if logits.shape[1] != self._vocab:
             raise ValueError(f"logits of {logits.shape[1]} tokens, the vocabulary has {self._vocab}")
-        ops.sample(logits, seats, known, self._table, general, tokens, finite)
+        ops.sample(logits, seats, known, self._table, general, tokens, outcome)
 
     def logprobs(self, logits: Tensor, rows: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
         """What the rows that report logprobs say about the tokens [N] they got; None where none of them does."""

@@ -28,12 +28,18 @@ from engine.executor.graphs import Graphs, Where, capture_all, ladder, mixed_lad
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from engine.executor.models.fused import logits_of
 from engine.executor.models.hf import LoadedModel
-from engine.executor.sampling import Logprobs, SamplerBank, logprobs_of
+from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank, logprobs_of
 from engine.executor.staging import Staging
 from engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
+# Messages for clients.
+FAILED = "the model's logits for this token are not finite"
+IMPOSSIBLE = (
+    "no token is possible here: allowed_token_ids, min_tokens with its masked stop tokens, logit_bias and the penalties "
+    "leave none"
+)
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
 
@@ -64,7 +70,7 @@ class Worker:
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=model.vocab_size, device=device)
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
-        # What a step says, in one copy: tokens, then a byte for each that tells whether its logits were finite.
+        # What a step says, in one copy: tokens, then a byte for each with its outcome (engine/executor/sampling.py).
         said = torch.zeros(9 * max_seqs, dtype=torch.uint8, device=device)
         heard = [torch.zeros(9 * max_seqs, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(GPU_DEPTH + 1)]
         self._said, self._heard = Said(said, max_seqs), [Said(each, max_seqs) for each in heard]
@@ -169,11 +175,11 @@ class Worker:
         rows, heard = pending.rows, pending.heard
         if heard is None:
             return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs, device_s=seconds)
-        tokens, finite = heard.tokens.numpy()[: len(rows)], heard.finite.numpy()[: len(rows)]
-        failed = {}
-        if not finite.all():
-            message = "the model's logits for this token are not finite"
-            failed = {rows[i]: message for i in (~finite).nonzero()[0].tolist()}
+        tokens, outcomes = heard.tokens.numpy()[: len(rows)], heard.outcomes.numpy()[: len(rows)]
+        failed, impossible = {}, {}
+        if outcomes.any():
+            failed = {rows[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
+            impossible = {rows[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
         return StepResult(
             pending.step,
             list(rows),
@@ -181,6 +187,7 @@ class Worker:
             logprobs=pending.logprobs.by_row() if pending.logprobs else {},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
+            impossible=impossible,
             device_s=seconds,
         )
 
@@ -225,8 +232,8 @@ class Worker:
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
         """Choose a token for each row, logits [N, V], and make it the next step's input."""
         count = len(step.sample_seats)
-        tokens, finite = self._said.tokens[:count], self._said.finite[:count]
-        self._samplers.run(logits, step.sample_seats, step.known, tokens, finite, general)
+        tokens, outcomes = self._said.tokens[:count], self._said.outcomes[:count]
+        self._samplers.run(logits, step.sample_seats, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
 
     def _pending(self, number: int, logits: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> Pending:
@@ -334,4 +341,4 @@ class Said:
     def __init__(self, both: Tensor, rows: int) -> None:
         self.all = both  # [9 * rows] u8
         self.tokens = both[: 8 * rows].view(torch.int64)  # [rows]
-        self.finite = both[8 * rows :].view(torch.bool)  # [rows]
+        self.outcomes = both[8 * rows :]  # [rows] u8

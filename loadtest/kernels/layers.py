@@ -207,10 +207,10 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         table = seats(count, marks=marks, **wish)
         who = torch.arange(count, device="cuda")
         known = torch.full_like(who, 100)
-        tokens, finite = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.bool)
+        tokens, outcome = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.uint8)
 
         def call(marks: Tensor | None = marks) -> None:  # the table points at them
-            ops.sample(logits, who, known, table, bool(wish), tokens, finite)
+            ops.sample(logits, who, known, table, bool(wish), tokens, outcome)
 
         return call
 

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -701,6 +702,28 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.finishes[gone, 0].reason == rig.finishes[gone, 1].reason == "cancelled"
     assert rig.finishes[bad, 0] == Finish("error", message="not a number")
     assert rig.finishes[good, 0].reason == "length"
+
+
+@pytest.mark.parametrize("fault", ["failed", "impossible"])
+def test_the_cache_loses_a_prefix_only_to_logits_that_are_not_finite(fault: str) -> None:
+    """A request whose own settings leave no token has computed its prompt as any other has."""
+    rig = Rig(size=4)
+    before, bad = rig.add([1] * 41, 1), rig.add([1] * 41, 20, n=2, ignore_eos=True)
+    rig.submit()
+    rig.commit()
+    rig.submit()
+    result = rig.executor.collect()
+    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
+    told = {fault: {row: "no token"}}
+    rig.core.commit(msgspec.structs.replace(result, **told))
+    rig.collect_outputs()
+    rig.run()
+    assert rig.over == {before, bad}
+    assert rig.finishes[bad, 0] == rig.finishes[bad, 1] == Finish("error", message="no token")
+    after = rig.add([1] * 41, 1)
+    rig.run()
+    [delta] = [delta for delta in rig.deltas if delta.id == after]
+    assert delta.cached_tokens == (40 if fault == "impossible" else 0)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])

@@ -10,6 +10,7 @@ from engine.core.plan import Sampler, Slice, Start, StepPlan
 from engine.executor.base import Executor, StepError
 from engine.executor.errors import NotEnoughMemory
 from engine.executor.local import load
+from engine.offline import LLM
 from engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 4, [])
@@ -91,3 +92,27 @@ def test_a_failed_step_voids_all_in_flight_and_nothing_else(executor: Executor) 
 def test_too_little_memory_for_one_sequence(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(NotEnoughMemory, match=r"has 63 blocks of 16 tokens .*max_model_len 1024 needs 64"):
         load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=63, threads=1))
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        Sampling(temperature=0, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1),
+        Sampling(temperature=1, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1, top_k=3),
+        Sampling(temperature=1, repetition_penalty=1e-320),
+    ],
+)
+def test_an_impossible_request_leaves_the_prefix_cache_alone(
+    executor: Executor, checkpoint: Callable[[str], Path], impossible: Sampling
+) -> None:
+    """As the engine serves it, from request to answer: whoever asks for the impossible harms only itself."""
+    config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, max_seqs=4, check_books=True)
+    llm, prompt = LLM.over(config, executor), list(range(10, 110))
+    [first] = llm.generate([prompt], max_new_tokens=3)
+    [refused] = llm.generate([prompt], impossible, max_new_tokens=3)
+    [output] = refused.outputs
+    assert (output.finish_reason, output.token_ids) == ("error", [])
+    assert "no token is possible" in output.message
+    [again] = llm.generate([prompt], max_new_tokens=3)
+    assert again.cached_tokens == 96
+    assert again.outputs == first.outputs

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.core.plan import Sampler
 from engine.executor import ops
-from engine.executor.sampling import SamplerBank, logprobs_of
+from engine.executor.sampling import CHOSEN, NOT_FINITE, SamplerBank, logprobs_of
 from engine.wire.messages import Sampling, TokenLogprob
 
 VOCAB = 1000
@@ -40,16 +40,16 @@ def bank_of(samplers: dict[int, Sampler], vocab: int = VOCAB) -> SamplerBank:
 
 class Sampled(NamedTuple):
     tokens: Tensor
-    finite: Tensor
+    outcome: Tensor
     logprobs: dict[int, TokenLogprob]
 
 
 def sample(bank: SamplerBank, logits: Tensor, rows: tuple[int, ...], seats: Tensor, known: Tensor) -> Sampled:
     bank.flush()
-    tokens, finite = torch.empty_like(seats), torch.empty_like(seats, dtype=torch.bool)
-    bank.run(logits, seats, known, tokens, finite, bank.general)
+    tokens, outcome = torch.empty_like(seats), torch.empty_like(seats, dtype=torch.uint8)
+    bank.run(logits, seats, known, tokens, outcome, bank.general)
     found = bank.logprobs(logits, rows, tokens)
-    return Sampled(tokens, finite, found.by_row() if found else {})
+    return Sampled(tokens, outcome, found.by_row() if found else {})
 
 
 def choose(
@@ -241,8 +241,8 @@ def test_rows_that_are_not_finite_are_reported(bad: float, s: Sampling) -> None:
     logits = logits_of(3)
     logits[1, 77] = bad
     got = choose(logits, [s] * 3)
-    assert got.finite.tolist() == [True, False, True]
+    assert got.outcome.tolist() == [CHOSEN, NOT_FINITE, CHOSEN]
     assert int(got.tokens[1]) == 0  # an id the next step can be fed
     every = logits_of(2)
     every[0] = float("-inf")
-    assert choose(every, [s] * 2).finite.tolist() == [False, True]
+    assert choose(every, [s] * 2).outcome.tolist() == [NOT_FINITE, CHOSEN]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Sampler
-from engine.executor.sampling import SamplerBank
+from engine.executor.sampling import CHOSEN, NOT_FINITE, NOTHING_ALLOWED, SamplerBank
 from engine.wire.messages import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -72,14 +72,14 @@ def banks(samplers: list[Sampler], vocab: int) -> tuple[SamplerBank, SamplerBank
     return made
 
 
-def choose(bank: SamplerBank, logits: Tensor, seats: Tensor, known: Tensor) -> tuple[list[int], list[bool]]:
-    """Tokens and finite flags, into memory that held something else."""
+def choose(bank: SamplerBank, logits: Tensor, seats: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
+    """Tokens and outcomes, into memory that held something else."""
     device = bank._device
     tokens = torch.full((len(seats),), -7, dtype=torch.int64, device=device)
-    finite = torch.arange(len(seats), device=device) % 2 == 0
+    outcome = torch.arange(len(seats), dtype=torch.uint8, device=device)
     bank.flush()
-    bank.run(logits.to(device), seats.to(device), known.to(device), tokens, finite, bank.general)
-    return tokens.tolist(), finite.tolist()
+    bank.run(logits.to(device), seats.to(device), known.to(device), tokens, outcome, bank.general)
+    return tokens.tolist(), outcome.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,13 +116,14 @@ def test_greedy_is_argmax(dtype: torch.dtype, vocab: int, rows: int) -> None:
     assert not bank.general
     seats = torch.arange(rows).cuda()
     for general in (False, True):
-        tokens, finite = torch.full_like(seats, -7), torch.zeros_like(seats, dtype=torch.bool)
+        tokens, outcome = torch.full_like(seats, -7), torch.full_like(seats, 7, dtype=torch.uint8)
         bank.flush()
-        bank.run(logits, seats, seats + PROMPT, tokens, finite, general)
+        bank.run(logits, seats, seats + PROMPT, tokens, outcome, general)
         peak = logits.amax(-1)
         sound = peak.isfinite()
         first = (logits == peak[:, None]).int().argmax(-1)  # torch's argmax need not be the first on a GPU
-        assert torch.equal(finite, sound)
+        assert torch.equal(outcome == CHOSEN, sound)
+        assert torch.equal(outcome == NOT_FINITE, ~sound)
         assert torch.equal(tokens, first.masked_fill(~sound, 0))
 
 
@@ -133,9 +134,9 @@ def test_rows_that_do_not_start_at_16_bytes_and_seats_of_nobody() -> None:
     seats = torch.arange(50)
     seats[::7] = -1
     known = torch.full((50,), PROMPT)
-    tokens, finite = choose(gpu, logits, seats, known)
-    assert (tokens, finite) == choose(cpu, logits, seats, known)
-    assert all(finite[::7])
+    tokens, outcome = choose(gpu, logits, seats, known)
+    assert (tokens, outcome) == choose(cpu, logits, seats, known)
+    assert not any(outcome[::7])
     assert not any(tokens[::7])
 
 
@@ -144,13 +145,13 @@ def test_a_recorded_graph_serves_whoever_is_seated_later() -> None:
     logits = torch.empty(rows, vocab, device="cuda", dtype=torch.bfloat16)
     seats = torch.full((rows,), -1, device="cuda")
     known = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    tokens, finite = torch.zeros_like(seats), torch.zeros_like(seats, dtype=torch.bool)
+    tokens, outcome = torch.zeros_like(seats), torch.zeros_like(seats, dtype=torch.uint8)
     cpu, gpu = banks([Sampler(Sampling(), PROMPT, [])] * rows, vocab)
     gpu.flush()
-    gpu.run(logits, seats, known, tokens, finite, True)
+    gpu.run(logits, seats, known, tokens, outcome, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gpu.run(logits, seats, known, tokens, finite, True)
+        gpu.run(logits, seats, known, tokens, outcome, True)
     rng = random.Random(5)
     for step in range(10):
         host = nasty(rows, vocab, torch.bfloat16, step)
@@ -164,4 +165,24 @@ def test_a_recorded_graph_serves_whoever_is_seated_later() -> None:
         seats.copy_(order)
         known.fill_(PROMPT + step)
         graph.replay()
-        assert (tokens.tolist(), finite.tolist()) == choose(cpu, host, order, known)
+        assert (tokens.tolist(), outcome.tolist()) == choose(cpu, host, order, known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 151_936), (9, 1003), (300, 5003)])
+def test_outcomes_tell_a_broken_model_from_an_impossible_request(dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Every row asks for the impossible; every third has raw logits that are not finite, at a token it may choose."""
+    stops = [7, vocab - 1]
+    asked = [
+        Sampling(temperature=row % 2, top_p=0.9, top_k=5, allowed_token_ids=stops, min_tokens=3) for row in range(rows)
+    ]
+    cpu, gpu = banks([Sampler(s, PROMPT, stops) for s in asked], vocab)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    logits[::3, 7] = float("nan")
+    seats, known = torch.arange(rows), torch.full((rows,), PROMPT)
+    wanted = [NOTHING_ALLOWED if row % 3 else NOT_FINITE for row in range(rows)]
+    assert choose(gpu, logits, seats, known) == choose(cpu, logits, seats, known) == ([0] * rows, wanted)
+    for bank in (cpu, gpu):  # once min_tokens are out, the stop tokens are allowed
+        tokens, outcomes = choose(bank, logits, seats, known + 3)
+        assert all(outcome == (CHOSEN if row % 3 else NOT_FINITE) for row, outcome in enumerate(outcomes))
+        assert all(token in stops for row, token in enumerate(tokens) if row % 3)

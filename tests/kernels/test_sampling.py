@@ -11,23 +11,32 @@ import torch
 from torch import Tensor
 
 from engine.executor import ops
-from engine.executor.sampling import RECORD, WORDS
+from engine.executor.sampling import (
+    CHOSEN,
+    FORBIDDEN,
+    IN_PROMPT,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    RECORD,
+    STOP,
+    WORDS,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OFF = {"scale": math.log2(math.e), "top_p": 1.0, "repetition": 1.0}
 
 
 def sample(logits: Tensor, wishes: list[dict[str, float]], known: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and finite flags of rows with these fields of RECORD; the rest is off."""
+    """Tokens and outcomes of rows with these fields of RECORD; the rest is off."""
     records = np.zeros(len(wishes), RECORD)
     for record, wish in zip(records, wishes, strict=True):
         for name, value in (OFF | wish).items():
             record[name] = value
     table = torch.from_numpy(records.view(np.int64).reshape(-1, WORDS))
     seats = torch.arange(len(wishes))
-    tokens, finite = torch.full_like(seats, -7), torch.zeros_like(seats, dtype=torch.bool)
-    ops.sample(logits, seats, torch.full_like(seats, known), table, True, tokens, finite)
-    return tokens, finite
+    tokens, outcome = torch.full_like(seats, -7), torch.full_like(seats, 7, dtype=torch.uint8)
+    ops.sample(logits, seats, torch.full_like(seats, known), table, True, tokens, outcome)
+    return tokens, outcome
 
 
 def reference_hash(seed: int, sibling: int, position: int) -> int:
@@ -75,8 +84,8 @@ def test_tokens_are_those_of_float64(dtype: torch.dtype, vocab: int, spread: flo
         }
         for temperature in temperatures
     ]
-    tokens, finite = sample(logits, wishes, known=17)
-    assert finite.all()
+    tokens, outcome = sample(logits, wishes, known=17)
+    assert not outcome.any()
     worst = 0.0
     for i, (wish, temperature) in enumerate(zip(wishes, temperatures, strict=True)):
         k = int(wish["top_k"]) if wish["top_k"] < vocab else 0
@@ -127,8 +136,8 @@ def test_what_weighs_nothing_is_never_drawn() -> None:
     logits[:, 77] = 0.0
     logits[:, 599] = -math.inf
     for scale in (math.log2(math.e), 1e30):
-        tokens, finite = sample(logits, [{"seed": i, "scale": scale} for i in range(4000)])
-        assert finite.all()
+        tokens, outcome = sample(logits, [{"seed": i, "scale": scale} for i in range(4000)])
+        assert not outcome.any()
         assert (tokens == 77).all()
 
 
@@ -137,23 +146,53 @@ def test_padded_rows_and_views() -> None:
     table = torch.zeros(2, WORDS, dtype=torch.int64)  # greedy
     seats = torch.tensor([0, -1, 1])
     for general in (False, True):
-        tokens, finite = torch.full_like(seats, -7), torch.zeros(3, dtype=torch.bool)
-        ops.sample(logits[::2, 100:250], seats, seats, table, general, tokens, finite)
+        tokens, outcome = torch.full_like(seats, -7), torch.full((3,), 7, dtype=torch.uint8)
+        ops.sample(logits[::2, 100:250], seats, seats, table, general, tokens, outcome)
         best = logits[::2, 100:250].argmax(-1)
         assert tokens.tolist() == [int(best[0]), 0, int(best[2])]
-        assert finite.all()
+        assert not outcome.any()
 
 
 def test_shapes_and_indices_are_checked() -> None:
     logits, seats = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
-    table, finite = torch.zeros(4, WORDS, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
+    table, outcome = torch.zeros(4, WORDS, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="known: rows is 1, logits said 2"):
-        ops.sample(logits, seats, seats[:1], table, True, seats.clone(), finite)
+        ops.sample(logits, seats, seats[:1], table, True, seats.clone(), outcome)
     with pytest.raises(ValueError, match="words of a seat is 7"):
-        ops.sample(logits, seats, seats, table[:, :7], True, seats.clone(), finite)
-    with pytest.raises(ValueError, match="finite: dtype is Long"):
+        ops.sample(logits, seats, seats, table[:, :7], True, seats.clone(), outcome)
+    with pytest.raises(ValueError, match="outcome: dtype is Long"):
         ops.sample(logits, seats, seats, table, True, seats.clone(), seats.clone())
     with pytest.raises(IndexError, match=r"seats\[1\] is 4, not in \[-1, 4\)"):
-        ops.sample(logits, torch.tensor([0, 4]), seats, table, True, seats.clone(), finite)
+        ops.sample(logits, torch.tensor([0, 4]), seats, table, True, seats.clone(), outcome)
     with pytest.raises(ValueError, match="logits: dtype is Long"):
-        ops.sample(logits.long(), seats, seats, table, True, seats.clone(), finite)
+        ops.sample(logits.long(), seats, seats, table, True, seats.clone(), outcome)
+
+
+def test_outcomes_tell_a_broken_model_from_an_impossible_request() -> None:
+    """A row is the model's fault where its raw logits are not finite, and the request's own where they are."""
+    vocab, inf, nan = 2003, math.inf, math.nan
+    allowed = torch.full((vocab,), FORBIDDEN, dtype=torch.int32)
+    allowed[5] = STOP  # the only allowed token is a stop token, masked before min_tokens
+    seen = torch.full((vocab,), IN_PROMPT - 2**32, dtype=torch.int32)
+    wishes: list[dict[str, float]] = [
+        {"marks": allowed.data_ptr(), "min_tokens": 1},
+        {"marks": allowed.data_ptr(), "min_tokens": 0},
+        {"marks": seen.data_ptr(), "repetition": 1e-320},  # 0 as float32: every positive logit becomes infinite
+        {},
+    ]
+    wishes = [wish | {"scale": scale} for wish in wishes for scale in (0.0, 1.0)]
+    for dtype in DTYPES:
+        for bad, wanted in (
+            ({}, [NOTHING_ALLOWED, CHOSEN, NOTHING_ALLOWED, CHOSEN]),
+            ({5: nan}, [NOT_FINITE] * 4),
+            ({5: inf}, [NOT_FINITE] * 4),
+            ({5: -inf}, [NOTHING_ALLOWED, NOTHING_ALLOWED, NOTHING_ALLOWED, CHOSEN]),
+            (dict.fromkeys(range(vocab), -inf), [NOT_FINITE] * 4),
+        ):
+            logits = torch.randn(len(wishes), vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+            for token, value in bad.items():
+                logits[:, token] = value
+            tokens, outcome = sample(logits, wishes)
+            assert outcome[::2].tolist() == outcome[1::2].tolist() == wanted, (dtype, bad)
+            assert not tokens[outcome != CHOSEN].any()
+            assert (tokens[2:4] == (5 if wanted[1] == CHOSEN else 0)).all()

@@ -10,7 +10,7 @@ namespace quire::cuda::door {
 namespace {
 
 void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
-            bool general, const at::Tensor& tokens, const at::Tensor& finite) {
+            bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
   Size rows("rows"), size("size"), max_seqs("seats"), words("words of a seat");
   expect("logits", logits, {rows, size});
   expect_last_contiguous("logits", logits);
@@ -23,7 +23,7 @@ void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor&
   expect_vector("seats", seats, rows, at::kLong, logits);
   expect_vector("known", known, rows, at::kLong, logits);
   expect_vector("tokens", tokens, rows, at::kLong, logits);
-  expect_vector("finite", finite, rows, at::kBool, logits);
+  expect_vector("outcome", outcome, rows, at::kByte, logits);
   const c10::cuda::CUDAGuard guard(logits.device());
   cuda::sample(
       {
@@ -35,7 +35,7 @@ void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor&
           .table = static_cast<const sampling::Seat*>(table.const_data_ptr()),
           .general = general,
           .tokens = tokens.data_ptr<int64_t>(),
-          .finite = finite.data_ptr<bool>(),
+          .outcome = outcome.data_ptr<uint8_t>(),
           .rows = rows,
           .size = static_cast<int>(int64_t{size}),
       },
