@@ -36,10 +36,10 @@ from engine.executor.staging import Array, Staging
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Prompt logprobs asked of one slice: of ids[i], read from logits row `at` + i."""
+    """Prompt logprobs asked of one slice: of ids[i], by the logits of the step's token at[i]."""
 
     row: int
-    at: int
+    at: Tensor  # [.] i64
     ids: Tensor  # [.] i64
     top: int
 
@@ -66,7 +66,7 @@ class Plans:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One step, ready to compute.  T tokens of S sequences; L logits rows are wanted; N rows sample."""
+    """One step, ready to compute.  T tokens of S sequences; N rows sample; `targets` want logits of further tokens."""
 
     input_ids: Tensor  # [1, T] i64
     position_ids: Tensor  # [1, T] i64
@@ -78,7 +78,7 @@ class StepTensors:
     decodes: int  # so many sequences, the first ones, have one token each
     caches: Caches
     plans: Plans
-    logits_at: Tensor | None  # [L] i64: tokens whose logits are wanted, those of the N rows first; None: all T
+    logits_at: Tensor | None  # [N] i64: tokens that the N rows sample after; None: all T
     sample_rows: tuple[int, ...]  # N rows; the same object as long as the set does not change
     sample_seats: Tensor  # [N] i64: the same rows, on the device; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now
@@ -311,7 +311,12 @@ class Batch:
 
         there = Page.over(staging.put(memory), shape, torch.int32)
         targets = [
-            Targets(piece.row, at, staging.put(np.array(piece.targets, dtype=np.int64)), piece.top)
+            Targets(
+                piece.row,
+                there.logits_at[at : at + len(piece.targets)],
+                staging.put(np.array(piece.targets, dtype=np.int64)),
+                piece.top,
+            )
             for piece, at in wanted
         ]
         joined = None
@@ -377,7 +382,7 @@ class Batch:
             decodes=shape.decodes,
             caches=self._caches,
             plans=self._plans,
-            logits_at=page.logits_at,
+            logits_at=page.logits_at[: shape.samples],
             sample_rows=self.rows,
             sample_seats=self._sample_seats[: shape.samples],
             known=known,

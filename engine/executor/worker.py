@@ -23,12 +23,12 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
-from engine.executor.batch import Batch, Mixed, Shape, StepTensors
+from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
 from engine.executor.graphs import Graphs, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
-from engine.executor.models.fused import logits_of
+from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel
-from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank, logprobs_of
+from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, TARGET_ROWS, Logprobs, SamplerBank, logprobs_from
 from engine.executor.staging import Staging
 from engine.executor.swap import Swap
 
@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 # Messages for clients.
 FAILED = "the model's logits for this token are not finite"
 IMPOSSIBLE = (
-    "no token is possible here: allowed_token_ids, min_tokens with its masked stop tokens, logit_bias and the penalties "
-    "leave none"
+    "no token is possible here: allowed_token_ids, min_tokens with its masked stop tokens, logit_bias and the "
+    "penalties leave none"
 )
+MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
 
@@ -79,7 +80,7 @@ class Worker:
         # Where graphs leave the logits.
         graphs = self._gpu and config.graph_seconds > 0
         rows = max_seqs if graphs else 0
-        self._logits = torch.zeros(rows, model.vocab_size, dtype=model.dtype, device=device)
+        self._graph_logits = torch.zeros(rows, model.vocab_size, dtype=model.dtype, device=device)
 
         def batch(caches: Caches) -> Batch:
             return Batch(
@@ -197,10 +198,10 @@ class Worker:
         if self._captured:
             self._decode_graphs.replay(size)
             self._sample_graphs[self._samplers.general].replay(size)
-            return self._pending(number, self._logits)
+            return self._pending(number, self._graph_logits)
         step = self._batch.decode_step(size)
         self._batch.gather(step)
-        logits = self._forward(step)
+        logits = self._logits(Forward(self._model, step), step.logits_at)
         self._sample(step, logits, self._samplers.general)
         return self._pending(number, logits)
 
@@ -211,23 +212,26 @@ class Worker:
             self._mixed_graphs.replay(mixed.shape)
             if count:
                 self._sample_graphs[self._samplers.general].replay(self._padded(count))
-            return self._pending(number, self._logits)
+            return self._pending(number, self._graph_logits)
         step = self._batch.mixed_step(mixed)
-        logits = self._forward(step)
+        forward = Forward(self._model, step)
+        logits = self._logits(forward, step.logits_at)
         if count:
-            self._sample(step, logits[: mixed.shape.samples], self._samplers.general)
-        prompt_logprobs = tuple(
-            logprobs_of(logits[t.at : t.at + len(t.ids)], t.ids, [(t.row, t.top)] * len(t.ids)) for t in step.targets
-        )
-        return self._pending(number, logits, prompt_logprobs)
+            self._sample(step, logits, self._samplers.general)
+        return self._pending(number, logits, tuple(self._score(forward, each) for each in step.targets))
 
     def _padded(self, count: int) -> int:
         """How many rows a step of `count` computes."""
         return rung(self._sizes, count) or count
 
-    def _forward(self, step: StepTensors) -> Tensor:
-        """Logits [L, V] of the tokens that `step` wants them of; an empty tensor when it wants none."""
-        return logits_of(self._model, step)
+    def _logits(self, forward: Forward, at: Tensor | None) -> Tensor:
+        """Logits [., V] of tokens `at` of a step, None: of all.  Every step without a graph gets its logits here."""
+        return forward.logits(at)
+
+    def _score(self, forward: Forward, asked: Targets) -> Logprobs:
+        """Prompt logprobs of one slice, TARGET_ROWS positions at a time: the prompt's length does not matter."""
+        entries = [(asked.row, asked.top)] * len(asked.ids)
+        return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
         """Choose a token for each row, logits [N, V], and make it the next step's input."""
@@ -254,17 +258,21 @@ class Worker:
 
     @torch.inference_mode()
     def _activation_bytes(self) -> int:
-        """What the largest steps take beside weights and KV cache, found by running them on nothing."""
+        """What the largest steps take beside weights and KV cache, found by running them on nothing.  All rows sample,
+        and a prompt is scored."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         rows = self._max_seqs
         shape = Shape(rows - 1, self._step_tokens - rows + 1, 1, rows, rows)
         step = self._batch.mixed_step(self._batch.idle_step(shape, self._staging))
-        logits = self._forward(step)
+        forward = Forward(self._model, step)
+        logits = self._logits(forward, step.logits_at)
         self._sample(step, logits, general=True)
+        piece = torch.zeros(TARGET_ROWS, dtype=torch.int64, device=self.device)
+        scored = self._score(forward, Targets(0, piece, piece, min(MOST_LOGPROBS, logits.shape[1])))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del step, logits
+        del step, forward, logits, scored
         torch.cuda.empty_cache()
         return peak
 
@@ -276,15 +284,16 @@ class Worker:
         def decode(size: int) -> None:
             step = batch.decode_step(size)
             batch.gather(step)
-            logits_of(self._model, step, self._logits[:size])
+            Forward(self._model, step).logits(None, self._graph_logits[:size])
 
         def sample(general: bool) -> Callable[[int], None]:
-            return lambda size: self._sample(batch.decode_step(size), self._logits[:size], general)
+            return lambda size: self._sample(batch.decode_step(size), self._graph_logits[:size], general)
 
         idle: dict[Shape, Mixed] = {}
 
         def mixed(shape: Shape) -> None:
-            logits_of(self._model, batch.mixed_step(idle[shape]), self._logits[: shape.samples])
+            step = batch.mixed_step(idle[shape])
+            Forward(self._model, step).logits(step.logits_at, self._graph_logits[: shape.samples])
 
         def capture_mixed(shape: Shape) -> None:
             idle[shape] = batch.idle_step(shape, staging)

@@ -11,9 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
-from engine.executor.batch import StepTensors
+from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.worker import Worker
+from engine.executor.worker import Pending, Worker
 from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -21,13 +21,21 @@ CPU = torch.device("cpu")
 
 
 class RecordingWorker(Worker):
-    """Keeps the logits of the step it ran last."""
+    """Keeps the logits of the step it ran last: of the rows that sampled, then of its targets."""
 
-    logits: torch.Tensor
+    pieces: list[torch.Tensor]
 
-    def _forward(self, step: StepTensors) -> torch.Tensor:
-        self.logits = super()._forward(step).clone()
-        return self.logits
+    def launch(self, plan: StepPlan) -> Pending:
+        self.pieces = []
+        return super().launch(plan)
+
+    def _logits(self, forward: Forward, at: torch.Tensor | None) -> torch.Tensor:
+        self.pieces.append(super()._logits(forward, at).clone())
+        return self.pieces[-1]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return torch.cat(self.pieces)
 
 
 @dataclass

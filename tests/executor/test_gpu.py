@@ -24,7 +24,7 @@ from engine.executor.local import load
 from engine.executor.models.hf import load_model
 from engine.offline import LLM
 from engine.wire.messages import Sampling
-from tests.checkpoints import VOCAB
+from tests.checkpoints import VOCAB, make_checkpoint
 from tests.executor.driver import Driver
 
 pytestmark = pytest.mark.gpu
@@ -122,6 +122,25 @@ def test_logprobs_and_prompt_logprobs(checkpoint: Checkpoint, reference: Referen
     wanted = exact[:-1].gather(1, known[0, 1:, None])[:, 0].tolist()
     assert said == pytest.approx(wanted, abs=0.25)
     assert [len(entry.top) for entry in answer.outputs[0].logprobs] == [3] * 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 caps its logits: three tensors of them at one time
+def test_scoring_stays_within_the_memory_plan(tmp_path: Path, family: str) -> None:
+    """Two prompts of 1,000 tokens, all scored in one step.  Logits of all of them would take 80 MB a tensor."""
+    made = make_checkpoint(tmp_path / "wide", family, vocab_size=20_000)
+    model = load_model(str(made), dtype="bfloat16", device=torch.device("cuda"))
+    driver = Driver(model, graph_seconds=0)
+    worker = driver.worker
+    worker._logits = lambda forward, at: forward.logits(at)  # type: ignore[method-assign]  # without its copies
+    planned = worker._activation_bytes()
+    rows = [driver.add(words(1000, i), chunk=1000, targets=True)[0] for i in range(2)]
+    plan = driver.plan()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = driver.run(plan)
+    assert torch.cuda.max_memory_allocated() - before <= planned + (1 << 20)
+    assert [len(result.prompt_logprobs[row]) for row in rows] == [999, 999]
 
 
 def test_ten_thousand_steps_allocate_nothing(checkpoint: Checkpoint) -> None:

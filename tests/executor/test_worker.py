@@ -12,6 +12,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.core.plan import StepPlan
+from engine.executor.models import fused
+from engine.executor.sampling import TARGET_ROWS
 from engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.executor.driver import GREEDY, Driver
@@ -204,6 +206,51 @@ def test_prompt_logprobs(checkpoint: Checkpoint, reference: Reference) -> None:
     for i, entry in enumerate(found):
         assert entry.logprob == pytest.approx(float(wanted[i, prompt[i + 1]]), abs=5e-5)
         assert [token for token, _ in entry.top] == wanted[i].topk(5).indices.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
+    checkpoint: Checkpoint, reference: Reference, family: str
+) -> None:
+    """Logits of a whole prompt never exist at once: the layers run once, the head runs piece by piece."""
+    driver = Driver(checkpoint(family))
+    model = driver.worker._model
+    head = model.model.head if fused.is_fused(model) else model.get_output_embeddings()
+    layers = model.model.layers if fused.is_fused(model) else decoder_layers(model)
+    asked, ran = [], []
+    head.register_forward_hook(lambda module, given, logits: asked.append(logits.numel() // logits.shape[-1]))
+    layers[0].register_forward_hook(lambda *unused: ran.append(1))
+    prompt = words(3 * TARGET_ROWS + 20)
+    decoding, [row] = driver.add(words(9, 1), n=2), driver.add(prompt, chunk=1000, targets=True)
+    found = driver.step().prompt_logprobs[row]
+    assert (max(asked), sum(asked), len(ran)) == (TARGET_ROWS, len(decoding) + 1 + len(prompt) - 1, 1)
+    exact = own_logits(copy.deepcopy(reference(family)).double(), prompt).log_softmax(-1)
+    assert [entry.logprob for entry in found] == pytest.approx(
+        [float(exact[i, token]) for i, token in enumerate(prompt[1:])], abs=1e-4
+    )
+    known = [prompt + driver.rows[row].output, list(driver.rows[decoding[0]].tokens)]
+    driver.step()  # the layers run again for what comes next
+    assert len(ran) == 2
+    for tokens, each in zip(known, (row, decoding[0]), strict=True):
+        assert driver.rows[each].tokens[len(tokens)] == int(own_logits(reference(family), tokens)[-1].argmax())
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    return next(module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
+
+
+def test_a_model_whose_decoder_hides_is_scored_all_the_same(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs whole for every piece."""
+    prompt, found = words(2 * TARGET_ROWS), []
+    for hide in (False, True):
+        driver = Driver(checkpoint("gemma2"))
+        if hide:
+            monkeypatch.setattr(type(driver.worker._model), "get_decoder", lambda model: model)
+        [row] = driver.add(prompt, chunk=1000, targets=True)
+        found.append([entry.logprob for entry in driver.step().prompt_logprobs[row]])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
 def test_a_row_that_is_not_finite_fails_alone(checkpoint: Checkpoint) -> None:

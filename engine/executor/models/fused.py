@@ -167,7 +167,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: a step -> logits."""
+    """The whole model: a step -> what the layers make of it -> logits of any of its tokens."""
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, ordered: bool) -> None:
         super().__init__()
@@ -184,14 +184,18 @@ class Decoder(nn.Module):
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
         self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered)
 
-    def forward(self, step: StepTensors, out: Tensor | None = None) -> Tensor:
-        """Logits [L, V] of the tokens that `step` wants them of, in `out` where given."""
-        x = self.embed_tokens(step.input_ids[0])
+    def forward(self, step: StepTensors) -> Tensor:
+        """What the layers make of a step: [T, hidden]."""
+        x: Tensor = self.embed_tokens(step.input_ids[0])
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         for layer in self.layers:
             x = layer(x, cos, sin, step)
-        if step.logits_at is not None:
-            x = x.index_select(0, step.logits_at)
+        return x
+
+    def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Logits [., V] of tokens `at` (None: of all), where the layers made x of the step; in `out` where given."""
+        if at is not None:
+            x = x.index_select(0, at)
         if not len(x):
             logits: Tensor = x.new_empty(0, self.head.out_features)
         else:
@@ -203,7 +207,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     """Swap what can be swapped, in place.  The model must be on its device, in its dtype, and never move again.
 
     ordered: on a CPU, have products whose bits don't depend on the batch even where others are faster.
-    A model whose decoder was swapped is good for `logits_of` and nothing else.
+    A model whose decoder was swapped is good for `Forward` and nothing else.
     """
     if has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, ordered), nn.Identity()
@@ -244,19 +248,51 @@ def is_fused(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, "model", None), Decoder)
 
 
-def logits_of(model: PreTrainedModel, step: StepTensors, out: Tensor | None = None) -> Tensor:
-    """One forward: logits [L, V] of the tokens that `step` wants them of (perhaps none), in `out` where given."""
-    if is_fused(model):
-        logits: Tensor = model.model(step, out)
+class Forward:
+    """One step through a model.  The layers run once; logits can be had piece by piece, as the memory allows."""
+
+    def __init__(self, model: PreTrainedModel, step: StepTensors) -> None:
+        self._model = model
+        self._step = step
+        self._hidden: Any = None  # what the layers made of the step; None: they have not run
+
+    def logits(self, at: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Logits [., V] of the step's tokens `at`, i64 (None: of all), in `out` where given."""
+        logits: Tensor
+        if is_fused(self._model):
+            if self._hidden is None:
+                self._hidden = self._model.model(self._step)
+            logits = self._model.model.logits(self._hidden, at, out)
+            return logits
+        logits = self._plain(0 if at is None else at)
+        return logits if out is None else out.copy_(logits)
+
+    def _plain(self, keep: int | Tensor) -> Tensor:
+        """Logits by transformers' own forward, which knows what follows the head (scales, soft caps).
+
+        Its decoder gives back what it returned the first time.  A model whose decoder cannot be told apart runs whole
+        for each piece: slower, and the same logits."""
+        decoder = self._model.get_decoder()
+        run = decoder.forward
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            if self._hidden is None:
+                self._hidden = run(*args, **kwargs)
+            return self._hidden
+
+        if decoder is not self._model:
+            decoder.forward = once  # hides the method of the class
+        try:
+            logits: Tensor = self._model(
+                input_ids=self._step.input_ids,
+                position_ids=self._step.position_ids,
+                use_cache=False,
+                logits_to_keep=keep,
+                step=self._step,
+            ).logits[0]
+        finally:
+            vars(decoder).pop("forward", None)
         return logits
-    logits = model(
-        input_ids=step.input_ids,
-        position_ids=step.position_ids,
-        use_cache=False,
-        logits_to_keep=0 if step.logits_at is None else step.logits_at,
-        step=step,
-    ).logits[0]
-    return logits if out is None else out.copy_(logits)
 
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:
