@@ -36,6 +36,7 @@ from engine.flight import Recorder, Seen
 from engine.telemetry import Telemetry
 from engine.warming import Noted
 from engine.wire.bus import BusDown, EngineSide
+from engine.wire.keys import STALE_MS
 from engine.wire.manifest import Reuse
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
@@ -407,8 +408,9 @@ class Pace:
 class BusThread:
     """The engine's end of the bus on a thread of its own: Inbox and Outbox of an Engine.
 
-    Each time the loop has published, or the bell rings, or a third of the lease has passed, one exchange sends what
-    has gathered and brings what there is room for."""
+    Each time the loop has published, or the bell rings, and every second in any case (a third of STALE_MS, or of a
+    shorter lease), one exchange sends what has gathered and brings what there is room for.  So a long step does not
+    make the engine look dead."""
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None for figures that nobody asks for."""
@@ -524,7 +526,7 @@ class BusThread:
         telling = asyncio.create_task(self._tell(bus))  # beside the exchanges: it must not delay one
         try:
             while not (self._stopping and not self._outputs):
-                await self._wait(config.lease_ms / 3000)
+                await self._wait(min(config.lease_ms, STALE_MS) / 3000)
                 if self._report is not None:
                     await self._exchange(bus, self._report)
                     while self._findings:

@@ -30,6 +30,7 @@ JITTER = 0.25  # pauses without a promise are shorter by up to this fraction, le
 # to return in RETRY_CAP_S.  Newcomers can still be served in time, who was refused has missed that; but everybody shall
 # get a time.
 LEAST_SHARES = (0.15, 0.75)
+LATE_STEPS = 3  # a report is late after so many of its engine's steps
 RETURN_WAITS = 2.0  # who returns when told may wait so many times `queue_wait_s`: the pace is an estimate
 
 
@@ -83,6 +84,14 @@ def _full_starts(load: EngineLoad) -> float:
     return max(_starts(load), load.running / load.step_s * load.prompt_tokens / load.generated_tokens)
 
 
+def _trust(load: EngineLoad, now_ms: int) -> float:
+    """How much of an engine's rates still counts, 0 to 1.  An engine reports once a step: a report older than STALE_MS
+    and LATE_STEPS steps says that this step is longer than those that the rates come from.  Nothing may have finished
+    since then, so the rates are spread over the time that has passed; those of a step that hangs go towards 0."""
+    usual_ms = max(STALE_MS, LATE_STEPS * 1000 * load.step_s)
+    return min(1.0, usual_ms / max(1, now_ms - load.time_ms))
+
+
 def _token_s(engines: list[EngineLoad]) -> float:
     """Seconds between two output tokens of one sequence, on the fastest engine whose pace is known; else 0."""
     return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
@@ -129,20 +138,22 @@ def decide(
     when wait and least service would pass its deadline.  `returning`: it was told to come now, so it waits up to
     RETURN_WAITS times as long, its own size left out: a prompt too large for the wait gets in when it returns.
     Raises Refusal(503) when no engine lives or all are draining.
-    Never waits; costs O(engines + tenants with something queued).  An engine not heard of for STALE_MS counts as full
-    and standing still, and all of them when this reading is as old, so a stale view errs on the safe side.  While
+    Never waits; costs O(engines + tenants with something queued).  An engine whose last exchange is STALE_MS old counts
+    as full and standing still, and all of them when this reading is as old, so a stale view errs on the safe side.  An
+    engine in a long step exchanges all the while, so its room counts; its rates count less and less (`_trust`).  While
     nothing is known of the pace (idle or just started engines), the queue may hold as much as the pools do."""
     open_engines = [load for load in fleet.engines if not load.draining]
     if not open_engines:
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
-    fresh = [load for load in open_engines if now_ms - load.time_ms <= STALE_MS]
+    heard_ms = {load.engine: fleet.heard_ms.get(load.engine, load.time_ms) for load in open_engines}
+    fresh = [load for load in open_engines if now_ms - heard_ms[load.engine] <= STALE_MS]
     room = fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0
     if now_ms - fleet.time_ms <= STALE_MS and (left := _yielded(cost, fleet, fresh)) >= 0:
         return fleet.queued_tokens + cost.prompt_tokens - room + left
     missing = ahead(cost, fleet) + cost.prompt_tokens - room
     inside = sum(load.waiting_tokens for load in open_engines)  # claimed and not started: ahead of the queue
-    pace = sum(map(_starts, fresh))
+    pace = sum(_starts(load) * _trust(load, now_ms) for load in fresh)
     # The pace of an engine that has just come out of idleness is not known yet, but such a one has room.
     service = cost.least_tokens * _token_s(fresh) if missing > 0 else 0.0
 
@@ -176,8 +187,7 @@ def decide(
         retry_after_s=math.ceil(RETRY_CAP_S * (1 - jitter * JITTER)) if pace > 0 else 1.0 + jitter,
     )
     if pace > 0:
+        full_pace = sum(_full_starts(load) * _trust(load, now_ms) for load in fresh)
         needed = min(2 * RETRY_CAP_S, max(1.0, wait - min(usual, deadline) / pace))
-        refusal.terms = Terms(
-            pace, sum(map(_full_starts, fresh)), int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES
-        )
+        refusal.terms = Terms(pace, full_pace, int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES)
     raise refusal

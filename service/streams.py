@@ -228,6 +228,7 @@ class Streams:
         self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
+        self._heard_ms: dict[str, int] = {}  # engine -> unix time of its last exchange, on this process's clock
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
         self._oldest_ms = self._quarantined = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
@@ -513,6 +514,7 @@ class Streams:
         if known is None or known[0] != load.time_ms:
             ours = msgspec.structs.replace(load, time_ms=int(time.time() * 1000))
             self._loads[load.engine] = (load.time_ms, ours)
+            self._heard_ms[load.engine] = ours.time_ms
 
     def _note_queue(self, queue: Queue) -> None:
         self._queue, self._read_ms = queue, int(time.time() * 1000)
@@ -527,9 +529,11 @@ class Streams:
         self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
             self._note(load)
+        ahead_ms = int(time.time() * 1000) - fleet.time_ms  # of this process's clock
         alive = {load.engine for load in fleet.engines}
         for engine in self._loads.keys() - alive:
             del self._loads[engine]
+        self._heard_ms = {engine: heard + ahead_ms for engine, heard in fleet.heard_ms.items()}
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self.trouble = None
         self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
@@ -580,6 +584,7 @@ class Streams:
             queue.tenants,
             oldest_ms=self._oldest_ms,
             quarantined=self._quarantined,
+            heard_ms=dict(self._heard_ms),
         )
 
     @property

@@ -304,7 +304,8 @@ class Telemetry(Collector):
         for load in fleet.engines:
             for field, gauge in self._engine.items():
                 gauge.labels(self._gateway, load.engine, load.model).set(getattr(load, field))
-            self._age.labels(self._gateway, load.engine, load.model).set(max(0.0, now_ms - load.time_ms) / 1000)
+            heard_ms = fleet.heard_ms.get(load.engine, load.time_ms)
+            self._age.labels(self._gateway, load.engine, load.model).set(max(0.0, now_ms - heard_ms) / 1000)
             self._info.labels(self._gateway, *_identity(load)).set(1)
             self.fingerprint = load.fingerprint[:16]
         self._engines = seen

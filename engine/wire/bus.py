@@ -83,6 +83,9 @@ class Fleet(msgspec.Struct, frozen=True):
     forgotten: bool = False
     oldest_ms: int = 0  # since the oldest in the queue was first queued
     quarantined: int = 0  # requests set aside because they killed their engines
+    # Unix time of each engine's last exchange, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
+    # a step runs; EngineLoad.time_ms is the end of the last step.
+    heard_ms: dict[str, int] = {}
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -485,10 +488,11 @@ class GatewaySide:
         await self._withdraw()
         self._beats += 1
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
-        loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
+        loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined, heard = reply
+        engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
         tenants = _read_turns(*turns)
         return Fleet(
-            [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
+            engines,
             queued,
             sum(turn.queued_tokens for turn in tenants.values()),
             time_ms,
@@ -497,6 +501,7 @@ class GatewaySide:
             not known,
             oldest_ms,
             quarantined,
+            {load.engine: int(ms) for load, ms in zip(engines, heard, strict=True)},
         )
 
 

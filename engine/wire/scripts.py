@@ -170,13 +170,14 @@ for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
 end
 head()
 first_suspect()
-local loads = {{}}
+local loads, heard = {{}}, {{}}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
+  heard[#heard + 1] = call('HGET', P .. 'engine:' .. engine, 'heard') or '0'
 end
 local oldest = call('ZRANGE', P .. 'ages', 0, 0, 'WITHSCORES')[2]
 return {{loads, now_ms(), call('HLEN', P .. 'waiting'), room(), turns(), known, oldest and now_ms() - oldest or 0,
-         call('ZCARD', P .. 'quarantine')}}
+         call('ZCARD', P .. 'quarantine'), heard}}
 """
 
 # id, the gateway that wants to listen ('' for none)

@@ -148,6 +148,30 @@ def test_a_silent_engine_or_reading_counts_as_full() -> None:
     assert refused(cost(), msgspec.structs.replace(fleet(busy(), room=1000), time_ms=NOW), now=NOW + 3001).status == 429
 
 
+def heard(age_ms: int, load: EngineLoad, **more: int) -> Fleet:
+    """A reading of NOW of one engine, whose last exchange was so long before."""
+    return msgspec.structs.replace(fleet(load, **more), heard_ms={load.engine: NOW - age_ms})
+
+
+def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:
+    """Its loop reported before the step, a minute ago; its room is what Redis has."""
+    slow = busy(time_ms=NOW - 60_000)
+    assert isinstance(outcome(cost(), heard(1000, slow, room=1000)), int)
+    assert refused(cost(), heard(3001, slow, room=1000)).status == 429
+    assert refused(cost(), heard(0, slow, room=59)).status == 429
+    assert isinstance(outcome(cost(), heard(1000, slow, room=1000), now=NOW + 2000), int)
+    assert refused(cost(), heard(1000, slow, room=1000), now=NOW + 2001).status == 429
+
+
+@pytest.mark.parametrize(("age_s", "step_s", "pace"), [(3, 0, 80), (6, 0, 40), (6, 2, 80), (12, 2, 40), (300, 0, 0.8)])
+def test_rates_fade_in_a_step_that_is_longer_than_the_steps_they_come_from(age_s: int, step_s: int, pace: int) -> None:
+    late = busy(time_ms=NOW - 1000 * age_s, step_s=float(step_s))
+    assert outcome(cost(int(10 * pace)), heard(0, late)) == int(10 * pace)  # as much as 10 s of that pace
+    terms = refused(cost(int(10 * pace) + 1), heard(0, late)).terms
+    assert terms is not None
+    assert terms.pace == pytest.approx(pace)
+
+
 def test_without_a_known_pace_the_queue_holds_as_much_as_the_pool() -> None:
     fresh = busy(blocks_per_s=0.0, prompt_tokens=0, generated_tokens=0)
     assert outcome(cost(100), fleet(fresh, queued=1500)) == 1600

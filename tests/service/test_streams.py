@@ -344,6 +344,9 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert abs(seen - time.time() * 1000) < 1000  # the engine's own clock stands in 1970
     await asyncio.sleep(0.05)
     assert streams.fleet.engines[0].time_ms == seen  # the same reading again is no sign of life
+    wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], time_ms=90_000, heard_ms={"e0": 88_000})
+    await settled(lambda: "e0" in streams.fleet.heard_ms)
+    assert abs(streams.fleet.heard_ms["e0"] + 2000 - time.time() * 1000) < 1000  # but this one is
     async with streams.open(orders(), 60, anyway):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,8 +14,9 @@ import aiohttp
 import pytest
 
 from engine.core.limits import Admission
-from engine.core.plan import StepPlan
+from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import WATERMARK, Scheduler
+from engine.executor.base import Executor
 from engine.wire.bus import Fleet
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate
@@ -145,3 +148,48 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
             await asyncio.gather(*loud, return_exceptions=True)
         assert answers == [200] * 4
         assert 0 < stack.core.totals.yields <= stack.core.totals.preemptions
+
+
+async def test_a_long_step_refuses_nobody_while_there_is_room(
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """A large model computes a prompt on a CPU for that long.  Its loop reports nothing, but its bus thread does."""
+    engine = {"executor": "scripted", "max_seqs": 8, "lease_ms": 20_000}  # a third of this lease is too rare a sign
+    body = {"model": "tiny", "prompt": [9] * 20, "max_tokens": 1, "ignore_eos": True}
+
+    async with aiohttp.ClientSession() as client, asyncio.timeout(60):
+
+        async def status(path: str, body: dict[str, Any] | None = None) -> int:
+            async with client.request("POST" if body else "GET", stack.url + path, json=body) as response:
+                await response.read()
+                return response.status
+
+        with Stack(redis_server.url, namespace, checkpoint("llama"), **engine) as stack:
+            with a_long_step(stack.engines[0].executor) as inside:
+                first = asyncio.create_task(status("/v1/completions", body))
+                await asyncio.to_thread(inside.wait)
+                await asyncio.sleep(4.5)
+                others = [asyncio.create_task(status("/v1/completions", body)) for _ in range(3)]
+                done, _ = await asyncio.wait(others, timeout=1.0)
+                assert [other.result() for other in done] == []  # a refusal would have come by now
+                assert [await status(path) for path in ("/ready", "/health")] == [200] * 2
+                assert not first.done()
+            assert [await each for each in (first, *others)] == [200] * 4
+            assert stack.engines[0].engine._dropped == 0, "the engine lost its lease during the step"
+
+
+@contextlib.contextmanager
+def a_long_step(executor: Executor) -> Iterator[threading.Event]:
+    """The next step lasts until the end of this context.  Yields what tells that it has begun."""
+    inside, over, collect = threading.Event(), threading.Event(), executor.collect
+
+    def slowly() -> StepResult:
+        inside.set()
+        over.wait()
+        return collect()
+
+    executor.collect = slowly  # type: ignore[method-assign]
+    try:
+        yield inside
+    finally:
+        over.set()
