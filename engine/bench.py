@@ -195,11 +195,19 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
     figures: dict[str, float] = {}
     llm = LLM.over(config, executor)
     core = llm.engine.core
-    ways = {"bounded": (config.itl_stretch, normal), "budget": (0.0, normal), "unchunked": (0.0, executor.step_tokens)}
+    ways = {
+        "bounded": (config.itl_stretch, config.step_target_s, normal),
+        "budget": (0.0, 0.0, normal),
+        "unchunked": (0.0, 0.0, executor.step_tokens),
+    }
     for turn in range(2):  # the first is to warm up
-        for name, (stretch, step_tokens) in ways.items():
+        for name, (stretch, target_s, step_tokens) in ways.items():
             core.limits = msgspec.structs.replace(
-                core.limits, itl_stretch=stretch, step_tokens=step_tokens, chunk_tokens=step_tokens
+                core.limits,
+                itl_stretch=stretch,
+                step_target_s=target_s,
+                step_tokens=step_tokens,
+                chunk_tokens=step_tokens,
             )
             alone, beside = beside_a_prompt(llm, length, rows, steps, seed=turn)
             figures |= {
@@ -233,7 +241,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
     all_alone: list[float] = []
     all_beside: list[float] = []
     for start in [*range(0, length, max(1, length // 4)), length - 8 * window]:
-        core.limits = msgspec.structs.replace(configured, itl_stretch=0.0)
+        core.limits = msgspec.structs.replace(configured, itl_stretch=0.0, step_target_s=0.0)
         while joined.computed < start and not answer.token_ids:
             llm.step()
         if answer.token_ids:  # a short one

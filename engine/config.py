@@ -145,6 +145,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "without, by the times measured so far, and more where many wait; 0: step_tokens alone bounds it.",
         ),
     ] = 2.0
+    step_target_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a step with prompts should take at most, by the times measured so far. A slower "
+            "machine computes fewer prompt tokens a step, so that new requests, cancellations and deadlines take "
+            "effect that soon; GPUs and small models never reach it. Lower it for quicker starts among long prompts; "
+            "raise it for throughput. 0: only step_tokens bounds a step.",
+        ),
+    ] = 2.0
     graph_seconds: Annotated[
         float,
         Meta(

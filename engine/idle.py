@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trace", type=Path)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    config = msgspec.structs.replace(config, itl_stretch=0.0)  # all join at once
+    config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # all join at once
     try:
         llm = LLM.over(config, local.load(all_cores(config)))
     except (ModelLoadError, ConfigError) as error:

@@ -76,6 +76,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         preempt=config.preempt,
         block_bytes=info.kv_bytes_per_token * config.block_size,
         itl_stretch=config.itl_stretch,
+        step_target_s=config.step_target_s,
         allocation=config.allocation,
     )
     pool = BlockPool(

@@ -45,11 +45,13 @@ class Completion(msgspec.Struct):
 class LLM:
     """A loaded model.  Options are the fields of EngineConfig; a wrong one raises msgspec.ValidationError naming it.
 
-    `itl_stretch` is 0 unless given: answers are returned whole, so prompts need not make way for a next token."""
+    `itl_stretch` and `step_target_s` are 0 unless given: answers are returned whole, so no step has to be short."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
-        config = all_cores(msgspec.convert({"model": model, "itl_stretch": 0.0, **options}, EngineConfig))
+        config = all_cores(
+            msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
+        )
         self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model or str(builtin.builtin()))))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What steps, prompt tokens and swaps take on this machine, measured as it goes; and two decisions that rest on it.
+"""What steps, prompt tokens and swaps take on this machine, measured as it goes; and three decisions that rest on it.
 
 A step is taken to last as long as its decoding rows alone would, plus a time for each prompt token beside them:
 
@@ -18,6 +18,8 @@ OUTLIER = 3.0  # a reading counts as at most so many times the average: other wo
 AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
 LEAST = 1  # prompt tokens a step may always have, or a prompt would never end
 CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
+FIRST = 128  # prompt tokens of the steps before anything was measured: of an 8B model on two cores, seconds
+FLOOR = 64  # prompt tokens that a slow machine's step may have: fewer would read all weights for next to nothing
 PROBE = 64  # after so many steps with prompts in a row one goes without, to see what steps take by themselves
 
 
@@ -74,6 +76,16 @@ class Costs:
             return 0
         time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / rows)
         return max(LEAST, int(time / self.token_s))
+
+    def tokens_within(self, rows: int, seconds: float) -> int | None:
+        """Most prompt tokens with `rows` that decode, so that their step takes up to `seconds`.
+
+        Prompts get at least the time that the step takes without them, or a machine on which that is long would spend
+        nearly all of a prompt on reading weights; and at least FLOOR tokens.  None: nothing says how many."""
+        if not self.token_s:
+            return None
+        alone = self.decode_s(max(1, rows))
+        return max(FLOOR, int(max(seconds - alone, alone) / self.token_s))
 
     def swap_pays(self, swap_bytes: int, recompute_tokens: int) -> bool:
         """Whether moving so many bytes, there and back, takes less than computing so many tokens again.  False while

@@ -36,6 +36,7 @@ class Limits(msgspec.Struct, frozen=True):
     preempt: Preempt = "auto"  # what becomes of what a preempted sequence has computed; see engine/core/swapping.py
     block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
     itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
+    step_target_s: float = 0.0  # seconds that a step with prompts should take at most; 0: any
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "ended"]

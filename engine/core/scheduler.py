@@ -21,7 +21,7 @@ from itertools import takewhile
 
 from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
-from engine.core.costs import Costs
+from engine.core.costs import FIRST, Costs
 from engine.core.fairness import Shares, Tenants
 from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
 from engine.core.outlook import Outlook
@@ -446,6 +446,11 @@ class Scheduler:
     def _prompt_budget(self) -> int:
         """Prompt tokens that the step may have beside the rows that decode (A29)."""
         budget = self.limits.step_tokens - self._decoding
+        if self.limits.step_target_s:
+            within = self.costs.tokens_within(self._decoding, self.limits.step_target_s)
+            if within is None and not self.committed:
+                within = FIRST
+            budget = budget if within is None else min(budget, within)
         if not self._decoding or not self.limits.itl_stretch:
             return budget
         pending = len(self._prefilling) + len(self.waiting)

@@ -96,7 +96,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an engine tells every gateway about itself, each step and at least once a lease."""
+    """What an engine tells every gateway about itself, each step.  Exchanges repeat it while a step lasts."""
 
     engine: str
     model: str

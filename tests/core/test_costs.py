@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.blocks import BlockPool
-from engine.core.costs import LEAST, PROBE, Costs
+from engine.core.costs import FIRST, FLOOR, LEAST, PROBE, Costs
 from engine.core.limits import Limits
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
@@ -199,3 +199,98 @@ def test_steps_without_prompts_are_seen_now_and_then() -> None:
     assert costs.prompt_tokens(8, 1, 2.0) == 0
     costs.step(0.010, 8, 0)
     assert costs.prompt_tokens(8, 1, 2.0) != 0
+
+
+def test_a_step_takes_what_the_machine_can_do_in_the_time() -> None:
+    costs = Costs()
+    assert costs.tokens_within(0, 1.0) is None
+    costs.step(0.1, 1, 0)
+    costs.step(0.1 + 500 * 2e-3, 0, 500)
+    assert costs.tokens_within(0, 1.0) == pytest.approx(450, abs=1)  # the weights are read by any step
+    assert costs.tokens_within(0, 0.15) == FLOOR
+    slow = Costs()
+    slow.step(1.5, 1, 0)
+    slow.step(1.5 + 1000 * 0.01, 1, 1000)
+    assert slow.tokens_within(1, 2.0) == pytest.approx(150, abs=1)  # as long for prompts as for the weights
+
+
+def prompt_steps(
+    target_s: float, took: Callable[[int, int, int], float], *, step_tokens: int, prompts: int = 3, length: int = 4000
+) -> list[tuple[int, float]]:
+    """Prompts one after another on a virtual clock, four output tokens each: (prompt tokens, seconds) of the steps with
+    prompts.  `took` as for itls()."""
+    info = ModelInfo("virtual", "virtual", 1000, 1 << 17, [0], 0)
+    limits = Limits(
+        64, step_tokens, step_tokens, 1 << 17, 1000, 1.0, frozenset([0]), "v", "none", step_target_s=target_s
+    )
+    core, executor = Scheduler(BlockPool(32_768, 16), limits), ScriptedExecutor(info, 32_768)
+    steps: list[tuple[int, float]] = []
+    for i in range(prompts):
+        core.accept(Generate(str(i), "", [3 + i] * length, 4, Sampling(ignore_eos=True), 1 << 60))
+        while (plan := core.plan(0)) is not None:
+            executor.submit(plan)
+            tokens = sum(len(piece.token_ids) for piece in plan.slices)
+            seconds = took(core._decoding, tokens, max((piece.start for piece in plan.slices), default=0))
+            core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
+            if tokens:
+                steps.append((tokens, seconds))
+        core.outputs()
+    assert sum(tokens for tokens, _ in steps) == prompts * length
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "token_s", "longest_s"),
+    [
+        (0.7, 0.01, 2.5),  # 7B on a CPU with matrix units: 1,024 tokens took 11 s
+        (0.7, 0.06, 5.0),  # without them: they took a minute, and FLOOR tokens take 4 s
+        (3.0, 0.10, 11.0),  # a larger one: reading the weights alone takes longer than the aim
+    ],
+)
+def test_a_slow_machine_takes_short_steps(decode_s: float, token_s: float, longest_s: float) -> None:
+    def took(rows: int, tokens: int, start: int) -> float:
+        return decode_s + tokens * token_s
+
+    unbounded = prompt_steps(0.0, took, step_tokens=1024)
+    steps = prompt_steps(2.0, took, step_tokens=1024)
+    assert max(seconds for _, seconds in steps[1:]) <= longest_s < max(seconds for _, seconds in unbounded)
+    assert steps[0][0] == FIRST
+    assert sum(seconds for _, seconds in steps) <= 2 * sum(seconds for _, seconds in unbounded)
+
+
+def test_deep_in_a_prompt_steps_get_shorter() -> None:
+    """42M parameters on two cores: a token costs 0.3 ms at the start of a prompt and 18 ms at its end.  The average is
+    some steps behind a cost that grows so fast."""
+
+    def took(rows: int, tokens: int, start: int) -> float:
+        return 0.006 + tokens * 3e-4 * (1 + start / 500)
+
+    steps = prompt_steps(2.0, took, step_tokens=1024, length=30_000)
+    assert max(seconds for _, seconds in steps) < 5.0
+    assert max(seconds for _, seconds in prompt_steps(0.0, took, step_tokens=1024, length=30_000)) > 15.0
+    assert steps[1][0] == 1024
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "token_s", "step_tokens"),
+    [(0.005, 3.3e-4, 1024), (0.006, 2.5e-5, 8192), (0.03, 1e-4, 8192)],  # 42M on a CPU; 8B and 70B on GPUs
+)
+def test_a_fast_machine_never_notices(decode_s: float, token_s: float, step_tokens: int) -> None:
+    rng = random.Random(1)
+
+    def took(rows: int, tokens: int, start: int) -> float:
+        return (decode_s + tokens * token_s) * rng.uniform(0.7, 1.5)
+
+    aimed = [tokens for tokens, _ in prompt_steps(2.0, took, step_tokens=step_tokens, prompts=9, length=10_000)]
+    free = [tokens for tokens, _ in prompt_steps(0.0, took, step_tokens=step_tokens, prompts=9, length=10_000)]
+    first = -(-10_000 // step_tokens) + 1  # the steps of the first prompt, one more as the first step was small
+    assert aimed[first:] == free[first - 1 :]
+
+
+@given(st.lists(st.tuples(st.floats(1e-5, 100), st.integers(0, 300), st.integers(0, 9000)), max_size=100))
+def test_no_reading_takes_a_step_below_its_floor(steps: list[tuple[float, int, int]]) -> None:
+    costs = Costs()
+    for seconds, rows, tokens in steps:
+        if rows + tokens:
+            costs.step(seconds, rows, tokens)
+        assert (budget := costs.tokens_within(rows, 2.0)) is None or budget >= FLOOR

@@ -42,7 +42,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 def llm(checkpoint: Path, **changes: object) -> LLM:
     options = {"dtype": "bfloat16", "kv_blocks": 600, "max_seqs": 40, "step_tokens": 256, "kernels": KERNELS}
-    options["itl_stretch"] = 0.0  # measured times must not decide how prompts are cut
+    options["itl_stretch"] = options["step_target_s"] = 0.0  # measured times must not decide how prompts are cut
     config = EngineConfig(model=str(checkpoint), **(options | changes))  # type: ignore[arg-type]
     return LLM.over(config, load(config))
 
