@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
     itl_stretch: float = 0.0  # prompts may make a step so many times as long as those who decode alone; 0: any
 
 
-Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "ended"]
+Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]
 
 
 class Event(msgspec.Struct, frozen=True):
