@@ -247,8 +247,7 @@ class Engine:
         except StepError as error:
             self._in_flight, failed = 0, True
             self._prompts.clear()
-            self.core.fail_running(str(error))
-            telemetry.failed()
+            self._step_failed(error)
         marks.append(clock())
         if result is not None:
             self.core.commit(result)
@@ -275,6 +274,13 @@ class Engine:
         self._audited &= self._idle
         if self._idle:
             self._pace.pause()
+
+    def _step_failed(self, error: StepError) -> None:
+        """Put back what was seated.  Clients are told a fixed sentence; the cause is for the log."""
+        self.telemetry.failed()
+        count, guilty = self.core.step_failed()
+        ended = f"; request {guilty} ended: it failed twice at the same position" if guilty else ""
+        log.error("a step failed, computing %d sequences again%s: %s", count, ended, error)
 
     def _audit(self, *, whole: bool, names: Sequence[str] = ()) -> None:
         """Audit the books of the blocks, or a sample of them; `names`: who ordered it.  Raises BooksError where the

@@ -173,7 +173,7 @@ class Telemetry(Collector):
                 clock.step = committed + 1
             clock.first[index] = now
             self._prefill_s.add(now - clock.started)
-        elif event.kind == "preempted":
+        elif event.kind in ("preempted", "requeued"):
             clock.preempted[index] = now
         elif event.kind == "resumed":
             if (since := clock.preempted.pop(index, None)) is not None:

@@ -85,7 +85,8 @@ class Box:
 def fly(path: Path, config: EngineConfig, seed: int, *, requests: int = 40, max_bytes: int = 4 << 20) -> Engine:
     """Random requests, with shared prefixes, follow-ups on answers, siblings, aborts, deadlines and lost steps."""
     rng = random.Random(seed)
-    executor = Ends(config.kv_blocks, seed, frozenset({rng.randrange(20, 90)} if seed % 3 == 0 else ()))
+    first = rng.randrange(20, 90)  # then some in a row, so that suspects are isolated
+    executor = Ends(config.kv_blocks, seed, frozenset(range(first, first + 8) if seed % 3 == 0 else ()))
     box = Box()
     recorder = flight.Recorder(path, flight.header(config, executor), max_bytes)
     engine = Engine(config, executor, box, box, flight=recorder, clock=lambda: box.now_ms)

@@ -61,13 +61,51 @@ class Breaks(ScriptedExecutor):
         return super().collect()
 
 
-def test_a_failed_step_fails_what_was_seated_and_serves_the_rest() -> None:
+def test_a_failed_step_costs_no_request_a_token() -> None:
     llm = LLM.over(CONFIG, Breaks(INFO, 64))
-    answers = llm.generate([[1]] * 12, max_new_tokens=10)
-    reasons = [answer.outputs[0].finish_reason for answer in answers]
-    assert reasons == ["error"] * 8 + ["length"] * 4
-    assert answers[0].outputs[0].message == "out of memory in step 4"
+    answers = llm.generate([[1]] * 12, [Sampling(seed=i) for i in range(12)], max_new_tokens=10)
+    for i, answer in enumerate(answers):
+        assert answer.outputs[0].token_ids == [scripted_token(i, 0, at, 100) for at in range(10)]
+        assert answer.outputs[0].finish_reason == "length"
     assert llm.engine.core.pool.available == 64
+
+
+class Chokes(ScriptedExecutor):
+    """Fails each step that computes a row whose sampling seed is `bad`, from that row's third token on."""
+
+    bad = 99
+    failures = 0
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if any(sampler.sampling.seed == self.bad and at > 2 for sampler, at in self._decoding.values()):
+            self._plans.clear()
+            self._decoding.clear()
+            self.failures += 1
+            raise StepError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.31 GiB")
+        return result
+
+
+def test_a_request_that_fails_its_steps_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its mates say every token; its client gets a fixed sentence, the log the cause."""
+    executor = Chokes(INFO, 64)
+    llm = LLM.over(CONFIG, executor)
+    seeds = [0, 1, 2, Chokes.bad, 4, 5, 6, 7, 8]
+    answers = llm.generate([[1]] * 9, [Sampling(seed=seed) for seed in seeds], max_new_tokens=20)
+    for seed, answer in zip(seeds, answers, strict=True):
+        said = answer.outputs[0]
+        if seed == Chokes.bad:
+            assert said.finish_reason == "error"
+            assert said.message == "the engine failed on this request twice at the same position"
+            assert said.token_ids == [scripted_token(seed, 0, at, 100) for at in range(2)]
+        else:
+            assert (said.finish_reason, said.token_ids) == (
+                "length",
+                [scripted_token(seed, 0, at, 100) for at in range(20)],
+            )
+    assert executor.failures <= 6
+    assert llm.engine.core.pool.available == 64
+    assert "CUDA out of memory" in caplog.text
 
 
 def test_a_step_budget_that_leaves_no_room_for_prompts_is_refused() -> None:

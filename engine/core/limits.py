@@ -39,7 +39,7 @@ class Limits(msgspec.Struct, frozen=True):
     step_target_s: float = 0.0  # seconds that a step with prompts should take at most; 0: any
 
 
-Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "ended"]
+Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from engine.core.audit import Auditor
 from engine.core.blocks import BlockPool, BooksError, HostPool
 from engine.core.costs import FIRST, Costs
 from engine.core.fairness import Shares, Tenants
+from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
 from engine.core.outlook import Outlook
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
@@ -56,6 +57,7 @@ class Scheduler:
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
         self.auditor = Auditor(self)
+        self.isolation = Isolation()
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()  # preempted ones before all that never ran, then by rank
         self.reserved_blocks = 0  # that static allocation holds, or would hold, for what is seated
@@ -74,7 +76,9 @@ class Scheduler:
         self._growth: list[tuple[Sequence, int, int]] = []  # this plan's edits: (sequence, table index, block)
         self._copies: list[tuple[Sequence, int, int]] = []  # this plan's copies: (sequence, from, to)
         self._sources: Counter[int] = Counter()  # references that this plan's copies hold on their sources
-        self._issued: deque[tuple[int, int, bool]] = deque()  # plans without a result: rows, prompt tokens, with swaps
+        # Plans without a result: rows, prompt tokens, with swaps, blocks sealed before they are written.
+        self._issued: deque[tuple[int, int, bool, list[int]]] = deque()
+        self._sealed: list[int] = []  # the last of these for the plan that is being made
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
         self._events: list[Event] = []
@@ -172,22 +176,39 @@ class Scheduler:
         if group:
             self._finished.remove(request_id)
 
-    def fail_running(self, message: str) -> None:
-        """The executor lost a step and every row with it: end what was seated, empty the cache, keep the queue."""
-        for group in list(self._requests.values()):
-            if any(seq.row >= 0 or seq.state in (State.ENDING, State.PAUSED) for seq in group):
-                self._end_request(group[0].request.id, "error", message)
+    def step_failed(self) -> tuple[int, str | None]:
+        """The executor lost every step in flight and freed all rows.  Put back what was seated, as after a preemption:
+        tokens stay, blocks go.  Returns how many sequences were put back, and the id of the request that ended because
+        it failed twice at the same position (None: no request did).
+
+        Cached blocks that finished steps wrote stay: a step writes only to blocks that no other sequence can find."""
+        lost = [seq for seq in self.live() if self._in_flight(seq)]
+        back = [seq for seq in self.live() if seq.state not in (State.WAITING, State.FINISHED)]
+        for seq in back:
+            self._note("requeued", seq)
+            self._unseat(seq)
+            seq.lost = min(seq.computed, seq.known - 1)
+            self._release(seq)
+            self._enqueue(seq)
         for seq in self.waiting:  # a copy to the host may have been in a step that never ran
             if seq.host:
                 seq.lost = seq.computed
                 self._release(seq)
-        self.pool.forget_all()
+        for *_, sealed in self._issued:
+            self.pool.forget(sealed)
         self.committed = self.step
         self._issued.clear()
         self._freed_rows = []
         self._cooling.clear()
         self._seats = [None] * self.limits.max_seqs
         self._free_rows = list(range(self.limits.max_seqs - 1, -1, -1))
+        if (guilty := self.isolation.failed(lost)) is not None:
+            self._end_request(guilty, "error", FAILED_TWICE)
+        return len(back), guilty
+
+    def _in_flight(self, seq: Sequence) -> bool:
+        """A step without a result computes it, or samples its next token."""
+        return (seq.row >= 0 and seq.state is not State.WAITING) or seq.sampled_in > self.committed
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -218,8 +239,8 @@ class Scheduler:
                 break
             starts.append(self._resume(seq))
             budget -= self._advance(seq, budget, step, slices, forks)
-        while budget > 0 and self._head_may_start():
-            seq = self.waiting[0]
+        while budget > 0 and (head := self._next_to_start()) is not None:
+            seq = head
             self._dequeue(seq)
             starts.append(self._seat(seq))
             budget -= self._advance(seq, budget, step, slices, forks)
@@ -237,7 +258,8 @@ class Scheduler:
             return None
         self.step = step
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        self._issued.append((decoding, prompt_tokens, self.swapping.planned))
+        self._issued.append((decoding, prompt_tokens, self.swapping.planned, self._sealed))
+        self._sealed = []
         swaps = self.swapping.take()
         plan = StepPlan(step, self._freed_rows, copies, starts, edits, slices, forks, poison, *swaps)
         self._freed_rows = []
@@ -319,7 +341,7 @@ class Scheduler:
         rows = len(self._free_rows) - len(self.waiting)
         if not self._requests:
             return self.pool.total * self.pool.block_size, rows
-        if self.swapping.sequences:  # until they are back nothing new starts
+        if self.swapping.sequences or self.isolation.active:  # until they are back, or cleared, nothing new starts
             return 0, 0
         if self.limits.allocation == "static":
             return 0 if self.waiting else self.pool.available * self.pool.block_size, max(0, rows)
@@ -337,7 +359,7 @@ class Scheduler:
     def yielding(self) -> tuple[list[str], int]:
         """(tenants that hold their share or more, prompt tokens of others that could start all the same, because the
         newest of theirs would yield).  A few steps old when many run."""
-        if not self._requests or self.limits.allocation == "static":
+        if not self._requests or self.limits.allocation == "static" or self.isolation.active:
             return [], 0
         self._tenants.look(self._holders(), self.running, self.step)
         room = self._tenants.room(self.waiting, self.pool.block_size)  # shared blocks count as often as they are held
@@ -373,8 +395,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ inside one plan
 
-    def _head_may_start(self) -> bool:
-        return bool(self.waiting) and not (self._paused or self._row_awaited) and self._may_start(self.waiting[0])
+    def _next_to_start(self) -> Sequence | None:
+        if not self.waiting or self._paused or self._row_awaited:
+            return None
+        head = self.isolation.first(self.waiting)
+        return head if head is not None and self._may_start(head) else None
 
     def _may_start(self, seq: Sequence) -> bool:
         """Whether the head of the queue fits: rows for all its continuations, blocks for all it knows and one more."""
@@ -398,6 +423,8 @@ class Scheduler:
         needs that.  None: nobody, or nobody yet.  See engine/core/fairness.py."""
         self._row_awaited = False
         if not self._tenants.contend or not self.waiting or self.limits.allocation == "static":
+            return None
+        if self.isolation.active:
             return None
         if self.step < self._favour_step:
             return None
@@ -458,7 +485,7 @@ class Scheduler:
         return budget if fair is None else min(budget, fair)
 
     def _measure(self, result: StepResult) -> None:
-        rows, prompt_tokens, swaps = self._issued.popleft()
+        rows, prompt_tokens, swaps, _ = self._issued.popleft()
         if result.step_s and not swaps:
             self.costs.step(result.step_s, rows, prompt_tokens)
         if result.swap_s:
@@ -520,7 +547,7 @@ class Scheduler:
         if seq.host:
             self.totals.swapped_in_blocks += self.swapping.back(seq)
             for full in range(len(hits) + 1, seq.computed // self.pool.block_size + 1):
-                self._seal(seq, full * self.pool.block_size)
+                self._seal(seq, full * self.pool.block_size, ahead=True)
         else:
             seq.computed = len(hits) * self.pool.block_size
             seq.prompt_logprobs = []
@@ -566,7 +593,7 @@ class Scheduler:
         self._advanced.update(map(id, (seq, *seq.siblings)))
         seq.computed = end
         for full in range(start // size + 1, end // size + 1):
-            self._seal(seq, full * size)
+            self._seal(seq, full * size, ahead=True)
         if sampler is not None:
             self._prefilling.remove(seq)
             for sibling in seq.siblings:
@@ -753,11 +780,14 @@ class Scheduler:
             seq.prompt_logprobs or None if first == 0 else None,
         )
 
-    def _seal(self, seq: Sequence, end: int) -> None:
-        """Its tokens up to `end`, a multiple of the block size, are known and computed: let others find that block."""
+    def _seal(self, seq: Sequence, end: int, *, ahead: bool = False) -> None:
+        """Its tokens up to `end`, a multiple of the block size, are known and computed: let others find that block.
+        `ahead`: the plan that is being made computes them."""
         if self.pool.caching:
             block = end // self.pool.block_size - 1
             self.pool.seal(seq.table[block], seq.digest(block, self.limits.fingerprint, self.pool.block_size))
+            if ahead:
+                self._sealed.append(seq.table[block])
 
     # ---------------------------------------------------------------------------------------------------- the endings
 

@@ -55,6 +55,7 @@ class Sequence(msgspec.Struct, eq=False):
     host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
     seated_before: bool = False  # it ran, and was preempted if it waits now
     yielded: bool = False  # it made room for another tenant once, which nobody has to do twice
+    failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
     lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
     foretold: list[int] = []  # output tokens it will stay within, one for each of calibration.LEVELS

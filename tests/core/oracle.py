@@ -10,6 +10,7 @@ from collections import deque
 from hashlib import blake2b
 
 from engine.core.plan import Sampler, StepPlan, StepResult
+from engine.wire.messages import TokenLogprob
 
 VOCAB = 50
 EOS = 0
@@ -31,6 +32,10 @@ def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: fro
     return tokens[len(prompt) :]
 
 
+class StepFails(Exception):
+    """A step computed a request that no step can compute."""
+
+
 class OracleExecutor:
     def __init__(self, blocks: int, block_size: int, max_seqs: int, depth: int = 2, host_blocks: int = 0) -> None:
         self.depth = depth
@@ -43,13 +48,20 @@ class OracleExecutor:
         self.max_seqs = max_seqs
         self.forward_tokens = 0
         self.copied = 0
+        self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails
+
+    def reset(self) -> None:
+        """After a failed step: no plan, no row and no table is left.  Blocks keep their content."""
+        self.plans.clear()
+        self.tables.clear()
+        self.decoding.clear()
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
     def collect(self) -> StepResult:
         plan = self.plans.popleft()
-        size = self.size
+        size, before = self.size, list(self.slots)
         assert len({there for _, there in plan.swap_out}) == len(plan.swap_out)
         assert len({block for _, block in plan.swap_in}) == len(plan.swap_in)
         for block, there in plan.swap_out:
@@ -91,13 +103,21 @@ class OracleExecutor:
             assert fork.row not in self.tables
             self.tables[fork.row] = list(fork.table)
             samplers[fork.row], ends[fork.row] = fork.sampler, ends[fork.parent]
+        for row, sampler in samplers.items():
+            if ends[row] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.slots)):
+                if plan.step % 2:  # it failed before it computed anything
+                    self.slots = before
+                raise StepFails
         rows, sampled = [], []
         for row, sampler in samplers.items():
             token = next_token(self.context(row, ends[row]), sampler.sampling.seed, sampler.sibling)
             rows.append(row)
             sampled.append(token)
             self.decoding[row] = sampler, ends[row], token
-        return StepResult(plan.step, rows, sampled)
+        targets = {piece.row: [TokenLogprob(-float(token)) for token in piece.targets] for piece in plan.slices}
+        return StepResult(
+            plan.step, rows, sampled, prompt_logprobs={row: said for row, said in targets.items() if said}
+        )
 
     def context(self, row: int, end: int) -> list[int]:
         table = self.tables[row]

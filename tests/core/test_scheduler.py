@@ -14,13 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.costs import Costs
+from engine.core.isolation import FAILED_TWICE
 from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import Scheduler
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
-from tests.core.oracle import EOS, VOCAB, OracleExecutor, reference
+from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
 
 FAR = 2**60
 
@@ -44,7 +45,10 @@ class Rig:
         preempt: Preempt = "recompute",
         host_blocks: int = 0,
         allocation: Allocation = "paged",
+        bad: int | None = None,
     ) -> None:
+        """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later."""
+        self._bad = {} if bad is None else {BAD_SEED: bad}
         self._caching, self._shape = (
             caching and allocation == "paged",
             (blocks, size, max_seqs, depth, host_blocks),
@@ -71,6 +75,7 @@ class Rig:
         self.over: set[str] = set()
         self.milestones: dict[tuple[str, int], list[str]] = defaultdict(list)
         self.plans: list[StepPlan] = []
+        self.failures: list[dict[tuple[str, int], int]] = []  # of each failed step: who was in it, tokens known
         self.now = 0
 
     def start(self) -> None:
@@ -79,6 +84,7 @@ class Rig:
         self.host, self.costs = HostPool(host_blocks), Costs(swap_bytes_per_s=64e3)
         self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
+        self.executor.bad = self._bad
 
     def crash(self) -> None:
         """The engine dies with all it knew; a new one gets what was said."""
@@ -135,11 +141,32 @@ class Rig:
         self.executor.submit(plan)
         return True
 
-    def commit(self) -> StepResult:
-        result = self.executor.collect()
+    def commit(self) -> StepResult | None:
+        """None: the step failed."""
+        try:
+            result = self.executor.collect()
+        except StepFails:
+            self.fail()
+            return None
         self.core.commit(result)
         self.collect_outputs()
         return result
+
+    def fail(self) -> None:
+        """A step failed.  Only a request that was alone in it, for the second time at one position, may end."""
+        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core._in_flight(seq)}
+        before = set(self.finishes)
+        self.executor.reset()
+        _, guilty = self.core.step_failed()
+        self.collect_outputs()
+        ended = set(self.finishes) - before
+        assert {name for name, _ in ended} == ({guilty} if guilty else set())
+        for key in ended:
+            assert self.finishes[key] == Finish("error", message=FAILED_TWICE)
+            assert {name for name, _ in inside} == {key[0]}
+            assert any(earlier.get(one) == known for earlier in self.failures for one, known in inside.items())
+        self.failures.append(inside)
+        assert self.core.running == self.core.paused == self.core.swapping.sequences == 0
 
     def collect_outputs(self) -> None:
         out = self.core.outputs()
@@ -149,6 +176,10 @@ class Rig:
             assert delta.first == len(self.answers[key]), "a token lost or repeated"
             self.answers[key] += delta.token_ids
             self.deltas.append(delta)
+            request = self.requests[delta.id]
+            if delta.first == 0 and delta.token_ids and (delta.prompt_logprobs or delta.index == 0):
+                scored = request.token_ids[1:] if request.sampling.prompt_logprobs >= 0 else []
+                assert [said.logprob for said in delta.prompt_logprobs or []] == [-float(token) for token in scored]
             if delta.finish is not None:
                 self.finishes[key] = delta.finish
         for request_id in out.finished:
@@ -208,6 +239,7 @@ class Rig:
                     assert finish.reason == ("stop" if got[-1] in stops else "length")
 
 
+BAD_SEED = 7  # of requests whose steps fail from their third token on
 PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
 
 
@@ -217,7 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7)
+        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, bad=2)
+        self.faults = False  # steps failed that no request made fail
 
     @initialize(
         admission=st.sampled_from(get_args(Admission)),
@@ -240,6 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preempt=preempt,
             host_blocks=host_blocks,
             caching=caching,
+            bad=2,
         )
 
     @rule(
@@ -247,12 +281,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, VOCAB - 1), max_size=12),
         new=st.integers(1, 30),
         n=st.integers(1, 3),
-        seed=st.integers(0, 3),
+        seed=st.sampled_from([0, 1, 2, 3, BAD_SEED]),
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         life=st.sampled_from([FAR, FAR, 40]),
         priority=st.sampled_from([0, 0, 5]),
         tenant=st.sampled_from([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
+        prompt_logprobs=st.sampled_from([-1, -1, 0]),
     )
     def add(
         self,
@@ -266,10 +301,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         life: int,
         priority: int,
         tenant: tuple[str, float],
+        prompt_logprobs: int,
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
         who = {"salt": salt, "deadline": deadline, "priority": priority, "tenant": tenant[0], "weight": tenant[1]}
-        self.rig.add(prefix + tail, new, n=n, seed=seed, ignore_eos=ignore_eos, **who)
+        what = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
+        self.rig.add(prefix + tail, new, n=n, **what, **who)
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
     @rule()
@@ -309,10 +346,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.executor.plans)
     @rule()
     def executor_fails(self) -> None:
-        old = self.rig.executor
-        self.rig.executor = OracleExecutor(18, 4, old.max_seqs, host_blocks=len(old.host))
-        self.rig.core.fail_running("the device fell off the bus")
-        self.rig.collect_outputs()
+        self.faults = True
+        self.rig.fail()
 
     @invariant()
     def room_agrees_with_the_mode(self) -> None:
@@ -363,7 +398,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.run()
         for request in self.rig.requests.values():
             for index in range(request.n):
-                assert (request.id, index) in self.rig.finishes
+                finish = self.rig.finishes[request.id, index]
+                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED
         assert self.rig.over == set(self.rig.requests)
 
 
@@ -625,7 +661,7 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     assert rig.core.totals.preemptions == rig.core.totals.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("over", ["abort", "deadline", "failure"])
+@pytest.mark.parametrize("over", ["abort", "deadline"])
 def test_who_is_paused_can_end_in_every_way(over: str) -> None:
     rig = Rig(blocks=12, size=4, admission="forecast")
     rig.add([2, 3, 5] * 6, 20, seed=1)
@@ -636,16 +672,26 @@ def test_who_is_paused_can_end_in_every_way(over: str) -> None:
         rig.commit()
     if over == "abort":
         rig.core.abort("r1")
-    elif over == "deadline":
-        rig.now = 2000
     else:
-        rig.executor = OracleExecutor(12, 4, rig.limits.max_seqs)
-        rig.core.fail_running("gone")
+        rig.now = 2000
     rig.run()
-    reason = {"abort": "cancelled", "deadline": "deadline", "failure": "error"}[over]
+    reason = {"abort": "cancelled", "deadline": "deadline"}[over]
     assert rig.finishes["r1", 0].reason == reason
     assert rig.core.paused == 0
     assert rig.pool.available == rig.pool.total
+
+
+def test_who_is_paused_when_a_step_fails_says_the_same() -> None:
+    rig = Rig(blocks=12, size=4, admission="forecast")
+    rig.add([2, 3, 5] * 6, 20, seed=1)
+    rig.add([7, 11], 20, seed=2)
+    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    while not rig.core.paused:
+        rig.submit()
+        rig.commit()
+    rig.fail()
+    rig.run()
+    assert {finish.reason for finish in rig.finishes.values()} <= {"stop", "length"}
 
 
 def test_threshold_holds_new_work_back() -> None:
