@@ -16,6 +16,8 @@ from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogpr
 from engine.wire.tokenlog import Said
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
 
+pytestmark = pytest.mark.every_redis
+
 
 async def say(engine: EngineSide, *deltas: Delta, name: str = "e1", finished: tuple[str, ...] = ()) -> Any:
     return await engine.exchange([("g1", TokenBatch(name, list(deltas)))], list(finished), load(name), 0, 0)
