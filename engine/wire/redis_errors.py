@@ -71,6 +71,8 @@ PLAIN = re.compile(r"^([A-Z]{3,})\b")
 
 def code_of(error: Exception) -> str:
     """The code of an error reply, such as "OOM"; "ERR" for the general one; "" for what is no reply."""
+    if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, exceptions.RedisError):
+        error = error.__cause__  # the reply to redis-py's own first command on a connection
     for kind, code in CLASSES:
         if isinstance(error, kind):
             return "NOAUTH" if getattr(error, "status_code", None) == "NOAUTH" else code
