@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -55,6 +55,7 @@ log = logging.getLogger("quire.bus")
 T = TypeVar("T")
 
 PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, tries before it raises BusDown
+PROBE_S = 0.2  # how long a probe for writes tries: the next one follows soon
 REPLY_S = 5.0  # an engine's exchange takes a silent connection for dead after this, and tries on a new one
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of each is random
 GIVE_UP_S = 30.0  # an endless try ends in BusDown once it has met one error for so long that time may never mend
@@ -348,7 +349,7 @@ class GatewaySide:
         self._link = _Link(url, namespace, reply_s=PATIENCE_S, returned=self._reader.renew)
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
-        self.reads = 0  # how often batches() has had an answer, empty ones included
+        self.rounds = 0  # reads of batches() whose entries, if any, were dealt with
         self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
 
     async def open(self) -> None:
@@ -467,6 +468,11 @@ class GatewaySide:
         """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
         await self._link.script(KEEP, *request_ids)
 
+    async def probe(self) -> None:
+        """Write as a submit does: needs memory, and a server that takes writes.  Raises BusDown after PROBE_S."""
+        key = f"{self._link.prefix}probe"
+        await self._link.run(partial(self._link.redis.set, key, "", px=BLOCK_MS), PROBE_S)
+
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
         """Enter in the ledger how many output tokens of each continuation went out to a client: (request id, tenant,
         counts).  Counts never fall, and settling the same twice counts it once.  Raises BusDown after PATIENCE_S."""
@@ -514,7 +520,7 @@ class GatewaySide:
             found = await self._link.run(cast("Callable[[], Awaitable[dict[bytes, bytes]]]", read), PATIENCE_S)
         return {name: said.decode() if (said := found.get(name.encode())) is not None else None for name in engines}
 
-    async def batches(self) -> AsyncIterator[TokenBatch]:
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
 
         Asking for the next batch says that those before it are dealt with: they may be trimmed.  Starts with the
@@ -533,7 +539,6 @@ class GatewaySide:
 
         while True:
             reply = await self._reader.run(trim_and_read)
-            self.reads += 1
             del done[1:]
             for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
                 for entry_id, fields in entries:
@@ -544,6 +549,7 @@ class GatewaySide:
                     else:
                         yield batch
                     done.append(entry_id.decode())
+            self.rounds += 1
 
     async def fleet(self) -> Fleet:
         """Read the fleet in one round trip, and put what engines with lapsed leases held back at the queue's head.

@@ -74,9 +74,15 @@ class Report:
 
 
 async def run(
-    setting: Setting, rounds: Iterable[list[Fault]], folder: Path, *, say: Callable[[str], None] = lambda line: None
+    setting: Setting,
+    rounds: Iterable[list[Fault]],
+    folder: Path,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    binary: Path | None = None,
 ) -> Report:
-    """Start everything, keep `setting.streams` going through these rounds, let them end, and count."""
+    """Start everything, with Redis servers of the program `binary`, keep `setting.streams` going through these rounds,
+    let them end, and count."""
     report = Report(setting)
     checkpoint = make_checkpoint(folder / "llama", "llama")
     options = [f"--lease-ms={LEASE_MS}", "--queue-wait-s=1000", *OPTIONS[setting.model]]
@@ -86,7 +92,7 @@ async def run(
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMIT_S)
     async with (
-        world(folder, checkpoint, options, machines=setting.machines) as stage,
+        world(folder, checkpoint, options, machines=setting.machines, binary=binary) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
         rng = random.Random(setting.seed)
