@@ -55,7 +55,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the key that asks
-FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
+# Ends that are no answer.
+FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
 # Of the garbage collector.  With Python's own 700 a batch of 1,000 deltas counts as old by the time it is dealt with,
 # so that all open requests were walked through every few seconds: 100 to 800 ms at 1,000 of them, and no token moved.

@@ -80,7 +80,8 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
-    # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something.
+    # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something,
+    # or may have, for its data has a new history: it was restarted, or a replica promoted.
     forgotten: bool = False
     oldest_ms: int = 0  # since the oldest in the queue was first queued
     quarantined: int = 0  # requests set aside because they killed their engines
@@ -208,14 +209,21 @@ class _Link:
     async def close(self) -> None:
         await self.redis.aclose()
 
-    async def check(self) -> None:
-        """Make sure that a server of a fitting version answers.  Raises BusDown."""
+    async def check(self) -> str:
+        """Make sure that a server of a fitting version answers; the id of its data's history.  Raises BusDown."""
         info = await self.run(self.redis.info, PATIENCE_S)
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise BusDown(f"Redis at {self._name} is version {version}; Quire needs 6.2 or later")
         if info.get("maxmemory_policy") != "noeviction":
             log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
+        return str(info.get("master_replid", ""))
+
+    async def history(self) -> str:
+        """The id of the data's history: a promoted replica and a restarted server have another one.  Raises BusDown
+        after PATIENCE_S."""
+        info = await self.run(partial(self.redis.info, "replication"), PATIENCE_S)
+        return str(info.get("master_replid", ""))
 
     async def script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
         """Run one script.  Raises BusDown when it did not succeed within `patience_s`; it may have run all the same."""
@@ -345,8 +353,10 @@ class GatewaySide:
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
-        # A read that waits at a server that was demoted would not notice, so it follows the other commands.
-        self._link = _Link(url, namespace, reply_s=PATIENCE_S, returned=self._reader.renew)
+        self._link = _Link(url, namespace, reply_s=PATIENCE_S, returned=self._follow)
+        self._history = ""  # of the data at the server, as of the last look
+        self._doubtful = False  # another server may have answered since
+        self._forgotten = False  # one has, and fleet() has not said so yet
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
         self.rounds = 0  # reads of batches() whose entries, if any, were dealt with
@@ -356,13 +366,28 @@ class GatewaySide:
         """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines.
 
         What an earlier process of this name had open is nobody's now: it waits for `grace_s` to be attached to."""
-        await self._link.check()
+        self._history = await self._link.check()
         await self._link.script(ADOPT, self._gateway, self._grace_ms)
 
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
         await self._link.close()
         await self._reader.close()
+
+    def _follow(self) -> None:
+        """Another server may have answered.  A read that waits at one that was demoted would not notice."""
+        self._doubtful = True
+        self._reader.renew()
+
+    async def _compare_histories(self) -> None:
+        self._doubtful = False
+        try:
+            history = await self._link.history()
+        except BusDown:
+            self._doubtful = True
+            raise
+        self._forgotten = self._forgotten or history != self._history
+        self._history = history
 
     async def submit(
         self, *requests: Generate, excess_tokens: int | None = None, record: bytes = b"", once: Once | None = None
@@ -558,10 +583,13 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
+        if self._doubtful:
+            await self._compare_histories()
         self._beats += 1
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
         tenants = _read_turns(*turns)
+        forgotten, self._forgotten = self._forgotten or not known, False
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
             queued,
@@ -569,7 +597,7 @@ class GatewaySide:
             time_ms,
             room_tokens,
             tenants,
-            not known,
+            forgotten,
             oldest_ms,
             quarantined,
         )

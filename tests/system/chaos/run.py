@@ -295,6 +295,7 @@ def table(found: dict[str, Any]) -> str:
         f"requests failed     {tally['failed']:>9}",
         f"came back, went on  {tally['resumed']:>9}",
         f"told to come later  {tally['refused']:>9}   (429 or 503 with Retry-After, before anything was said)",
+        f"lost with Redis     {tally['with_redis']:>9}   by a failover, and their clients were told",
         f"ended with gateway  {tally['with_gateway']:>9}   plain streams on a gateway that was killed",
     ]
     if found["engine_start_parts_s"]:
