@@ -55,7 +55,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the key that asks
-FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "engine_error")  # ends that are no answer
+# Ends that are no answer.
+FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
 # Of the garbage collector.  With Python's own 700 a batch of 1,000 deltas counts as old by the time it is dealt with,
 # so that all open requests were walked through every few seconds: 100 to 800 ms at 1,000 of them, and no token moved.
@@ -409,6 +410,9 @@ class Gateway:
         return _json({"ready": why is None, "reason": why}, 200 if why is None else 503)
 
     async def ping(self, request: web.Request) -> web.Response:
+        """Does this process work, whatever the others do?  One that does not must be restarted."""
+        if self._streams.supervisor.dead:
+            return web.Response(text=self._streams.trouble, status=503)
         return web.Response(text="pong")
 
     async def audit(self, request: web.Request) -> web.Response:
@@ -501,17 +505,26 @@ class Gateway:
             await asyncio.wait_for(self._quiet.wait(), self._config.drain_s)
         except TimeoutError:
             log.warning("%d requests did not finish in %g s", self._answering, self._config.drain_s)
-            self._streams.end_all(Finish("cancelled"))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), 2.0)
+            await self.break_off(Finish("cancelled"))
+
+    async def break_off(self, finish: Finish) -> None:
+        """End every answer with `finish`, but hand those over whose clients may come back."""
+        self._streams.end_all(finish)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), 2.0)
 
 
 class StartError(Exception):
     """The gateway cannot start; one line an operator can act on."""
 
 
+class Unserviceable(Exception):
+    """The gateway ran and cannot go on, which a restart may mend; one line."""
+
+
 async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
-    """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError."""
+    """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError, and
+    Unserviceable when it cannot read tokens or engines any more."""
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     try:
         tenants = Tenants(config.api_keys, config.tenants)
@@ -553,9 +566,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         site = await _listen(runner, config.host, config.port, "--port", shared=True)
         log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
         started()
-        await stopping.wait()
+        await _first_of(stopping, streams.supervisor.gave_up)
         gateway.refuse_new()
         await site.stop()
+        if streams.supervisor.gave_up.is_set():
+            why = streams.trouble
+            await gateway.break_off(Finish("error", message="this gateway lost its token stream"))
+            raise Unserviceable(f"{why}; ending, to be started again")
         await gateway.drain()
     finally:
         await runner.cleanup()
@@ -563,6 +580,16 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         await streams.stop()
         await bus.close()
         await asyncio.to_thread(tracing.close)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
@@ -577,8 +604,8 @@ async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, sha
 
 
 def main(argv: Sequence[str]) -> None:
-    """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with 2 and one line on stderr when it
-    cannot start."""
+    """`python -m service.app [MODEL] [options]`.  Returns after a drain; exits with one line on stderr, and 2 when it
+    cannot start, 1 when it cannot go on."""
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
@@ -603,6 +630,8 @@ def main(argv: Sequence[str]) -> None:
         asyncio.run(run())
     except StartError as error:
         settings.stop(prog, str(error))
+    except Unserviceable as error:
+        settings.stop(prog, str(error), 1)
 
 
 if __name__ == "__main__":

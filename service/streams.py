@@ -31,6 +31,7 @@ from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import Backlog, Mailbox
+from service.supervision import Supervisor, Task
 from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
@@ -224,7 +225,11 @@ class Streams:
         self._leaving = False  # this gateway goes: what is resumable waits at Redis for another one
         self._kept = 0.0  # when logs were last kept from going, in the event loop's time
         self._settled: list[Order] = []  # to be written to the ledger with the next reading
-        self._tasks: list[asyncio.Task[None]] = []
+        self._looks = 0  # at the fleet, so far
+        self.supervisor = Supervisor(
+            Task("the token reader", self._read, lambda: self._bus.rounds),
+            Task("the watch over the engines", self._watch, lambda: self._looks),
+        )
         self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
@@ -232,26 +237,30 @@ class Streams:
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
         self._oldest_ms = self._quarantined = 0  # as of the last look at the fleet
         self._read_ms = 0  # when it was read, on this process's clock
-        self.trouble: str | None = "the engines have not been looked up yet"  # why the bus cannot be used, one line
+        # Why the bus cannot be used, one line by each part that found out; the part alone clears it when it succeeds.
+        self._troubles = {"fleet": "the engines have not been looked up yet"}
 
     # -- life
 
     async def start(self) -> None:
         """Read the fleet once, then keep reading it and the tokens."""
         await self._refresh()
-        self._tasks = [asyncio.create_task(self._read(), name="read"), asyncio.create_task(self._watch(), name="watch")]
+        self.supervisor.start()
 
     async def stop(self) -> None:
         """Stop reading; give the last cancels a moment to leave, and close the books."""
         self._leaving = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.supervisor.stop()
         await asyncio.gather(*self._cancels, return_exceptions=True)  # each bounded by the bus' own patience
         for order in list(self._orders.values()):
             self._close(order)
         with contextlib.suppress(BusDown):
             await self._settle()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the bus cannot be used, one line; None: it can."""
+        return self.supervisor.trouble or next(iter(self._troubles.values()), None)
 
     def __len__(self) -> int:
         """Orders that somebody reads."""
@@ -326,7 +335,8 @@ class Streams:
         """A context in which a request that was opened before, here or elsewhere, is read on.
 
         `had`: for each prompt, how many output tokens of each choice its client has already.  Raises Refusal: 410 where
-        there is no log any more, 400 where it has less than that, 503 without Redis."""
+        there is no log any more, 400 where it ended with less than that, 503 where it may grow again or without Redis.
+        """
         orders = [
             self._orders.get(order_id) or Order(order_id, len(counts), tenant)
             for order_id, counts in zip(order_ids, had, strict=True)
@@ -339,8 +349,12 @@ class Streams:
                 if found is None:
                     raise Refusal(410, "stream_gone", "this answer is not kept any longer")
                 said = found.continuations
-                if len(said) != order.n or any(len(one.token_ids) < n for one, n in zip(said, counts, strict=True)):
+                short = [one for one, count in zip(said, counts, strict=False) if len(one.token_ids) < count]
+                if len(said) != order.n or any(one.finish is not None for one in short):
                     raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
+                if short:  # Redis has lost its end, which its engine sends again; or it never was so long
+                    message = "Last-Event-ID: the answer is not as long as that yet"
+                    raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
                 for index, one in enumerate(said):
                     if one.finish is not None:
                         order.ended(index)
@@ -424,7 +438,8 @@ class Streams:
                 returning = True
                 continue
             began = time.monotonic()
-            queue = await self._ask(self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=once))
+            submit = self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=once)
+            queue = await self._ask(submit, "submit")
             self._telemetry.record_redis("submit", time.monotonic() - began)
             self._note_queue(queue)
             if queue.twin is not None:
@@ -438,16 +453,18 @@ class Streams:
         Raises Refusal(503)."""
         if refusal.terms is None:
             return False
-        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms, broken=broken))
+        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.terms, broken=broken), "submit")
         if pause_ms:
             refusal.retry_after_s = pause_ms / 1000
         return pause_ms == 0
 
-    async def _ask(self, reply: Awaitable[T]) -> T:
+    async def _ask(self, reply: Awaitable[T], part: str = "") -> T:
+        """Raises Refusal(503); new requests are refused from then on if `part` names one of the `_troubles`."""
         try:
             return await reply
         except BusDown as error:
-            self.trouble = str(error)
+            if part:
+                self._troubles[part] = str(error)
             raise unavailable() from None
 
     def stop_one(self, order: Order, index: int) -> None:
@@ -467,16 +484,10 @@ class Streams:
     # -- tokens and the fleet
 
     async def _read(self) -> None:
-        """The only consumer of this gateway's token stream."""
-        try:
-            async for batch in self._bus.batches():
+        """The only consumer of this gateway's token stream.  Started again it sees what it had not dealt with."""
+        async with contextlib.aclosing(self._bus.batches()) as batches:
+            async for batch in batches:
                 self.deliver(batch)
-        except Exception:
-            log.exception("the token reader failed")
-            self.trouble = "the token reader failed"
-            for order in list(self._orders.values()):
-                for reader, _ in order.readers:
-                    reader.end_all(Finish("error", message="this gateway lost its token stream"))
 
     def deliver(self, batch: TokenBatch) -> None:
         """Spread one step's tokens over the mailboxes.  Deltas of orders that are over are dropped."""
@@ -497,8 +508,7 @@ class Streams:
         while mailbox.behind:
             try:
                 said = await self._bus.log(order_id, index, mailbox.at, mailbox.refill_tokens)
-            except BusDown as error:
-                self.trouble = str(error)
+            except BusDown:
                 until = math.inf
             else:
                 # The log was longer once: its engine sends again what Redis has lost, or another computes it.
@@ -520,11 +530,12 @@ class Streams:
         self._queue, self._read_ms = queue, int(time.time() * 1000)
 
     async def _refresh(self) -> None:
+        """Read the fleet, and do what its reading asks for.  Each part's trouble stays until the part succeeds."""
         began = time.monotonic()
         try:
             fleet = await self._bus.fleet()
         except BusDown as error:
-            self.trouble = str(error)
+            self._troubles["fleet"] = str(error)
             return
         self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
@@ -535,7 +546,7 @@ class Streams:
             del self._loads[engine]
         self._heard_ms = {engine: heard + ahead_ms for engine, heard in fleet.heard_ms.items()}
         self._note_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
-        self.trouble = None
+        self._troubles.pop("fleet", None)
         self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
         self._telemetry.record_backlog(self.backlog.held)
@@ -544,8 +555,15 @@ class Streams:
                 await self._listen_again()
             await self._settle()
             await self._keep()
+            self._troubles.pop("ledger", None)
         except BusDown as error:
-            self.trouble = str(error)
+            self._troubles["ledger"] = str(error)
+        if "submit" in self._troubles:  # nobody submits until it is cleared
+            try:
+                await self._bus.probe()
+                del self._troubles["submit"]
+            except BusDown as error:
+                self._troubles["submit"] = str(error)
 
     async def _listen_again(self) -> None:
         """Others have taken this gateway for dead (it was stopped, or Redis was away), or Redis has lost what it had
@@ -570,6 +588,7 @@ class Streams:
         while True:
             await asyncio.sleep(self._config.fleet_s)
             await self._refresh()
+            self._looks += 1
 
     @property
     def fleet(self) -> Fleet:

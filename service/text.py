@@ -23,7 +23,7 @@ from engine.wire.messages import Finish
 from service.api import Prompt, Refusal, ValidRequest
 from service.format import Piece, Prompted
 from service.mailbox import Mailbox
-from service.streams import OpenRequest
+from service.streams import FORGOTTEN, OpenRequest
 
 # Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.
 INLINE_CHARS = 4096
@@ -284,6 +284,8 @@ def _failure(finish: Finish) -> Refusal:
         return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
     if finish.reason == "cancelled":
         return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
+    if finish == FORGOTTEN:
+        return Refusal(503, "request_lost", finish.message, retry_after_s=1.0)
     return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
 
 

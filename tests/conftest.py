@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.wire.embedded import EmbeddedRedis, server_binaries, server_binary
 from tests.checkpoints import make_checkpoint
 
 # How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and
@@ -29,10 +31,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+def servers() -> dict[str, Path]:
+    """The Redis and Valkey servers of this machine, by name and version such as "redis-7.0.15"."""
+    found: dict[str, Path] = {}
+    for binary in server_binaries():
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+        name, version = re.search(r"^(\w+) server.* v=([\d.]+)", said, re.IGNORECASE).groups()  # type: ignore[union-attr]
+        found.setdefault(f"{name.lower()}-{version}", binary)
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked `every_redis` runs once for each server of this machine."""
+    if metafunc.definition.get_closest_marker("every_redis") and "redis_binary" in metafunc.fixturenames:
+        found = servers()
+        metafunc.parametrize("redis_binary", found.values(), ids=found.keys(), indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[EmbeddedRedis]:
+def redis_binary(request: pytest.FixtureRequest) -> Path:
+    """The program of the servers that a test uses."""
+    chosen: Path = getattr(request, "param", None) or server_binary()
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def redis_server(redis_binary: Path) -> Iterator[EmbeddedRedis]:
     """Shared by the whole session: isolate by `namespace`; a test that stops or fills a server starts its own."""
-    with EmbeddedRedis() as server:
+    with EmbeddedRedis(binary=redis_binary) as server:
         yield server
 
 

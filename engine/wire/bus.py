@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -22,13 +22,12 @@ import msgspec
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from engine.wire import tokenlog
 from engine.wire.manifest import Manifest
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
+from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import (
     ADOPT,
     ATTACH,
@@ -56,8 +55,10 @@ log = logging.getLogger("quire.bus")
 T = TypeVar("T")
 
 PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, tries before it raises BusDown
+PROBE_S = 0.2  # how long a probe for writes tries: the next one follows soon
 REPLY_S = 5.0  # an engine's exchange takes a silent connection for dead after this, and tries on a new one
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of each is random
+GIVE_UP_S = 30.0  # an endless try ends in BusDown once it has met one error for so long that time may never mend
 BLOCK_MS = 5_000  # a gateway's longest wait for the next batch, and an engine's for the bell, in one command
 CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
 AUDIT_S = 60  # how long what an audit found stays
@@ -67,7 +68,7 @@ PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
 
 
 class BusDown(Exception):
-    """Redis cannot be reached or refuses writes; says which and for how long, in one line."""
+    """Redis cannot be reached, refuses writes or refuses this process; says which and for how long, in one line."""
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
-    # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something.
+    # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something,
+    # or may have, for its data has a new history: it was restarted, or a replica promoted.
     forgotten: bool = False
     oldest_ms: int = 0  # since the oldest in the queue was first queued
     quarantined: int = 0  # requests set aside because they killed their engines
@@ -177,15 +179,19 @@ class Claimed(msgspec.Struct, frozen=True):
 class _Link:
     """Connections to one Redis, and the only place that decides to try again."""
 
-    def __init__(self, url: str, namespace: str, *, reply_s: float) -> None:
-        """`reply_s`: seconds of silence after which a connection counts as dead.  Raises BusDown: malformed URL."""
+    def __init__(
+        self, url: str, namespace: str, *, reply_s: float, returned: Callable[[], None] = lambda: None
+    ) -> None:
+        """`reply_s`: seconds of silence after which a connection counts as dead.  `returned` is called at the first
+        success after an error of the kind RECONNECT: another server may have answered.  Raises BusDown: malformed URL.
+        """
         self.prefix = f"{{{namespace}}}:"
         parts = urlsplit(url)
         self._name = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
         try:
             # Retries are ours (redis-py would repeat what is not safe to repeat); protocol 2 keeps replies of one
             # shape over the supported versions of redis-py.
-            pool = aioredis.BlockingConnectionPool.from_url(
+            self._pool = _Pool.from_url(
                 url,
                 max_connections=CONNECTIONS,
                 timeout=reply_s,
@@ -197,19 +203,30 @@ class _Link:
             )
         except ValueError as error:
             raise BusDown(f"{self._name}: {error}") from None
-        self.redis = aioredis.Redis.from_pool(pool)
+        self.redis = aioredis.Redis.from_pool(self._pool)
+        self._stale = False  # connections are to be given up for new ones before the next try
+        self._away = False  # the last try that ended met an error of the kind RECONNECT
+        self._returned = returned
+        self._endless: set[asyncio.Timeout] = set()  # tries under way that have no deadline
 
     async def close(self) -> None:
         await self.redis.aclose()
 
-    async def check(self) -> None:
-        """Make sure that a server of a fitting version answers.  Raises BusDown."""
+    async def check(self) -> str:
+        """Make sure that a server of a fitting version answers; the id of its data's history.  Raises BusDown."""
         info = await self.run(self.redis.info, PATIENCE_S)
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise BusDown(f"Redis at {self._name} is version {version}; Quire needs 6.2 or later")
         if info.get("maxmemory_policy") != "noeviction":
             log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
+        return str(info.get("master_replid", ""))
+
+    async def history(self) -> str:
+        """The id of the data's history: a promoted replica and a restarted server have another one.  Raises BusDown
+        after PATIENCE_S."""
+        info = await self.run(partial(self.redis.info, "replication"), PATIENCE_S)
+        return str(info.get("master_replid", ""))
 
     async def script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
         """Run one script.  Raises BusDown when it did not succeed within `patience_s`; it may have run all the same."""
@@ -222,56 +239,106 @@ class _Link:
 
         return await self.run(once, patience_s)
 
+    def renew(self) -> None:
+        """Give up every connection for a new one: the address may lead to another server by now.
+
+        A try that waits without a deadline is broken off and made again; others end by themselves."""
+        self._stale = True
+        for limit in self._endless:
+            interrupt(limit)
+
     async def run(self, command: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
         """Await command() until it succeeds, pausing longer each time.  It must be harmless when it runs twice.
 
-        Raises BusDown after `patience_s` seconds.  Errors that another try can't mend come through as they are.
+        Raises BusDown after `patience_s` seconds; sooner if Redis refuses this process's credentials; without a
+        limit, after GIVE_UP_S of one error that time may never mend.  What no try can mend comes through as it is.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
         pause, longest = BACKOFF_S
         tries = 0
-        task = asyncio.current_task()
-        assert task is not None
-        cancels = task.cancelling()
+        doubt = _Doubt(self._name, GIVE_UP_S if patience_s == math.inf else patience_s)
         cause: Exception | None = None
         while True:
             try:
-                async with asyncio.timeout_at(None if patience_s == math.inf else began + patience_s):
-                    result = await command()
-                if task.cancelling() > cancels:  # redis-py loses a cancellation that comes while it connects
-                    raise asyncio.CancelledError
-            except (RedisConnectionError, RedisTimeoutError, ResponseError, OSError) as error:
-                if isinstance(error, ResponseError) and not _refuses(error):
+                result = await self._try(command, None if patience_s == math.inf else began + patience_s)
+            except (RedisError, OSError) as error:
+                mend = remedy(error)
+                if mend is Remedy.NONE:
                     raise
+                if mend is Remedy.RECONNECT:
+                    self._stale = self._away = True
                 if cause is None or not isinstance(error, TimeoutError):  # our patience ending says nothing of why
                     cause = error
                 left = began + patience_s - clock()
-                if left <= 0:
+                refused = mend is Remedy.OPERATOR and patience_s < math.inf
+                if left <= 0 or refused or doubt.over(error, mend, clock()):
                     raise BusDown(
-                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {_one_line(cause)}"
+                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {one_line(cause)}"
                     ) from cause
                 if tries == 1 and patience_s == math.inf:  # not on the first: a single broken connection is no news
-                    log.warning("Redis at %s is away, trying on: %s", self._name, _one_line(error))
+                    log.warning("Redis at %s is away, trying on: %s", self._name, one_line(error))
             else:
                 if tries > 1 and patience_s == math.inf:
                     log.warning("Redis at %s is back after %.1f s", self._name, clock() - began)
+                if self._away:
+                    self._away = False
+                    self._returned()
                 return result
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, longest)
             tries += 1
 
+    async def _try(self, command: Callable[[], Awaitable[T]], until: float | None) -> T:
+        """Await command() once, on new connections if the old ones were given up."""
+        if self._stale:
+            self._stale = False
+            await self._pool.drop_idle()
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        async with asyncio.timeout_at(until) as limit:
+            if until is None:
+                self._endless.add(limit)
+            try:
+                result = await command()
+            finally:
+                self._endless.discard(limit)
+        if task.cancelling() > cancels:  # redis-py loses a cancellation that comes while it connects
+            raise asyncio.CancelledError
+        return result
 
-def _refuses(error: ResponseError) -> bool:
-    """A healthy connection to a server that cannot do it now: full, loading, failing over, or its disk is failing.
 
-    Looks into the text because Redis 6.2 wraps an error inside a script into a general one.
-    """
-    return any(word in str(error) for word in ("OOM ", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY "))
+class _Doubt:
+    """Bounds how long one error repeats that time may never mend: an unknown one, or refused credentials."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._code: str | None = None  # of the error that repeats
+        self._since = 0.0
+
+    def over(self, error: Exception, mend: Remedy, now: float) -> bool:
+        if mend not in (Remedy.UNKNOWN, Remedy.OPERATOR):
+            self._code = None
+        elif self._code != code_of(error):
+            self._code, self._since = code_of(error), now
+            log.error("Redis at %s refuses a command, trying on: %s", self._name, one_line(error))
+        return self._code is not None and now - self._since >= self._limit_s
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or ("no answer" if isinstance(error, TimeoutError) else type(error).__name__)
+class _Pool(aioredis.BlockingConnectionPool):
+    async def drop_idle(self) -> None:
+        """Close the connections that no command uses now.  Commands under way keep theirs: if it leads to the wrong
+        server they fail on it, and it is idle before they are tried again."""
+        for connection in list(self._available_connections):
+            # Not the pool's own disconnect(): it waits, and a command could take the connection meanwhile.
+            await connection.disconnect(nowait=True)
+
+
+def interrupt(limit: asyncio.Timeout) -> None:
+    """Have what this bounds raise TimeoutError now, unless it ends already."""
+    with contextlib.suppress(RuntimeError):
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 # ------------------------------------------------------------------------------------------------------- the gateway
@@ -287,24 +354,43 @@ class GatewaySide:
         gateway listens to waits for one to attach, before it is withdrawn."""
         self._gateway = gateway
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
-        self._link = _Link(url, namespace, reply_s=PATIENCE_S)
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
+        self._link = _Link(url, namespace, reply_s=PATIENCE_S, returned=self._follow)
+        self._history = ""  # of the data at the server, as of the last look
+        self._doubtful = False  # another server may have answered since
+        self._forgotten = False  # one has, and fleet() has not said so yet
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
+        self.rounds = 0  # reads of batches() whose entries, if any, were dealt with
         self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
 
     async def open(self) -> None:
         """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines.
 
         What an earlier process of this name had open is nobody's now: it waits for `grace_s` to be attached to."""
-        await self._link.check()
+        self._history = await self._link.check()
         await self._link.script(ADOPT, self._gateway, self._grace_ms)
 
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
         await self._link.close()
         await self._reader.close()
+
+    def _follow(self) -> None:
+        """Another server may have answered.  A read that waits at one that was demoted would not notice."""
+        self._doubtful = True
+        self._reader.renew()
+
+    async def _compare_histories(self) -> None:
+        self._doubtful = False
+        try:
+            history = await self._link.history()
+        except BusDown:
+            self._doubtful = True
+            raise
+        self._forgotten = self._forgotten or history != self._history
+        self._history = history
 
     async def submit(
         self, *requests: Generate, excess_tokens: int | None = None, record: bytes = b"", once: Once | None = None
@@ -410,6 +496,11 @@ class GatewaySide:
         """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
         await self._link.script(KEEP, *request_ids)
 
+    async def probe(self) -> None:
+        """Write as a submit does: needs memory, and a server that takes writes.  Raises BusDown after PROBE_S."""
+        key = f"{self._link.prefix}probe"
+        await self._link.run(partial(self._link.redis.set, key, "", px=BLOCK_MS), PROBE_S)
+
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
         """Enter in the ledger how many output tokens of each continuation went out to a client: (request id, tenant,
         counts).  Counts never fall, and settling the same twice counts it once.  Raises BusDown after PATIENCE_S."""
@@ -457,7 +548,7 @@ class GatewaySide:
             found = await self._link.run(cast("Callable[[], Awaitable[dict[bytes, bytes]]]", read), PATIENCE_S)
         return {name: said.decode() if (said := found.get(name.encode())) is not None else None for name in engines}
 
-    async def batches(self) -> AsyncIterator[TokenBatch]:
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Every TokenBatch for this gateway, in order, for ever; reconnects by itself and loses none.
 
         Asking for the next batch says that those before it are dealt with: they may be trimmed.  Starts with the
@@ -465,19 +556,28 @@ class GatewaySide:
         """
         decode = msgspec.msgpack.Decoder(TokenBatch).decode
         stream = f"{self._link.prefix}out:{self._gateway}"
-        last = "0-0"
+        done = ["0-0"]  # ids of entries that are dealt with; the first is of none
+
+        async def trim_and_read() -> Any:
+            # By their ids, and then from the start: after a failover the server's clock may be behind, and its newest
+            # entry may sort before the last one read.  A demoted server, at which a read would wait for ever, refuses
+            # to delete, even nothing.
+            await self._reader.redis.xdel(stream, *done)
+            return await self._reader.redis.xread({stream: "0-0"}, count=READ_COUNT, block=BLOCK_MS)
+
         while True:
-            reply = await self._reader.run(
-                partial(self._reader.redis.xread, {stream: last}, count=READ_COUNT, block=BLOCK_MS)
-            )
+            reply = await self._reader.run(trim_and_read)
+            del done[1:]
             for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
                 for entry_id, fields in entries:
-                    yield decode(fields[b"b"])
-                    last = entry_id.decode()
-            if reply:
-                time_ms, _, count = last.partition("-")
-                following = f"{time_ms}-{int(count) + 1}"
-                await self._reader.run(partial(self._reader.redis.xtrim, stream, minid=following, approximate=False))
+                    try:
+                        batch = decode(fields[b"b"])
+                    except (msgspec.MsgspecError, KeyError):  # what is missing in it is read from the log
+                        log.exception("skipped an entry of %s that is no batch: %s", stream, entry_id.decode())
+                    else:
+                        yield batch
+                    done.append(entry_id.decode())
+            self.rounds += 1
 
     async def fleet(self) -> Fleet:
         """Read the fleet in one round trip, and put what engines with lapsed leases held back at the queue's head.
@@ -486,11 +586,14 @@ class GatewaySide:
         and what says that this gateway lives.
         """
         await self._withdraw()
+        if self._doubtful:
+            await self._compare_histories()
         self._beats += 1
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined, heard = reply
         engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
         tenants = _read_turns(*turns)
+        forgotten, self._forgotten = self._forgotten or not known, False
         return Fleet(
             engines,
             queued,
@@ -498,7 +601,7 @@ class GatewaySide:
             time_ms,
             room_tokens,
             tenants,
-            not known,
+            forgotten,
             oldest_ms,
             quarantined,
             {load.engine: int(ms) for load, ms in zip(engines, heard, strict=True)},
@@ -527,8 +630,10 @@ class EngineSide:
         """`url`: redis://, rediss:// or unix://.  Connects to nothing yet.  Raises BusDown for a malformed URL."""
         self._engine = engine
         self._lease_ms = lease_ms
-        self._link = _Link(url, namespace, reply_s=REPLY_S)
+        self._link = _Link(url, namespace, reply_s=REPLY_S, returned=self._rehang)
         self._bell = self._link.redis.pubsub()
+        self._bell_stale = False  # it may hang at a server that was demoted
+        self._ringing: asyncio.Timeout | None = None  # of the wait for it, while there is one
         self.manifest = Manifest(self._link.script, engine)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0
@@ -751,12 +856,25 @@ class EngineSide:
 
         They happen after a reconnect and every BLOCK_MS at the latest.  A ring between two calls is not lost.
         """
-        try:
-            await self._bell.get_message(timeout=BLOCK_MS / 1000)
-            while await self._bell.get_message(timeout=0) is not None:
-                pass  # a burst of rings is one
-        except (RedisConnectionError, RedisTimeoutError, OSError):
-            await self._link.run(self._listen)
+        if not self._bell_stale:
+            try:
+                async with asyncio.timeout(None) as self._ringing:
+                    await self._bell.get_message(timeout=BLOCK_MS / 1000)
+                    while await self._bell.get_message(timeout=0) is not None:
+                        pass  # a burst of rings is one
+                return
+            except (RedisError, OSError):
+                pass
+            finally:
+                self._ringing = None
+        self._bell_stale = False
+        await self._link.run(self._listen)
+
+    def _rehang(self) -> None:
+        """Subscribe on a new connection, now."""
+        self._bell_stale = True
+        if self._ringing is not None:
+            interrupt(self._ringing)
 
     async def _listen(self) -> None:
         await self._bell.aclose()  # type: ignore[no-untyped-call]  # a half-broken subscription is not worth mending

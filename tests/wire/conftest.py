@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,9 @@ async def bus(redis_server: EmbeddedRedis, namespace: str) -> AsyncIterator[Bus]
 
 
 @pytest.fixture
-def own_server() -> Iterator[EmbeddedRedis]:
+def own_server(redis_binary: Path) -> Iterator[EmbeddedRedis]:
     """One that a test may stop, fill or break."""
-    with EmbeddedRedis() as server:
+    with EmbeddedRedis(binary=redis_binary) as server:
         yield server
 
 

@@ -37,7 +37,7 @@ async def take(engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], re
 
 async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
     found: list[TokenBatch] = []
-    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:  # type: ignore[type-var]
+    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:
         async for one in batches:
             found.append(one)
             if len(found) == count:

@@ -17,6 +17,8 @@ from engine.wire.keys import OUTPUT_COST
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
 
+pytestmark = pytest.mark.every_redis
+
 KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage")  # a few bytes a tenant
 
 

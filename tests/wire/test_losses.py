@@ -91,6 +91,7 @@ async def logged(gateway: GatewaySide, request_id: str) -> list[Said]:
 
 
 @pytest.mark.parametrize("lost", [1, TAIL - 1, TAIL + 5])
+@pytest.mark.every_redis
 @pytest.mark.parametrize("name", ["a", "p"])  # without logprobs, and with them
 async def test_a_log_that_lost_its_end_is_mended(bus: Bus, name: str, lost: int) -> None:
     gateway, engine = await bus.gateway("g"), Computing(await bus.engine("e0"), "e0")
@@ -110,6 +111,7 @@ async def test_a_log_that_lost_its_end_is_mended(bus: Bus, name: str, lost: int)
     assert [len(said.token_ids) for said in await logged(gateway, name)] == [LENGTH]
 
 
+@pytest.mark.every_redis
 async def test_a_log_that_lost_more_than_its_engine_ever_said_is_computed_again(bus: Bus) -> None:
     gateway, first, second = await bus.gateway("g"), await bus.engine("e0"), await bus.engine("e1")
     await gateway.submit(generate("a", gateway="g"))
@@ -151,6 +153,7 @@ class Snapshots:
             self._client.restore(key, ttl, value)
 
 
+@pytest.mark.every_redis
 async def test_a_lost_claim_end_or_token_comes_again(redis_server: EmbeddedRedis, bus: Bus) -> None:
     gateway, engine = await bus.gateway("g"), Computing(await bus.engine("e0"), "e0")
     await gateway.fleet()
@@ -178,6 +181,7 @@ async def test_a_lost_claim_end_or_token_comes_again(redis_server: EmbeddedRedis
     assert len(await read(gateway, 1)) == 1
 
 
+@pytest.mark.every_redis
 async def test_who_is_taken_over_and_left_again_is_not_taken_back(bus: Bus) -> None:
     """The engine that wakes does not know what the other one has said of it."""
     gateway = await bus.gateway("g")

@@ -127,6 +127,7 @@ async def test_the_bookkeeping_of_bytes_mends_itself(bus: Bus) -> None:
         assert int(store.hget(f"{{{bus.namespace}}}:hot:f", "bytes") or 0) == len(packed(reuse("a")))
 
 
+@pytest.mark.every_redis
 async def test_a_full_redis_keeps_what_it_has_and_takes_no_more(own_bus: Bus) -> None:
     engine = await own_bus.engine()
     await engine.manifest.reused("f", [reuse("a", 2)], NOW_MS)

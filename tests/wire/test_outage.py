@@ -19,6 +19,7 @@ from tests.wire.sides import Bus
 
 INFO = ModelInfo("scripted", "f00d", 100, 4096, [0], 64)
 LIMIT_S = 60.0
+pytestmark = pytest.mark.every_redis
 
 
 class Running:

@@ -16,6 +16,8 @@ from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogpr
 from engine.wire.tokenlog import Said
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
 
+pytestmark = pytest.mark.every_redis
+
 
 async def say(engine: EngineSide, *deltas: Delta, name: str = "e1", finished: tuple[str, ...] = ()) -> Any:
     return await engine.exchange([("g1", TokenBatch(name, list(deltas)))], list(finished), load(name), 0, 0)
@@ -272,6 +274,23 @@ async def test_a_gateway_hears_that_it_was_given_up(bus: Bus) -> None:
     with redis.Redis.from_url(bus.url) as client:
         client.delete(f"{{{bus.namespace}}}:gateway:g1")
     assert (await gateway.fleet()).forgotten
+
+
+async def test_a_gateway_hears_that_redis_may_have_lost_the_newest_requests(
+    own_server: EmbeddedRedis, own_bus: Bus
+) -> None:
+    """A failover loses the tail of what was acknowledged; the heartbeat before it may have survived."""
+    gateway = await own_bus.gateway()
+    with redis.Redis.from_url(own_server.url) as client:
+        assert [(await gateway.fleet()).forgotten for _ in range(2)] == [True, False]
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert not (await gateway.fleet()).forgotten, "a broken connection loses nothing"
+        client.replicaof("127.0.0.1", "9")
+        meeting = asyncio.create_task(gateway.fleet())
+        await asyncio.sleep(0.2)
+        client.replicaof("NO", "ONE")
+        assert (await meeting).forgotten or (await gateway.fleet()).forgotten
+        assert not (await gateway.fleet()).forgotten
 
 
 async def test_a_log_that_is_still_read_is_kept(bus: Bus) -> None:

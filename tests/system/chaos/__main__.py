@@ -1,7 +1,8 @@
 """`make chaos`: minutes of load and faults, and a table of what came of it.
 
     python -m tests.system.chaos [--minutes 5] [--seed 1] [--model scripted|tiny] [--machines 2] [--streams 64]
-                                 [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--result NAME]
+                                 [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--redis PATH]
+                                 [--result NAME]
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--between", type=float, nargs=2, default=(0.1, 1.0), help="seconds of peace, least and most, after a round"
     )
+    parser.add_argument("--redis", type=Path, help="program of the Redis server; without: the first that is found")
     parser.add_argument("--result", help="write the figures to loadtest/results/NAME.json")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
@@ -50,7 +52,7 @@ def main() -> int:
         return itertools.takewhile(lambda _: time.monotonic() < end, every)
 
     with tempfile.TemporaryDirectory() as folder:
-        found = figures(asyncio.run(run(setting, rounds(), Path(folder), say=print)))
+        found = figures(asyncio.run(run(setting, rounds(), Path(folder), say=print, binary=options.redis)))
     print(table(found))
     if options.result:
         machine.write(options.result, shlex.join(["python", "-m", "tests.system.chaos", *sys.argv[1:]]), found)

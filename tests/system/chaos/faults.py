@@ -19,6 +19,10 @@ FROZEN_S = (1.2, 2.5)  # longer than a lease
 GATEWAY_DEAD_S = 5.5  # a gateway not heard of for 5 s is taken for dead
 AWAY_S = (0.2, 2.5)  # how long Redis or a network is away; a gateway's patience is 2 s
 DELAY_S = (0.02, 0.3)  # of each block on a slow network
+DEMOTED_S = (3.0, 3.5)  # longer than a gateway's patience
+DISCARD = 9  # a port of this machine that nothing listens on
+MOVED_S = 1.5  # from a promotion to the move of the name, at most
+LAGGING_S = 0.1  # two masters, one of which has the clients
 
 
 class Missed(Exception):
@@ -109,6 +113,33 @@ async def fill_redis(world: World, fault: Fault) -> None:
         await world.redis.limit_memory(0)
 
 
+async def demote_redis(world: World, fault: Fault) -> None:
+    """The master becomes a replica of nothing, and a master again: what a failover that is taken back looks like."""
+    await world.redis.replicate(DISCARD)
+    try:
+        await asyncio.sleep(fault.seconds(DEMOTED_S))
+    finally:
+        await world.redis.replicate(0)
+
+
+async def failover(world: World, fault: Fault) -> None:
+    """A replica is promoted and the name moves to it.  The old master is killed, or else it is demoted: its connections
+    stay open, it takes writes for a moment longer, which are lost, and its replies to the rest are refusals."""
+    pair, old = world.pair, world.redis
+    new = await pair.replica()
+    if fault.dice < 0.5:
+        old.signal(signal.SIGKILL)
+        await asyncio.sleep(2 * fault.dice * MOVED_S)
+        await new.replicate(0)
+        pair.move()
+        return
+    await new.replicate(0)
+    await asyncio.sleep(LAGGING_S)
+    await pair.demote()
+    await asyncio.sleep((2 * fault.dice - 1) * MOVED_S)
+    pair.move()
+
+
 async def cut(proxies: Sequence[Proxy], seconds: float) -> None:
     """Every connection breaks, and no new one can be made for a while."""
     for proxy in proxies:
@@ -151,6 +182,8 @@ KINDS: dict[str, Callable[[World, Fault], Awaitable[None]]] = {
     "restart redis": restart_redis,
     "freeze redis": freeze_redis,
     "fill redis": fill_redis,
+    "demote redis": demote_redis,
+    "failover": failover,
     "cut redis": cut_redis,
     "delay redis": delay_redis,
     "cut clients": cut_clients,
@@ -158,7 +191,8 @@ KINDS: dict[str, Callable[[World, Fault], Awaitable[None]]] = {
 }
 
 
-ON_THE_SERVER = {"restart redis", "freeze redis", "fill redis"}  # one at a time: the next would not find it there
+# One at a time: the next would not find it there.
+ON_THE_SERVER = {"restart redis", "freeze redis", "fill redis", "demote redis", "failover"}
 
 
 def schedule(kinds: Sequence[str], seed: int, machines: int) -> Iterator[list[Fault]]:

@@ -46,6 +46,7 @@ class Tally:
     wrong: int = 0  # tokens that are not those of the oracle
     resumed: int = 0  # times that a client came back and went on
     refused: int = 0  # times that one was told to come again later (429, 503) and did
+    with_redis: int = 0  # requests that a failover lost, which their clients were told
     with_gateway: int = 0  # plain streams that ended with their gateway, which nothing can help
     failures: list[str] = field(default_factory=list)
 
@@ -104,6 +105,9 @@ class Reader:
                         tally.failures.append(f"{self._name}: a plain stream broke: {error!r}")
                     return tally
                 wait_s = PAUSE_S
+            except Lost:
+                tally.with_redis += 1
+                return tally
             except Broken as error:
                 tally.failures.append(f"{self._name}: {error}")
                 return tally
@@ -160,6 +164,8 @@ class Reader:
             self._done = True
             return
         event = json.loads(data)
+        if event.get("error", {}).get("code") == "request_lost":
+            raise Lost
         if "error" in event:
             raise Broken(f"an error event: {event['error']}")
         self._last_id = event_id
@@ -190,6 +196,10 @@ class Reader:
             tally.failures.append(f"{self._name}: [DONE] came before every choice had ended: {self._ends}")
         if self._usage != sum(lengths):
             tally.failures.append(f"{self._name}: usage says {self._usage} tokens, not {sum(lengths)}")
+
+
+class Lost(Exception):
+    """Redis has acknowledged the request and lost it."""
 
 
 class Broken(Exception):

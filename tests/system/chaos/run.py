@@ -74,9 +74,15 @@ class Report:
 
 
 async def run(
-    setting: Setting, rounds: Iterable[list[Fault]], folder: Path, *, say: Callable[[str], None] = lambda line: None
+    setting: Setting,
+    rounds: Iterable[list[Fault]],
+    folder: Path,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    binary: Path | None = None,
 ) -> Report:
-    """Start everything, keep `setting.streams` going through these rounds, let them end, and count."""
+    """Start everything, with Redis servers of the program `binary`, keep `setting.streams` going through these rounds,
+    let them end, and count."""
     report = Report(setting)
     checkpoint = make_checkpoint(folder / "llama", "llama")
     options = [f"--lease-ms={LEASE_MS}", "--queue-wait-s=1000", *OPTIONS[setting.model]]
@@ -86,7 +92,7 @@ async def run(
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMIT_S)
     async with (
-        world(folder, checkpoint, options, machines=setting.machines) as stage,
+        world(folder, checkpoint, options, machines=setting.machines, binary=binary) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
         rng = random.Random(setting.seed)
@@ -289,6 +295,7 @@ def table(found: dict[str, Any]) -> str:
         f"requests failed     {tally['failed']:>9}",
         f"came back, went on  {tally['resumed']:>9}",
         f"told to come later  {tally['refused']:>9}   (429 or 503 with Retry-After, before anything was said)",
+        f"lost with Redis     {tally['with_redis']:>9}   by a failover, and their clients were told",
         f"ended with gateway  {tally['with_gateway']:>9}   plain streams on a gateway that was killed",
     ]
     if found["engine_start_parts_s"]:

@@ -24,6 +24,9 @@ ROUNDS = [
     [("cut redis", 0.1)],
     [("delay redis", 0.5), ("delay clients", 0.5)],
     [("freeze redis", 0.1)],
+    [("demote redis", 0.0)],
+    [("failover", 0.2)],
+    [("failover", 0.8)],
     [("kill gateway", 0.6)],
 ]
 

@@ -62,10 +62,10 @@ class Machine:
 
 
 class Server:
-    """The Redis server, called from a thread of its own: the server ends with the thread that started it."""
+    """One Redis server, called from a thread of its own: the server ends with the thread that started it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._embedded = EmbeddedRedis(folder)
+    def __init__(self, folder: Path, binary: Path | None = None) -> None:
+        self._embedded = EmbeddedRedis(folder, binary)
         self._thread = ThreadPoolExecutor(1)
         self.url = self._embedded.url
         self.socket = self.url.removeprefix("unix://")
@@ -90,12 +90,22 @@ class Server:
 
     async def limit_memory(self, limit: int) -> None:
         """Bytes that it may have; 0: as many as it likes."""
+        await self.command("CONFIG", "SET", "maxmemory", limit)
 
+    async def replicate(self, port: int) -> None:
+        """Become a replica of the server behind that port of this machine; 0: a master."""
+        await self.command("REPLICAOF", *(("127.0.0.1", port) if port else ("NO", "ONE")))
+
+    async def command(self, *words: str | int) -> None:
         def ask() -> None:
             with redis.Redis.from_url(self.url) as client:
-                client.config_set("maxmemory", limit)
+                client.execute_command(*words)
 
         await self._call(ask)
+
+    @property
+    def running(self) -> bool:
+        return self._embedded.pid is not None
 
     async def close(self) -> None:
         await self._call(self._embedded.close)
@@ -105,25 +115,79 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)
 
 
+class Pair:
+    """A master and its replica, started once it is asked for, behind one name: `dial` leads to the master."""
+
+    def __init__(self, nodes: Sequence[Server], links: Sequence[Proxy]) -> None:
+        """`links`: a TCP port before each node's unix socket, for the other one to replicate from."""
+        self._nodes, self._links = list(nodes), list(links)
+        self._named = self._nodes[0]
+
+    @property
+    def master(self) -> Server:
+        """The node that the name leads to."""
+        return self._named
+
+    async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self._named.socket)
+
+    async def replica(self) -> Server:
+        """The other node, in sync."""
+        master, replica = self._sides()
+        if not replica.running:
+            await replica.start()
+        await master.command("CONFIG", "SET", "repl-diskless-sync-delay", 0)
+        if (await replica.info("replication"))["role"] == "master":
+            await replica.replicate(self._links[self._nodes.index(master)].port)
+        give_up = time.monotonic() + LIMIT_S
+        while (await replica.info("replication"))["master_link_status"] != "up":
+            assert time.monotonic() < give_up, "the replica does not come into sync"
+            await asyncio.sleep(POLL_S)
+        return replica
+
+    async def demote(self) -> None:
+        """The master becomes a replica of the other node, which is a master already; the name still leads to it."""
+        master, other = self._sides()
+        await master.replicate(self._links[self._nodes.index(other)].port)
+
+    def move(self) -> None:
+        """From now on new connections lead to the other node; old ones stay where they are."""
+        self._named = self._sides()[1]
+
+    def _sides(self) -> tuple[Server, Server]:
+        return self._named, next(node for node in self._nodes if node is not self._named)
+
+
 class World:
     """Redis behind one proxy, machines behind it, and before each machine a proxy for clients with a bad network."""
 
-    def __init__(self, redis: Server, bus: Proxy, machines: list[Machine], front: list[Proxy]) -> None:
-        self.redis, self.bus, self.machines, self.front = redis, bus, machines, front
+    def __init__(self, pair: Pair, bus: Proxy, machines: list[Machine], front: list[Proxy]) -> None:
+        self.pair, self.bus, self.machines, self.front = pair, bus, machines, front
         self.doors = Doors(
             near=[f"http://127.0.0.1:{machine.port}" for machine in machines],
             far=[f"http://127.0.0.1:{proxy.port}" for proxy in front],
         )
 
+    @property
+    def redis(self) -> Server:
+        """The master."""
+        return self.pair.master
+
 
 @contextlib.asynccontextmanager
-async def world(folder: Path, checkpoint: Path, options: Sequence[str], *, machines: int) -> AsyncIterator[World]:
-    """Up and ready.  `options` are for each `quire serve`.  A machine whose supervisor ended by itself fails it."""
-    server = Server(folder / "redis")
+async def world(
+    folder: Path, checkpoint: Path, options: Sequence[str], *, machines: int, binary: Path | None = None
+) -> AsyncIterator[World]:
+    """Up and ready.  `options` are for each `quire serve`; `binary` is the program of the Redis servers.  A machine
+    whose supervisor ended by itself fails it."""
+    nodes = [Server(folder / name, binary) for name in ("redis", "redis2")]
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(server.close)
-        await server.start()
-        bus = await stack.enter_async_context(Proxy(functools.partial(asyncio.open_unix_connection, server.socket)))
+        for node in nodes:
+            stack.push_async_callback(node.close)
+        await nodes[0].start()
+        dials = [functools.partial(asyncio.open_unix_connection, node.socket) for node in nodes]
+        pair = Pair(nodes, [await stack.enter_async_context(Proxy(to)) for to in dials])
+        bus = await stack.enter_async_context(Proxy(pair.dial))
         shared = [f"--redis-url=redis://127.0.0.1:{bus.port}/0", f"--gateways={GATEWAYS // machines}", *options]
         processes = contextlib.ExitStack()
         stack.push_async_callback(asyncio.to_thread, processes.close)  # they need the proxy to the end
@@ -131,7 +195,7 @@ async def world(folder: Path, checkpoint: Path, options: Sequence[str], *, machi
         run = [Machine(folder, f"machine{i}", checkpoint, *shared) for i in range(machines)]
         started += [machine.process for machine in run]
         front = [await stack.enter_async_context(Proxy(dial(machine.port))) for machine in run]
-        made = World(server, bus, run, front)
+        made = World(pair, bus, run, front)
         for machine, url in zip(run, made.doors.near, strict=True):
             await asyncio.to_thread(wait_until_ready, url, LIMIT_S, gateways=GATEWAYS // machines)
             assert await until(lambda machine=machine: machine.listening == GATEWAYS // machines)  # type: ignore[misc]

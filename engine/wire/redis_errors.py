@@ -1,0 +1,102 @@
+"""Classifies errors of Redis by what can mend them, over the versions of the server and of redis-py.
+
+Redis 6.2 puts the code of an error inside a script into the text of a general one; Redis 7 and Valkey pass it on.
+redis-py cuts the codes that it knows off the text and raises a class of its own instead.  So both are looked at.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+from redis import exceptions
+
+
+class Remedy(enum.Enum):
+    """What makes the next try succeed."""
+
+    WAIT = enum.auto()  # the same server will serve again: it is full, loading, busy, or its disk fails
+    RECONNECT = enum.auto()  # new connections: another server may answer at this address by now
+    UNKNOWN = enum.auto()  # perhaps time, perhaps nothing: worth a bounded number of tries, and a line in the log
+    OPERATOR = enum.auto()  # a valid password, or more rights for this user
+    NONE = enum.auto()  # nothing: the program is wrong, or another process has taken its place
+
+
+CODES = {
+    "OOM": Remedy.WAIT,
+    "MISCONF": Remedy.WAIT,
+    "LOADING": Remedy.WAIT,
+    "BUSY": Remedy.WAIT,
+    "TRYAGAIN": Remedy.WAIT,
+    "EXECABORT": Remedy.WAIT,
+    "READONLY": Remedy.RECONNECT,
+    "UNBLOCKED": Remedy.RECONNECT,
+    "MASTERDOWN": Remedy.RECONNECT,
+    "NOREPLICAS": Remedy.RECONNECT,  # perhaps cut off from its replicas, one of which was promoted
+    "CLUSTERDOWN": Remedy.RECONNECT,
+    "MOVED": Remedy.RECONNECT,
+    "ASK": Remedy.RECONNECT,
+    "NOAUTH": Remedy.OPERATOR,
+    "WRONGPASS": Remedy.OPERATOR,
+    "NOPERM": Remedy.OPERATOR,
+    "SUPERSEDED": Remedy.NONE,
+    "WRONGTYPE": Remedy.NONE,
+    "NOSCRIPT": Remedy.NONE,
+    "CROSSSLOT": Remedy.NONE,
+}
+# Looked for in order: the first class that fits gives the code.  A class inherits from those below it.
+CLASSES: list[tuple[type[Exception], str]] = [
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.MovedError, "MOVED"),
+    (exceptions.AskError, "ASK"),
+    (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.ExecAbortError, "EXECABORT"),
+    (exceptions.NoScriptError, "NOSCRIPT"),
+    (exceptions.NoPermissionError, "NOPERM"),
+    (exceptions.AuthorizationError, "NOPERM"),
+    (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
+    (exceptions.AuthenticationError, "WRONGPASS"),
+]
+# Of the general code ERR, in any version's words: what no server will ever accept.
+HOPELESS = re.compile(r"(?i)wrong number of arg|unknown (redis )?command|error compiling script|syntax error")
+# "Error running script (call to f_SHA): @user_script:5: @user_script: 5: -OOM command not allowed ..."
+WRAPPED = re.compile(r"^Error running script .*?@user_script: ?\d+: -?([A-Z]{3,})\b")
+PLAIN = re.compile(r"^([A-Z]{3,})\b")
+
+
+def code_of(error: Exception) -> str:
+    """The code of an error reply, such as "OOM"; "ERR" for the general one; "" for what is no reply."""
+    if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, exceptions.RedisError):
+        error = error.__cause__  # the reply to redis-py's own first command on a connection
+    for kind, code in CLASSES:
+        if isinstance(error, kind):
+            return "NOAUTH" if getattr(error, "status_code", None) == "NOAUTH" else code
+    if not isinstance(error, exceptions.ResponseError):
+        return ""
+    text = str(error)
+    found = WRAPPED.search(text) or PLAIN.search(text.removeprefix("ERR "))
+    return found[1] if found else "ERR"
+
+
+def remedy(error: Exception) -> Remedy:
+    """What can mend this error of a command, raised by redis-py or by the operating system."""
+    code = code_of(error)
+    if code in CODES:
+        return CODES[code]
+    if isinstance(error, exceptions.ResponseError):
+        return Remedy.NONE if HOPELESS.search(str(error)) else Remedy.UNKNOWN
+    network = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.InvalidResponse, OSError)
+    return Remedy.RECONNECT if isinstance(error, network) else Remedy.NONE
+
+
+def one_line(error: Exception) -> str:
+    """The error with its code, in one line."""
+    text, code = " ".join(str(error).split()), code_of(error)
+    if not text:
+        return "no answer" if isinstance(error, TimeoutError) else type(error).__name__
+    return text if code in ("", "ERR") or code in text else f"{code} {text}"

@@ -1,0 +1,88 @@
+"""Keeps the tasks running that a gateway cannot work without, and says so while one of them does not work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("quire.gateway")
+
+BACKOFF_S = (0.1, 5.0)  # first and longest pause before a failed task starts again
+DEAD_S = 10.0  # a task that has not worked for so long counts as dead: /ping says so
+GIVE_UP_S = 20.0  # the process ends when a task fails and has not worked for so long
+
+
+class Task:
+    """A coroutine function that must run for ever, and how it fares."""
+
+    def __init__(self, name: str, work: Callable[[], Awaitable[None]], progress: Callable[[], int]) -> None:
+        self.name, self._work, self._progress = name, work, progress
+        self._reached = 0  # the progress at its last failure
+        self._since = math.inf  # the first failure since it worked, in the event loop's time
+        self._why = ""
+
+    @property
+    def failing(self) -> str | None:
+        """Why it does not work, one line; None: it works, as far as is known."""
+        return self._why if self._progress() <= self._reached and self._why else None
+
+    def failing_s(self) -> float:
+        """Seconds since it last worked; 0 while it does."""
+        return asyncio.get_running_loop().time() - self._since if self.failing else 0.0
+
+    async def run(self) -> None:
+        """Start the work again whenever it fails.  Returns when it has failed for GIVE_UP_S."""
+        pause = BACKOFF_S[0]
+        while True:
+            try:
+                await self._work()
+                error: BaseException = RuntimeError("it ended by itself")
+            except Exception as caught:
+                error = caught
+            except asyncio.CancelledError as caught:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                error = caught  # of something it waited for
+            if self.failing is None:
+                self._since, pause = asyncio.get_running_loop().time(), BACKOFF_S[0]
+            self._reached = self._progress()
+            self._why = f"{self.name} failed: {' '.join(str(error).split()) or type(error).__name__}"
+            log.error("%s failed, starting it again in %.1f s", self.name, pause, exc_info=error)
+            if self.failing_s() >= GIVE_UP_S:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BACKOFF_S[1])
+
+
+class Supervisor:
+    """Runs tasks, each until stop().  One that cannot be had sets `gave_up`: then the process should end."""
+
+    def __init__(self, *tasks: Task) -> None:
+        self._tasks = tasks
+        self._running: list[asyncio.Task[None]] = []
+        self.gave_up = asyncio.Event()
+
+    def start(self) -> None:
+        self._running = [asyncio.create_task(self._keep(task), name=task.name) for task in self._tasks]
+
+    async def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _keep(self, task: Task) -> None:
+        await task.run()
+        self.gave_up.set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why a task does not work, one line; None: all work."""
+        return next((why for task in self._tasks if (why := task.failing)), None)
+
+    @property
+    def dead(self) -> bool:
+        """A task has not worked for DEAD_S."""
+        return any(task.failing_s() >= DEAD_S for task in self._tasks)
