@@ -225,7 +225,6 @@ class Streams:
         self._kept = 0.0  # when logs were last kept from going, in the event loop's time
         self._settled: list[Order] = []  # to be written to the ledger with the next reading
         self._tasks: list[asyncio.Task[None]] = []
-        self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
@@ -246,7 +245,7 @@ class Streams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*self._cancels, return_exceptions=True)  # each bounded by the bus' own patience
+        await self._bus.withdrawn()  # bounded by the bus' own patience
         for order in list(self._orders.values()):
             self._close(order)
         with contextlib.suppress(BusDown):
@@ -458,10 +457,7 @@ class Streams:
     def withdraw(self, order_id: str, index: int = -1) -> None:
         """Stop an order, unless another gateway reads it, or one of its continuations.  Never waits: the caller may be
         cancelled."""
-        # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
-        task = asyncio.create_task(self._bus.cancel(order_id, index), name=f"cancel {order_id}")
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        self._bus.withdraw(order_id, index)
 
     # -- tokens and the fleet
 

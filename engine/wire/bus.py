@@ -51,6 +51,7 @@ from engine.wire.scripts import (
     Script,
 )
 from engine.wire.tokenlog import Said
+from engine.wire.withdrawals import Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
@@ -289,7 +290,7 @@ class GatewaySide:
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
-        self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
+        self._withdrawals = Withdrawals(self._send_withdrawals)
 
     async def open(self) -> None:
         """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines.
@@ -300,6 +301,7 @@ class GatewaySide:
 
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
+        await self._withdrawals.close()
         await self._link.close()
         await self._reader.close()
 
@@ -337,7 +339,7 @@ class GatewaySide:
                 *words,
             )
         except BusDown:
-            self._owed.update((request.id, -1) for request in requests)
+            self._withdrawals.add(*((request.id, -1) for request in requests))
             raise
         tenants = _read_turns(*turns)
         return Queue(
@@ -416,21 +418,32 @@ class GatewaySide:
         found = await self._link.script(SETTLE, *words)
         return [Usage(one[0], one[1], *figures) for one, figures in zip(delivered, found, strict=True)]
 
-    async def cancel(self, request_id: str, index: int = -1) -> None:
+    def withdraw(self, request_id: str, index: int = -1) -> None:
         """This gateway listens no more.  If nobody else does the request is withdrawn: an unclaimed one leaves the
         queue, a claimed one gets an Abort at its engine.  Idempotent.
 
         With an `index` that continuation is withdrawn, from whoever computes the request now or later.
-        Never raises BusDown: a withdrawal that does not get through in PATIENCE_S goes along with the next fleet().
+        Never waits.  One task sends what was withdrawn; what does not reach Redis stays owed, and the next fleet()
+        starts that task again.
         """
-        self._owed.add((request_id, index))
-        with contextlib.suppress(BusDown):
-            await self._withdraw()
+        self._withdrawals.add((request_id, index))
+        self._withdrawals.wake()
 
-    async def _withdraw(self) -> None:
-        if owed := list(self._owed):
-            await self._link.script(CANCEL, self._gateway, *(word for pair in owed for word in pair))
-            self._owed.difference_update(owed)
+    async def withdrawn(self) -> None:
+        """Wait until Redis has every withdrawal, or PATIENCE_S without an answer from Redis.  Never raises BusDown."""
+        await self._withdrawals.sent()
+
+    async def cancel(self, request_id: str, index: int = -1) -> None:
+        """withdraw() and withdrawn()."""
+        self.withdraw(request_id, index)
+        await self.withdrawn()
+
+    async def _send_withdrawals(self, some: list[Withdrawal]) -> bool:
+        try:
+            await self._link.script(CANCEL, self._gateway, *(word for pair in some for word in pair))
+        except BusDown:
+            return False
+        return True
 
     async def quarantined(self, drop: str = "") -> list[Quarantined]:
         """Requests set aside because they killed their engine, oldest first, after the one of id `drop` was deleted.
@@ -482,7 +495,7 @@ class GatewaySide:
         Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine or gateway,
         and what says that this gateway lives.
         """
-        await self._withdraw()
+        self._withdrawals.wake()
         self._beats += 1
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply

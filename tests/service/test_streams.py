@@ -126,8 +126,11 @@ class Wire:
             raise BusDown("gone")
         return self.promises.pop(0)
 
-    async def cancel(self, request_id: str, index: int = -1) -> None:
+    def withdraw(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
+
+    async def withdrawn(self) -> None:
+        pass
 
     async def fleet(self) -> Fleet:
         if self.down:

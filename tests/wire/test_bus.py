@@ -461,7 +461,9 @@ async def test_without_a_server_the_gateway_hears_so_within_bounds(own_server: E
     assert "unix://" in str(results[0])
     assert "\n" not in str(results[0])
     own_server.start()
-    assert (await gateway.fleet()).queued == 0  # the withdrawal of a was kept, and b is not queued
+    await gateway.fleet()  # starts the withdrawals of a and b that were kept
+    await gateway.withdrawn()
+    assert (await gateway.fleet()).queued == 0
     assert ids(await take(engine)) == []
 
 
