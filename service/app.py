@@ -41,6 +41,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
+from service.pacing import StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
@@ -538,7 +539,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         trace_prompts=config.trace_prompts,
     )
     streams = Streams(bus, config, telemetry)
+    stalls = StallWatch(telemetry.record_stall)
     await streams.start()
+    stalls.start()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
     # handler_cancellation: without it a queued request whose client left is noticed only at the first write.
     runner = web.AppRunner(
@@ -560,6 +563,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     finally:
         await runner.cleanup()
         await page.cleanup()
+        stalls.stop()
         await streams.stop()
         await bus.close()
         await asyncio.to_thread(tracing.close)
@@ -600,7 +604,8 @@ def main(argv: Sequence[str]) -> None:
         await serve(config, stopping, started)
 
     try:
-        asyncio.run(run())
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run())
     except StartError as error:
         settings.stop(prog, str(error))
 

@@ -31,6 +31,7 @@ from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import Backlog, Mailbox
+from service.pacing import Pacer
 from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
@@ -100,9 +101,10 @@ class OpenRequest:
         self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
         self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that its client was sent, in all
         self._unfinished = len(self.mailboxes)
-        self._changed: list[Mailbox] = []
+        self._changed: dict[Mailbox, None] = {}  # in the order in which they changed
         self._given: list[Mailbox] = []  # in the last turn
         self._wake: asyncio.Future[None] | None = None
+        self._nudged = False  # `_wake` is done, or will be in one of the loop's next turns
         self._moved = False
         self._last_news = self.loop.time()
         self._timers: list[asyncio.TimerHandle] = []
@@ -111,7 +113,7 @@ class OpenRequest:
         """`deadline` in the event loop's time."""
         self._heartbeat_s = heartbeat_s
         self._timers = [
-            self.loop.call_at(deadline, self.end_all, Finish("deadline")),
+            self.loop.call_at(deadline, self._streams.pacer.run, self.end_all, Finish("deadline")),
             self.loop.call_later(heartbeat_s, self._beat),
         ]
 
@@ -139,15 +141,16 @@ class OpenRequest:
         if not self._unfinished:
             raise StopAsyncIteration
         for mailbox in self._given:
-            if mailbox.behind and not mailbox.closed and mailbox not in self._changed:
-                self._changed.append(mailbox)
+            if mailbox.behind and not mailbox.closed:
+                self._changed[mailbox] = None
         if not self._changed and not self._moved:
+            self._nudged = False
             self._wake = self.loop.create_future()
             await self._wake
             self._wake = None
         if self._moved:
             raise HandedOver("this gateway is shutting down")
-        changed, self._changed = self._changed, []
+        changed, self._changed = list(self._changed), {}
         for mailbox in changed:
             if mailbox.behind:
                 await self._streams.refill(self.orders[mailbox.choice // self._n].id, mailbox, mailbox.choice % self._n)
@@ -171,11 +174,15 @@ class OpenRequest:
 
     def _notify(self, mailbox: Mailbox) -> None:
         self._last_news = self.loop.time()
-        if mailbox not in self._changed:
-            self._changed.append(mailbox)
+        self._changed[mailbox] = None
         self._nudge()
 
     def _nudge(self) -> None:
+        if self._wake is not None and not self._nudged:
+            self._nudged = True
+            self._streams.pacer.run(self._rouse)
+
+    def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -186,8 +193,7 @@ class OpenRequest:
             return
         mailbox.closed = True
         mailbox.take()
-        if mailbox in self._changed:
-            self._changed.remove(mailbox)
+        self._changed.pop(mailbox, None)
         self._unfinished -= 1
         prompt, index = divmod(choice, self._n)
         self._streams.stop_one(self.orders[prompt], index)
@@ -219,6 +225,7 @@ class Streams:
     def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
         self._bus, self._config, self._telemetry = bus, config, telemetry
         self.backlog = Backlog(config.backlog_mib * 2**20)
+        self.pacer = Pacer()  # for whatever may concern every open request at once
         self._orders: dict[str, Order] = {}
         self._reading = 0  # orders that have a reader
         self._leaving = False  # this gateway goes: what is resumable waits at Redis for another one
@@ -261,9 +268,9 @@ class Streams:
         for order in list(self._orders.values()):
             for reader, _ in order.readers:
                 if reader.resumable:
-                    reader.hand_over()
+                    self.pacer.run(reader.hand_over)
                 else:
-                    reader.end_all(finish)
+                    self.pacer.run(reader.end_all, finish)
 
     # -- requests
 
@@ -352,8 +359,7 @@ class Streams:
     def _enter(self, opened: OpenRequest) -> None:
         for prompt, order in enumerate(opened.orders):
             self._orders[order.id] = order
-            if order.timer is not None:
-                order.timer.cancel()
+            self._stop_timer(order)
             self._reading += not order.readers
             order.readers.append((opened, prompt))
         self._telemetry.open_requests.set(self._reading)
@@ -375,7 +381,7 @@ class Streams:
             elif self._leaving:
                 self._book(order)
             else:
-                order.timer = asyncio.get_running_loop().call_later(self._config.resume_s, self._abandon, order)
+                self._start_timer(order, self._config.resume_s, self._abandon)
         self._telemetry.open_requests.set(self._reading)
         boxes = opened.mailboxes
         self._telemetry.record_stream(sum(box.lost for box in boxes), sum(box.repeated for box in boxes))
@@ -388,16 +394,29 @@ class Streams:
 
     def _close(self, order: Order) -> None:
         """Nobody reads it or computes it; what an engine has produced meanwhile is still on its way."""
-        if order.timer is not None:
-            order.timer.cancel()
+        self._stop_timer(order)
         if order.unfinished and not self._leaving:
-            order.timer = asyncio.get_running_loop().call_later(SETTLE_S, self._book, order)
+            self._start_timer(order, SETTLE_S, self._book)
         else:
             self._book(order)
 
-    def _book(self, order: Order) -> None:
+    def _start_timer(self, order: Order, seconds: float, action: Callable[[Order], None]) -> None:
+        """Call action(order) after `seconds`, unless the timer is stopped before."""
+
+        def due() -> None:
+            if order.timer is timer:
+                order.timer = None
+                action(order)
+
+        timer = order.timer = asyncio.get_running_loop().call_later(seconds, self.pacer.run, due)
+
+    def _stop_timer(self, order: Order) -> None:
         if order.timer is not None:
             order.timer.cancel()
+            order.timer = None
+
+    def _book(self, order: Order) -> None:
+        self._stop_timer(order)
         del self._orders[order.id]
         self._settled.append(order)
 

@@ -156,6 +156,7 @@ class Telemetry(Collector):
         self._prompt, self._output = Tally(figures.TOKENS), Tally(figures.TOKENS)
         self._asked = Tally(figures.TOKENS)
         self._choices = Tally(figures.TOKENS)
+        self._stall, self._stall_busy = Tally(figures.STALL_S), Tally(figures.STALL_S)
         self._redis = {"submit": Tally(figures.ROUND_TRIP_S), "fleet": Tally(figures.ROUND_TRIP_S)}
         self._registry.register(self)
 
@@ -177,6 +178,16 @@ class Telemetry(Collector):
         yield tally("quire_retry_after_seconds", "Pauses asked of those who were refused.", self._retry_after)
         yield tally("quire_request_prompt_tokens", "Prompt tokens of a request.", self._prompt)
         yield tally("quire_request_output_tokens", "Output tokens of a request.", self._output)
+        yield tally(
+            "quire_gateway_loop_stall_seconds",
+            "How late the event loop ran a timer, seconds; nothing moves meanwhile.  Measured every 10 ms.",
+            self._stall,
+        )
+        yield tally(
+            "quire_gateway_loop_busy_seconds",
+            "The part of each such delay in which this process computed, seconds; other processes took the rest.",
+            self._stall_busy,
+        )
         yield figures.histogram(
             "quire_redis_seconds",
             "Round trips to Redis: to queue a request, to read fleet and queue.",
@@ -223,6 +234,11 @@ class Telemetry(Collector):
 
     def record_backlog(self, held: int) -> None:
         self._backlog.set(held)
+
+    def record_stall(self, late_s: float, busy_s: float) -> None:
+        """See StallWatch."""
+        self._stall.add(late_s)
+        self._stall_busy.add(busy_s)
 
     def record_decision(self, refusal: Refusal | None) -> None:
         """One request was let into the queue, or refused for want of room."""

@@ -64,6 +64,7 @@ CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
 AUDIT_S = 60  # how long what an audit found stays
 AUDIT_POLL_S = 0.02
 READ_COUNT = 256  # most stream entries in one read
+READ_DELTAS = 1000  # of a read, dealt with before others on the event loop get their turn
 PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
 
 
@@ -480,10 +481,16 @@ class GatewaySide:
             reply = await self._reader.run(
                 partial(self._reader.redis.xread, {stream: last}, count=READ_COUNT, block=BLOCK_MS)
             )
+            deltas = 0
             for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
                 for entry_id, fields in entries:
-                    yield decode(fields[b"b"])
+                    batch = decode(fields[b"b"])
+                    deltas += len(batch.deltas)
+                    yield batch
                     last = entry_id.decode()
+                    if deltas >= READ_DELTAS:
+                        deltas = 0
+                        await asyncio.sleep(0)
             if reply:
                 time_ms, _, count = last.partition("-")
                 following = f"{time_ms}-{int(count) + 1}"
@@ -642,6 +649,7 @@ class EngineSide:
                 if (tenant := self._tenants.get(delta.id)) is not None:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
         logged = self._journal.due(batches)
+        words = self._sent(batches, tail=not logged.whole)
         try:
             reply = await self._link.script(
                 EXCHANGE,
@@ -660,16 +668,17 @@ class EngineSide:
                 int(logged.whole),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
-                *self._sent(batches, tail=not logged.whole),
+                *words,
                 patience_s=math.inf,
             )
         except ResponseError as error:
             raise self._superseded(error) from None
         if reply is not None:
-            self._journal.entered(logged)
+            tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
+            self._journal.entered(logged, tail_bytes)
         return reply
 
-    def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[bytes | str | int]:
+    def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[Any]:
         """(gateway, 1 if it is for the tail, batch) ...: each Delta to all who listen now, and once to the tail."""
         routed = self._routed(batches)
         if routed is batches:
