@@ -34,6 +34,7 @@ from aiohttp import web
 
 from engine.wire import figures, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
+from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
 from engine.wire.tracing import Tracing
 from service import admission, api, resume, sse, text
@@ -63,6 +64,7 @@ TWINS = 3  # requests under one idempotency key that may turn out to have come t
 GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
+LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
 AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
@@ -174,7 +176,7 @@ class Gateway:
             tenant=tenant.name,
             weight=tenant.weight,
         )
-        now_ms = int(time.time() * 1000)
+        now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
         meter = request[METER]
@@ -225,7 +227,7 @@ class Gateway:
             return web.Response(status=204)  # for EventSource: do not ask again
         streams, config = self._streams, self._config
         found = await streams.find(request_id)
-        record = resume.read(found, request_id, request[OWNER], config.retain_s, int(time.time() * 1000))
+        record = resume.read(found, request_id, request[OWNER], config.retain_s, streams.redis_ms())
         valid = record.valid
         form = record.form(request_id, self._tokenizer.table)
         prompts, n = len(record.prompts), valid.n
@@ -233,7 +235,7 @@ class Gateway:
         if len(had.tokens) != prompts * n:
             raise Refusal(400, "invalid_event_id", f"Last-Event-ID: the answer has {prompts * n} choices")
         counts = [count or 0 for count in had.tokens]
-        left_s = max(0.0, record.deadline_ms / 1000 - time.time())
+        left_s = max(0.0, (record.deadline_ms - streams.redis_ms()) / 1000)
         async with (
             self._answer(left_s),
             streams.join(
@@ -330,8 +332,7 @@ class Gateway:
 
     def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
         """admission.decide with this process's clock and dice."""
-        now_ms = int(time.time() * 1000)
-        return admission.decide(cost, fleet, now_ms, self._config, random.random(), returning=returning)
+        return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
@@ -504,7 +505,7 @@ class Gateway:
             log.warning("%d requests did not finish in %g s", self._answering, self._config.drain_s)
             self._streams.end_all(Finish("cancelled"))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), 2.0)
+                await asyncio.wait_for(self._quiet.wait(), LAST_EVENTS_S)
 
 
 class StartError(Exception):

@@ -25,6 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Queue, Twin
+from engine.wire.clock import steady_ms
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch
 from engine.wire.tokenlog import Said
 from service.admission import Overloaded
@@ -526,11 +527,11 @@ class Streams:
     def _note(self, load: EngineLoad) -> None:
         known = self._loads.get(load.engine)
         if known is None or known[0] != load.time_ms:
-            ours = msgspec.structs.replace(load, time_ms=int(time.time() * 1000))
+            ours = msgspec.structs.replace(load, time_ms=steady_ms())
             self._loads[load.engine] = (load.time_ms, ours)
 
     def _note_queue(self, queue: Queue) -> None:
-        self._queue, self._read_ms = queue, int(time.time() * 1000)
+        self._queue, self._read_ms = queue, steady_ms()
 
     async def _refresh(self) -> None:
         began = time.monotonic()
@@ -550,6 +551,7 @@ class Streams:
         self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
         self._telemetry.record_backlog(self.backlog.held)
+        self._telemetry.clock_skew.set(self._bus.clock.skew_s)
         try:
             if fleet.forgotten:
                 await self._listen_again()
@@ -596,6 +598,10 @@ class Streams:
             oldest_ms=self._oldest_ms,
             quarantined=self._quarantined,
         )
+
+    def redis_ms(self) -> int:
+        """Unix time in ms on Redis' clock, which deadlines and request ids are in."""
+        return self._bus.clock.redis_ms()
 
     @property
     def fingerprint(self) -> str | None:

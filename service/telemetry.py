@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from engine.wire import figures
 from engine.wire.bus import Fleet, Usage
+from engine.wire.clock import steady_ms
 from engine.wire.figures import Tally
 from engine.wire.messages import EngineLoad
 from engine.wire.tracing import Trace, Tracing, Value
@@ -133,6 +134,9 @@ class Telemetry(Collector):
         self._room = gauge("quire_queue_room_tokens", "Prompt tokens the engines would claim at once.").labels(gateway)
         self._quarantined = gauge(
             "quire_quarantined_requests", "Requests set aside because they killed their engines."
+        ).labels(gateway)
+        self.clock_skew = gauge(
+            "quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis', seconds."
         ).labels(gateway)
         self._alive = gauge("quire_engines", "Engines with a lease.").labels(gateway)
         self._leases_lost = counter("quire_engine_leases_lost", "Engines that went without draining.").labels(gateway)
@@ -307,7 +311,7 @@ class Telemetry(Collector):
         self._room.set(fleet.room_tokens)
         self._quarantined.set(fleet.quarantined)
         self._alive.set(len(fleet.engines))
-        now_ms = time.time() * 1000
+        now_ms = steady_ms()
         seen = {load.engine: load for load in fleet.engines}
         for engine, old in self._engines.items():
             if engine not in seen and not old.draining:

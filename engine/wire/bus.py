@@ -27,6 +27,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from engine.wire import tokenlog
+from engine.wire.clock import RedisClock
 from engine.wire.manifest import Manifest
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.scripts import (
@@ -78,7 +79,7 @@ class Fleet(msgspec.Struct, frozen=True):
     engines: list[EngineLoad]
     queued: int  # requests nobody has claimed yet
     queued_tokens: int  # their prompt tokens, times nothing: siblings share the prompt
-    time_ms: int  # unix time of this reading
+    time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
     # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something.
@@ -287,6 +288,7 @@ class GatewaySide:
         self._gateway = gateway
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         self._link = _Link(url, namespace, reply_s=PATIENCE_S)
+        self.clock = RedisClock()  # set right by every fleet()
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -504,8 +506,10 @@ class GatewaySide:
         """
         self._withdrawals.wake()
         self._beats += 1
+        sent = self.clock.ticks()
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined = reply
+        self.clock.sample(sent, time_ms)
         tenants = _read_turns(*turns)
         return Fleet(
             [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads],
@@ -543,6 +547,7 @@ class EngineSide:
         self._engine = engine
         self._lease_ms = lease_ms
         self._link = _Link(url, namespace, reply_s=REPLY_S)
+        self.clock = RedisClock()  # set right by every exchange()
         self._bell = self._link.redis.pubsub()
         self.manifest = Manifest(self._link.script, engine)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
@@ -610,7 +615,7 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
-        works, orders, queued, engines = reply
+        works, orders, queued, engines, _ = reply
         self.queue_share = queued / max(1, engines)
         claimed = Claimed([], [], lost)
         for payload, listeners, outputs in works:
@@ -650,6 +655,7 @@ class EngineSide:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
         logged = self._journal.due(batches)
         words = self._sent(batches, tail=not logged.whole)
+        sent = self.clock.ticks()
         try:
             reply = await self._link.script(
                 EXCHANGE,
@@ -676,6 +682,7 @@ class EngineSide:
         if reply is not None:
             tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
             self._journal.entered(logged, tail_bytes)
+            self.clock.sample(sent, reply[4])
         return reply
 
     def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[Any]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
+from engine.wire.clock import RedisClock
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
 from service.admission import Overloaded
@@ -91,6 +92,7 @@ class Wire:
     """A bus that only notes what it is told."""
 
     def __init__(self) -> None:
+        self.clock = RedisClock()
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.asked: list[int] = []
