@@ -36,6 +36,7 @@ from engine.flight import Recorder, Seen
 from engine.telemetry import Telemetry
 from engine.warming import Noted
 from engine.wire.bus import BusDown, EngineSide
+from engine.wire.clock import RedisClock, steady_ms
 from engine.wire.keys import STALE_MS
 from engine.wire.manifest import Reuse
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
@@ -151,7 +152,7 @@ class Engine:
         clock: Callable[[], int] | None = None,
     ) -> None:
         """`telemetry`: None for figures that nobody asks for; `flight` records every turn; `clock` is the unix time in
-        ms, for a replay."""
+        ms, for a replay; deadlines are on the same clock."""
         self.config = config
         self.executor = executor
         self.core = build_scheduler(config, executor)
@@ -180,7 +181,7 @@ class Engine:
         self._pace = Pace()
         self._noted = Noted(config.block_size)
         self._flight = flight
-        self._clock = clock or unix_ms
+        self._clock = clock or steady_ms
         self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
 
     def run(self) -> None:
@@ -218,11 +219,11 @@ class Engine:
         marks = [clock()]
         for order in orders:
             if isinstance(order, Generate):
-                telemetry.accept(order, marks[0], unix_ms())
+                telemetry.accept(order, marks[0], steady_ms())
                 self.core.accept(order)
                 self._accepted += 1
             elif isinstance(order, Resume):
-                telemetry.accept(order.request, marks[0], unix_ms())
+                telemetry.accept(order.request, marks[0], steady_ms())
                 self.core.accept(order.request, order.outputs)
                 self._accepted += 1
             elif order.lost:
@@ -323,7 +324,7 @@ class Engine:
             running=core.running,
             waiting=len(core.waiting),
             waiting_tokens=core.waiting_tokens,
-            time_ms=unix_ms(),
+            time_ms=steady_ms(),
             tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now),
             blocks_per_s=self._blocks_rate.update(totals.released_blocks, now),
             preemptions=totals.preemptions,
@@ -554,7 +555,7 @@ class BusThread:
         """Report what was reused, if anything was.  What gets lost on the way was not hot, or comes again."""
         while self._reused and self._report is not None:
             try:
-                await bus.manifest.reused(self._report.load.fingerprint, self._reused.popleft(), unix_ms())
+                await bus.manifest.reused(self._report.load.fingerprint, self._reused.popleft(), bus.clock.redis_ms())
             except Exception as error:
                 log.warning("hot prefixes could not be reported: %s", error)
 
@@ -602,12 +603,14 @@ class BusThread:
         began = time.monotonic()
         claimed = await bus.exchange(batches, finished, load, room_tokens, room_requests)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
+        self._telemetry.clock_skew_s = bus.clock.skew_s
         self._sent += count
         for request_id in claimed.lost:  # before what is claimed: it may be the same request
             self._losses += 1
             self._lost[request_id] = self._losses
             self._orders.put(Abort(request_id, lost=True))
         for request in claimed.generates:
+            request = on_own_clock(request, bus.clock)
             self._claims += 1
             so_far = claimed.resumed.get(request.id, [])
             tokens = len(request.token_ids) + sum(len(said.token_ids) for said in so_far if said.finish is None)
@@ -618,6 +621,13 @@ class BusThread:
             self._orders.put(order)
         for name in claimed.audits:
             self._orders.put(Audit(name))
+
+
+def on_own_clock(request: Generate, clock: RedisClock) -> Generate:
+    """A claimed request with its times on this process's clock: whatever is done to any clock while it runs here, it
+    has the seconds that it had at its claim."""
+    queued_ms = clock.local_ms(request.queued_ms) if request.queued_ms else 0
+    return msgspec.structs.replace(request, deadline_ms=clock.local_ms(request.deadline_ms), queued_ms=queued_ms)
 
 
 def without(outputs: Outputs, ids: Container[str]) -> Outputs:
@@ -663,7 +673,3 @@ class LocalBox:
         for said in outputs.deltas.values():
             for delta in said:
                 self._on_delta(delta)
-
-
-def unix_ms() -> int:
-    return time.time_ns() // 1_000_000

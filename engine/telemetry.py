@@ -84,6 +84,7 @@ class Telemetry(Collector):
         self._exchange_s = Tally(figures.ROUND_TRIP_S)
         self._queue_share = 0.0
         self._resumes = 0
+        self.clock_skew_s = 0.0  # set by the bus thread
         self.registry = CollectorRegistry()  # its one collector is this
         self.registry.register(self)
 
@@ -99,7 +100,8 @@ class Telemetry(Collector):
     # -- what the loop says, as it happens
 
     def accept(self, request: Generate, now: float, unix_ms: int) -> None:
-        """A request came from the queue.  Times on two clocks: it says when it was queued in unix time."""
+        """A request came from the queue.  Times on two clocks: it says when it was queued in unix time, on this
+        process's clock, which reads `unix_ms` now."""
         waited = max(0, unix_ms - request.queued_ms) / 1000 if request.queued_ms else 0.0
         traced = self._tracing.on and bool(request.traceparent)
         self._clocks[request.id] = Clock(request, now - waited, now, traced=traced)
@@ -400,6 +402,9 @@ class Telemetry(Collector):
         yield tally("quire_preempted_seconds", "From a preemption to the sequence's return.", self._away_s)
         # Redis
         yield tally("quire_exchange_seconds", "Round trip of an exchange with Redis.", self._exchange_s)
+        yield gauge(
+            "quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis', seconds.", self.clock_skew_s
+        )
 
     def _oldest(self) -> float:
         """Seconds since the oldest request that has not started was queued."""

@@ -34,6 +34,7 @@ from aiohttp import web
 
 from engine.wire import figures, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
+from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
 from engine.wire.tracing import Tracing
 from service import admission, api, resume, sse, text
@@ -41,6 +42,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
+from service.pacing import StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
@@ -63,6 +65,7 @@ TWINS = 3  # requests under one idempotency key that may turn out to have come t
 GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
+LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
 AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
@@ -174,7 +177,7 @@ class Gateway:
             tenant=tenant.name,
             weight=tenant.weight,
         )
-        now_ms = int(time.time() * 1000)
+        now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
         meter = request[METER]
@@ -225,7 +228,7 @@ class Gateway:
             return web.Response(status=204)  # for EventSource: do not ask again
         streams, config = self._streams, self._config
         found = await streams.find(request_id)
-        record = resume.read(found, request_id, request[OWNER], config.retain_s, int(time.time() * 1000))
+        record = resume.read(found, request_id, request[OWNER], config.retain_s, streams.redis_ms())
         valid = record.valid
         form = record.form(request_id, self._tokenizer.table)
         prompts, n = len(record.prompts), valid.n
@@ -233,7 +236,7 @@ class Gateway:
         if len(had.tokens) != prompts * n:
             raise Refusal(400, "invalid_event_id", f"Last-Event-ID: the answer has {prompts * n} choices")
         counts = [count or 0 for count in had.tokens]
-        left_s = max(0.0, record.deadline_ms / 1000 - time.time())
+        left_s = max(0.0, (record.deadline_ms - streams.redis_ms()) / 1000)
         async with (
             self._answer(left_s),
             streams.join(
@@ -330,8 +333,7 @@ class Gateway:
 
     def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
         """admission.decide with this process's clock and dice."""
-        now_ms = int(time.time() * 1000)
-        return admission.decide(cost, fleet, now_ms, self._config, random.random(), returning=returning)
+        return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
         """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
@@ -511,7 +513,7 @@ class Gateway:
         """End every answer with `finish`, but hand those over whose clients may come back."""
         self._streams.end_all(finish)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._quiet.wait(), 2.0)
+            await asyncio.wait_for(self._quiet.wait(), LAST_EVENTS_S)
 
 
 class StartError(Exception):
@@ -551,7 +553,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         trace_prompts=config.trace_prompts,
     )
     streams = Streams(bus, config, telemetry)
+    stalls = StallWatch(telemetry.record_stall)
     await streams.start()
+    stalls.start()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
     # handler_cancellation: without it a queued request whose client left is noticed only at the first write.
     runner = web.AppRunner(
@@ -577,6 +581,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     finally:
         await runner.cleanup()
         await page.cleanup()
+        stalls.stop()
         await streams.stop()
         await bus.close()
         await asyncio.to_thread(tracing.close)
@@ -627,7 +632,8 @@ def main(argv: Sequence[str]) -> None:
         await serve(config, stopping, started)
 
     try:
-        asyncio.run(run())
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run())
     except StartError as error:
         settings.stop(prog, str(error))
     except Unserviceable as error:

@@ -34,7 +34,7 @@ class Record(msgspec.Struct, frozen=True):
     model: str
     created: int  # unix seconds
     fingerprint: str | None
-    deadline_ms: int  # unix time
+    deadline_ms: int  # unix time on Redis' clock
     traceparent: str = ""  # what it belongs to: whoever comes back goes on in the same trace
 
     def encode(self) -> bytes:

@@ -25,12 +25,14 @@ from typing import TypeVar
 import msgspec
 
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Queue, Twin
+from engine.wire.clock import steady_ms
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch
 from engine.wire.tokenlog import Said
 from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import Backlog, Mailbox
+from service.pacing import Pacer
 from service.supervision import Supervisor, Task
 from service.telemetry import Telemetry
 
@@ -101,9 +103,10 @@ class OpenRequest:
         self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
         self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that its client was sent, in all
         self._unfinished = len(self.mailboxes)
-        self._changed: list[Mailbox] = []
+        self._changed: dict[Mailbox, None] = {}  # in the order in which they changed
         self._given: list[Mailbox] = []  # in the last turn
         self._wake: asyncio.Future[None] | None = None
+        self._nudged = False  # `_wake` is done, or will be in one of the loop's next turns
         self._moved = False
         self._last_news = self.loop.time()
         self._timers: list[asyncio.TimerHandle] = []
@@ -112,7 +115,7 @@ class OpenRequest:
         """`deadline` in the event loop's time."""
         self._heartbeat_s = heartbeat_s
         self._timers = [
-            self.loop.call_at(deadline, self.end_all, Finish("deadline")),
+            self.loop.call_at(deadline, self._streams.pacer.run, self.end_all, Finish("deadline")),
             self.loop.call_later(heartbeat_s, self._beat),
         ]
 
@@ -140,15 +143,16 @@ class OpenRequest:
         if not self._unfinished:
             raise StopAsyncIteration
         for mailbox in self._given:
-            if mailbox.behind and not mailbox.closed and mailbox not in self._changed:
-                self._changed.append(mailbox)
+            if mailbox.behind and not mailbox.closed:
+                self._changed[mailbox] = None
         if not self._changed and not self._moved:
+            self._nudged = False
             self._wake = self.loop.create_future()
             await self._wake
             self._wake = None
         if self._moved:
             raise HandedOver("this gateway is shutting down")
-        changed, self._changed = self._changed, []
+        changed, self._changed = list(self._changed), {}
         for mailbox in changed:
             if mailbox.behind:
                 await self._streams.refill(self.orders[mailbox.choice // self._n].id, mailbox, mailbox.choice % self._n)
@@ -172,11 +176,15 @@ class OpenRequest:
 
     def _notify(self, mailbox: Mailbox) -> None:
         self._last_news = self.loop.time()
-        if mailbox not in self._changed:
-            self._changed.append(mailbox)
+        self._changed[mailbox] = None
         self._nudge()
 
     def _nudge(self) -> None:
+        if self._wake is not None and not self._nudged:
+            self._nudged = True
+            self._streams.pacer.run(self._rouse)
+
+    def _rouse(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -187,8 +195,7 @@ class OpenRequest:
             return
         mailbox.closed = True
         mailbox.take()
-        if mailbox in self._changed:
-            self._changed.remove(mailbox)
+        self._changed.pop(mailbox, None)
         self._unfinished -= 1
         prompt, index = divmod(choice, self._n)
         self._streams.stop_one(self.orders[prompt], index)
@@ -220,6 +227,7 @@ class Streams:
     def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
         self._bus, self._config, self._telemetry = bus, config, telemetry
         self.backlog = Backlog(config.backlog_mib * 2**20)
+        self.pacer = Pacer()  # for whatever may concern every open request at once
         self._orders: dict[str, Order] = {}
         self._reading = 0  # orders that have a reader
         self._leaving = False  # this gateway goes: what is resumable waits at Redis for another one
@@ -230,7 +238,6 @@ class Streams:
             Task("the token reader", self._read, lambda: self._bus.rounds),
             Task("the watch over the engines", self._watch, lambda: self._looks),
         )
-        self._cancels: set[asyncio.Task[None]] = set()
         # Readings are stamped with this process's clock when they change: engines' clocks need not agree with it.
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with ours
         self._heard_ms: dict[str, int] = {}  # engine -> unix time of its last exchange, on this process's clock
@@ -251,7 +258,7 @@ class Streams:
         """Stop reading; give the last cancels a moment to leave, and close the books."""
         self._leaving = True
         await self.supervisor.stop()
-        await asyncio.gather(*self._cancels, return_exceptions=True)  # each bounded by the bus' own patience
+        await self._bus.withdrawn()  # bounded by the bus' own patience
         for order in list(self._orders.values()):
             self._close(order)
         with contextlib.suppress(BusDown):
@@ -272,9 +279,9 @@ class Streams:
         for order in list(self._orders.values()):
             for reader, _ in order.readers:
                 if reader.resumable:
-                    reader.hand_over()
+                    self.pacer.run(reader.hand_over)
                 else:
-                    reader.end_all(finish)
+                    self.pacer.run(reader.end_all, finish)
 
     # -- requests
 
@@ -368,8 +375,7 @@ class Streams:
     def _enter(self, opened: OpenRequest) -> None:
         for prompt, order in enumerate(opened.orders):
             self._orders[order.id] = order
-            if order.timer is not None:
-                order.timer.cancel()
+            self._stop_timer(order)
             self._reading += not order.readers
             order.readers.append((opened, prompt))
         self._telemetry.open_requests.set(self._reading)
@@ -391,7 +397,7 @@ class Streams:
             elif self._leaving:
                 self._book(order)
             else:
-                order.timer = asyncio.get_running_loop().call_later(self._config.resume_s, self._abandon, order)
+                self._start_timer(order, self._config.resume_s, self._abandon)
         self._telemetry.open_requests.set(self._reading)
         boxes = opened.mailboxes
         self._telemetry.record_stream(sum(box.lost for box in boxes), sum(box.repeated for box in boxes))
@@ -404,16 +410,29 @@ class Streams:
 
     def _close(self, order: Order) -> None:
         """Nobody reads it or computes it; what an engine has produced meanwhile is still on its way."""
-        if order.timer is not None:
-            order.timer.cancel()
+        self._stop_timer(order)
         if order.unfinished and not self._leaving:
-            order.timer = asyncio.get_running_loop().call_later(SETTLE_S, self._book, order)
+            self._start_timer(order, SETTLE_S, self._book)
         else:
             self._book(order)
 
-    def _book(self, order: Order) -> None:
+    def _start_timer(self, order: Order, seconds: float, action: Callable[[Order], None]) -> None:
+        """Call action(order) after `seconds`, unless the timer is stopped before."""
+
+        def due() -> None:
+            if order.timer is timer:
+                order.timer = None
+                action(order)
+
+        timer = order.timer = asyncio.get_running_loop().call_later(seconds, self.pacer.run, due)
+
+    def _stop_timer(self, order: Order) -> None:
         if order.timer is not None:
             order.timer.cancel()
+            order.timer = None
+
+    def _book(self, order: Order) -> None:
+        self._stop_timer(order)
         del self._orders[order.id]
         self._settled.append(order)
 
@@ -476,10 +495,7 @@ class Streams:
     def withdraw(self, order_id: str, index: int = -1) -> None:
         """Stop an order, unless another gateway reads it, or one of its continuations.  Never waits: the caller may be
         cancelled."""
-        # bus.cancel keeps a withdrawal that does not get through, and sends it along later.
-        task = asyncio.create_task(self._bus.cancel(order_id, index), name=f"cancel {order_id}")
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        self._bus.withdraw(order_id, index)
 
     # -- tokens and the fleet
 
@@ -522,12 +538,12 @@ class Streams:
     def _note(self, load: EngineLoad) -> None:
         known = self._loads.get(load.engine)
         if known is None or known[0] != load.time_ms:
-            ours = msgspec.structs.replace(load, time_ms=int(time.time() * 1000))
+            ours = msgspec.structs.replace(load, time_ms=steady_ms())
             self._loads[load.engine] = (load.time_ms, ours)
             self._heard_ms[load.engine] = ours.time_ms
 
     def _note_queue(self, queue: Queue) -> None:
-        self._queue, self._read_ms = queue, int(time.time() * 1000)
+        self._queue, self._read_ms = queue, steady_ms()
 
     async def _refresh(self) -> None:
         """Read the fleet, and do what its reading asks for.  Each part's trouble stays until the part succeeds."""
@@ -540,7 +556,7 @@ class Streams:
         self._telemetry.record_redis("fleet", time.monotonic() - began)
         for load in fleet.engines:
             self._note(load)
-        ahead_ms = int(time.time() * 1000) - fleet.time_ms  # of this process's clock
+        ahead_ms = steady_ms() - fleet.time_ms  # of this process's clock
         alive = {load.engine for load in fleet.engines}
         for engine in self._loads.keys() - alive:
             del self._loads[engine]
@@ -550,6 +566,7 @@ class Streams:
         self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
         self._telemetry.record_fleet(self.fleet)
         self._telemetry.record_backlog(self.backlog.held)
+        self._telemetry.clock_skew.set(self._bus.clock.skew_s)
         try:
             if fleet.forgotten:
                 await self._listen_again()
@@ -605,6 +622,10 @@ class Streams:
             quarantined=self._quarantined,
             heard_ms=dict(self._heard_ms),
         )
+
+    def redis_ms(self) -> int:
+        """Unix time in ms on Redis' clock, which deadlines and request ids are in."""
+        return self._bus.clock.redis_ms()
 
     @property
     def fingerprint(self) -> str | None:

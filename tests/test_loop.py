@@ -31,6 +31,7 @@ from engine.loop import (
 )
 from engine.offline import LLM
 from engine.wire.bus import Claimed
+from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -216,6 +217,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
 
     class Side:
         queue_share = 0.0
+        clock = RedisClock()
 
         async def exchange(self, batches: Any, finished: Any, *_: Any) -> Claimed:
             sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))

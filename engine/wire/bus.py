@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from engine.wire import tokenlog
+from engine.wire.clock import RedisClock
 from engine.wire.manifest import Manifest
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
@@ -50,6 +51,7 @@ from engine.wire.scripts import (
     Script,
 )
 from engine.wire.tokenlog import Said
+from engine.wire.withdrawals import Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
@@ -64,6 +66,7 @@ CONNECTIONS = 8  # a side's commands in flight at once; more wait their turn
 AUDIT_S = 60  # how long what an audit found stays
 AUDIT_POLL_S = 0.02
 READ_COUNT = 256  # most stream entries in one read
+READ_DELTAS = 1000  # of a read, dealt with before others on the event loop get their turn
 PRIORITIES = (-100, 100)  # first and last class; lower goes earlier
 
 
@@ -77,7 +80,7 @@ class Fleet(msgspec.Struct, frozen=True):
     engines: list[EngineLoad]
     queued: int  # requests nobody has claimed yet
     queued_tokens: int  # their prompt tokens, times nothing: siblings share the prompt
-    time_ms: int  # unix time of this reading
+    time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, Turn] = {}  # those with something queued
     # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something,
@@ -354,6 +357,7 @@ class GatewaySide:
         gateway listens to waits for one to attach, before it is withdrawn."""
         self._gateway = gateway
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
+        self.clock = RedisClock()  # set right by every fleet()
         # Blocking reads have their own connection: one that waits for seconds must not count as dead after two.
         self._reader = _Link(url, namespace, reply_s=2 * BLOCK_MS / 1000)
         self._link = _Link(url, namespace, reply_s=PATIENCE_S, returned=self._follow)
@@ -363,7 +367,7 @@ class GatewaySide:
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
         self.rounds = 0  # reads of batches() whose entries, if any, were dealt with
-        self._owed: set[tuple[str, int]] = set()  # withdrawals that have not reached Redis yet: (id, index or -1)
+        self._withdrawals = Withdrawals(self._send_withdrawals)
 
     async def open(self) -> None:
         """Connect, and check the server's version.  Raises BusDown.  The gateway's stream is made by engines.
@@ -374,6 +378,7 @@ class GatewaySide:
 
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.  Withdraw what is open first: it would be computed for nobody."""
+        await self._withdrawals.close()
         await self._link.close()
         await self._reader.close()
 
@@ -426,7 +431,7 @@ class GatewaySide:
                 *words,
             )
         except BusDown:
-            self._owed.update((request.id, -1) for request in requests)
+            self._withdrawals.add(*((request.id, -1) for request in requests))
             raise
         tenants = _read_turns(*turns)
         return Queue(
@@ -510,21 +515,32 @@ class GatewaySide:
         found = await self._link.script(SETTLE, *words)
         return [Usage(one[0], one[1], *figures) for one, figures in zip(delivered, found, strict=True)]
 
-    async def cancel(self, request_id: str, index: int = -1) -> None:
+    def withdraw(self, request_id: str, index: int = -1) -> None:
         """This gateway listens no more.  If nobody else does the request is withdrawn: an unclaimed one leaves the
         queue, a claimed one gets an Abort at its engine.  Idempotent.
 
         With an `index` that continuation is withdrawn, from whoever computes the request now or later.
-        Never raises BusDown: a withdrawal that does not get through in PATIENCE_S goes along with the next fleet().
+        Never waits.  One task sends what was withdrawn; what does not reach Redis stays owed, and the next fleet()
+        starts that task again.
         """
-        self._owed.add((request_id, index))
-        with contextlib.suppress(BusDown):
-            await self._withdraw()
+        self._withdrawals.add((request_id, index))
+        self._withdrawals.wake()
 
-    async def _withdraw(self) -> None:
-        if owed := list(self._owed):
-            await self._link.script(CANCEL, self._gateway, *(word for pair in owed for word in pair))
-            self._owed.difference_update(owed)
+    async def withdrawn(self) -> None:
+        """Wait until Redis has every withdrawal, or PATIENCE_S without an answer from Redis.  Never raises BusDown."""
+        await self._withdrawals.sent()
+
+    async def cancel(self, request_id: str, index: int = -1) -> None:
+        """withdraw() and withdrawn()."""
+        self.withdraw(request_id, index)
+        await self.withdrawn()
+
+    async def _send_withdrawals(self, some: list[Withdrawal]) -> bool:
+        try:
+            await self._link.script(CANCEL, self._gateway, *(word for pair in some for word in pair))
+        except BusDown:
+            return False
+        return True
 
     async def quarantined(self, drop: str = "") -> list[Quarantined]:
         """Requests set aside because they killed their engine, oldest first, after the one of id `drop` was deleted.
@@ -568,6 +584,7 @@ class GatewaySide:
         while True:
             reply = await self._reader.run(trim_and_read)
             del done[1:]
+            deltas = 0
             for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
                 for entry_id, fields in entries:
                     try:
@@ -575,8 +592,12 @@ class GatewaySide:
                     except (msgspec.MsgspecError, KeyError):  # what is missing in it is read from the log
                         log.exception("skipped an entry of %s that is no batch: %s", stream, entry_id.decode())
                     else:
+                        deltas += len(batch.deltas)
                         yield batch
                     done.append(entry_id.decode())
+                    if deltas >= READ_DELTAS:
+                        deltas = 0
+                        await asyncio.sleep(0)
             self.rounds += 1
 
     async def fleet(self) -> Fleet:
@@ -585,12 +606,14 @@ class GatewaySide:
         Raises BusDown after PATIENCE_S.  Call it at least every second: it is what notices a dead engine or gateway,
         and what says that this gateway lives.
         """
-        await self._withdraw()
+        self._withdrawals.wake()
         if self._doubtful:
             await self._compare_histories()
         self._beats += 1
+        sent = self.clock.ticks()
         reply = await self._link.script(FLEET, self._gateway, self._grace_ms, self._beats)
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined, heard = reply
+        self.clock.sample(sent, time_ms)
         engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
         tenants = _read_turns(*turns)
         forgotten, self._forgotten = self._forgotten or not known, False
@@ -631,6 +654,7 @@ class EngineSide:
         self._engine = engine
         self._lease_ms = lease_ms
         self._link = _Link(url, namespace, reply_s=REPLY_S, returned=self._rehang)
+        self.clock = RedisClock()  # set right by every exchange()
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may hang at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for it, while there is one
@@ -700,7 +724,7 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
-        works, orders, queued, engines = reply
+        works, orders, queued, engines, _ = reply
         self.queue_share = queued / max(1, engines)
         claimed = Claimed([], [], lost)
         for payload, listeners, outputs in works:
@@ -739,6 +763,8 @@ class EngineSide:
                 if (tenant := self._tenants.get(delta.id)) is not None:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
         logged = self._journal.due(batches)
+        words = self._sent(batches, tail=not logged.whole)
+        sent = self.clock.ticks()
         try:
             reply = await self._link.script(
                 EXCHANGE,
@@ -757,16 +783,18 @@ class EngineSide:
                 int(logged.whole),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
-                *self._sent(batches, tail=not logged.whole),
+                *words,
                 patience_s=math.inf,
             )
         except ResponseError as error:
             raise self._superseded(error) from None
         if reply is not None:
-            self._journal.entered(logged)
+            tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
+            self._journal.entered(logged, tail_bytes)
+            self.clock.sample(sent, reply[4])
         return reply
 
-    def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[bytes | str | int]:
+    def _sent(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[Any]:
         """(gateway, 1 if it is for the tail, batch) ...: each Delta to all who listen now, and once to the tail."""
         routed = self._routed(batches)
         if routed is batches:

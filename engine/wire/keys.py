@@ -41,7 +41,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     log:ID:I:logprobs list    msgpack TokenLogprob of each of them, where    exchange
                               they were asked for
     tail:ENGINE      list     msgpack TokenBatch: what its last exchanges    exchange          when the logs have
-                              said, as far as the logs may lack it                             it; TAIL at most
+                              said, as far as the logs may lack it                             it; of TAIL exchanges
+                                                                                               and TAIL_BYTES at most
     once:KEY         hash     id and body digest of the request that came    submit            with its log
                               first under an idempotency key
     usage:TENANT     hash     requests (one a prompt), prompt_tokens,        submit            never
@@ -97,9 +98,10 @@ for somebody who does not come, even PROMISE_MS late, is promised to others.
 
 The token log.  What a client may have seen stands in the log, or in the tail of the engine that said it, and nothing
 else does.  The exchange that appends a TokenBatch to a gateway's stream appends it to the tail as well, in one atomic
-step; once in TAIL exchanges the engine sends all that its requests have said meanwhile, each in one piece, and that
-replaces the tail.  Whoever reads a log first enters in it what the tails have.  Every piece says at which output
-position it begins: what the log has already is skipped, and where it would leave a hole nothing is done at all.
+step.  Once in TAIL exchanges, or TAIL_BYTES, the engine sends all that its requests have said meanwhile, each in one
+piece, and that replaces the tail.  Whoever reads a log first enters in it what the tails have.  Every piece says at
+which output position it begins: what the log has already is skipped, and where it would leave a hole nothing is done
+at all.
 
 A claim hands the log out, so a request goes on from there.  It follows that only one engine may write to a log.  When
 its lease lapses an engine's epoch moves on, and an exchange of an earlier epoch is refused as a whole: a zombie can't
@@ -134,6 +136,7 @@ CAME_S = 10  # whole seconds that newcomers are counted over
 CAME_OUTLIERS = 2  # of them, left out at either end
 CAME_MS = 1000 * (CAME_S + 2)
 TAIL = 16  # exchanges after which an engine enters what it has said in the logs
+TAIL_BYTES = 2**20  # of batches there, after which it does so sooner: entering them keeps Redis busy for milliseconds
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)

@@ -49,14 +49,14 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     token_ids: list[int]  # never empty
     max_new_tokens: int  # >= 1, for each continuation
     sampling: Sampling
-    deadline_ms: int  # unix time; past it the engine finishes the request with "deadline"
+    deadline_ms: int  # unix time on Redis' clock; past it the engine finishes the request with "deadline"
     cache_salt: str = ""  # a prefix is shared only under an equal salt
     traceparent: str = ""
     n: int = 1
     priority: int = 0  # lower goes earlier, -100..100
     tenant: str = ""  # who pays for it: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share against the others'
-    queued_ms: int = 0  # unix time, on its gateway's clock, when it was queued; 0: not known
+    queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
@@ -110,7 +110,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     running: int  # sequences
     waiting: int  # sequences inside the engine, not yet started or preempted
     waiting_tokens: int  # their prompt (and regenerated) tokens
-    time_ms: int  # unix time of this reading
+    time_ms: int  # unix time of this reading on the engine's own clock: others may only see that it changes
     tokens_per_s: float = 0.0  # output tokens, moving average
     blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, moving average
     preemptions: int = 0  # since start, as are all counts below

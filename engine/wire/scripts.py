@@ -469,7 +469,7 @@ for _, id in ipairs(claimed) do
     works[#works + 1] = {{payload, names, outputs}}
   end
 end
-return {{works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')}}
+return {{works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms()}}
 """
 
 

@@ -18,7 +18,7 @@ from array import array
 
 import msgspec
 
-from engine.wire.keys import TAIL
+from engine.wire.keys import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 
 TOKEN_BYTES = 4
@@ -95,7 +95,7 @@ class Journal:
         self._outputs: dict[tuple[str, int], _Output] = {}
         self._counts: dict[str, int] = {}  # continuations of each request
         self._due: dict[_Output, None] = {}  # belong in the log at once
-        self._tail = 0  # batches there
+        self._tail = self._tail_bytes = 0  # exchanges there, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
         """The engine has claimed a request; so many tokens of each continuation are in its log."""
@@ -134,7 +134,7 @@ class Journal:
 
     def due(self, batches: list[tuple[str, TokenBatch]]) -> Entries:
         """What the exchange that sends these batches, added before, is to enter."""
-        whole = not batches or self._tail + len(batches) > TAIL
+        whole = not batches or self._tail >= TAIL or self._tail_bytes >= TAIL_BYTES
         outputs = [
             output
             for output in (self._outputs.values() if whole else self._due)
@@ -152,11 +152,12 @@ class Journal:
             extras += ((output.id, field, value) for field, value in output.fields[output.fields_logged :])
         if sys.byteorder == "big":
             tokens.byteswap()
-        self._tail = 0 if whole else self._tail + len(batches)
+        self._tail = 0 if whole else self._tail + 1
         return Entries(pieces, tokens.tobytes(), extras, whole, outputs)
 
-    def entered(self, entries: Entries) -> None:
-        """That exchange has succeeded."""
+    def entered(self, entries: Entries, tail_bytes: int) -> None:
+        """That exchange has succeeded.  It added batches of so many bytes to the tail."""
+        self._tail_bytes = 0 if entries.whole else self._tail_bytes + tail_bytes
         for output in entries.outputs:
             output.logged, output.fields_logged = output.end, len(output.fields)
         self._due.clear()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
+from engine.wire.clock import RedisClock
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
 from service import supervision
@@ -92,6 +93,7 @@ class Wire:
     """A bus that only notes what it is told."""
 
     def __init__(self) -> None:
+        self.clock = RedisClock()
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.asked: list[int] = []
@@ -128,8 +130,11 @@ class Wire:
             raise BusDown("gone")
         return self.promises.pop(0)
 
-    async def cancel(self, request_id: str, index: int = -1) -> None:
+    def withdraw(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
+
+    async def withdrawn(self) -> None:
+        pass
 
     async def fleet(self) -> Fleet:
         if self.down:

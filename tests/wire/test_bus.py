@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 import redis
 
-from engine.wire.bus import BusDown, Claimed, EngineSide, GatewaySide
+from engine.wire.bus import READ_DELTAS, BusDown, Claimed, EngineSide, GatewaySide
 from engine.wire.embedded import EmbeddedRedis
 from engine.wire.keys import OUTPUT_COST
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
@@ -470,7 +471,9 @@ async def test_without_a_server_the_gateway_hears_so_within_bounds(own_server: E
     assert "unix://" in str(results[0])
     assert "\n" not in str(results[0])
     own_server.start()
-    assert (await gateway.fleet()).queued == 0  # the withdrawal of a was kept, and b is not queued
+    await gateway.fleet()  # starts the withdrawals of a and b that were kept
+    await gateway.withdrawn()
+    assert (await gateway.fleet()).queued == 0
     assert ids(await take(engine)) == []
 
 
@@ -594,3 +597,27 @@ async def test_an_engine_that_does_not_answer_an_audit_is_named(bus: Bus) -> Non
     gateway, engine = await bus.gateway(), await bus.engine()
     await engine.exchange([], [], msgspec.structs.replace(load("e1"), audits=1), *PLENTY)
     assert await gateway.audit(patience_s=0.1) == {"e1": None}
+
+
+async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) -> None:
+    """One read brings 256 entries: between them the event loop serves other tasks."""
+    gateway, engine = await bus.gateway(), await bus.engine()
+    many = TokenBatch("e1", [Delta(f"cmpl-{i:032x}", 7, [i]) for i in range(READ_DELTAS)])
+    for _ in range(8):
+        await engine.exchange([("g1", many)], [], load("e1"), 0, 0)
+    turns, seen = 0, list[int]()
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    task = asyncio.create_task(other())
+    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:  # type: ignore[type-var]
+        async for _ in batches:
+            seen.append(turns)
+            if len(seen) == 8:
+                break
+    task.cancel()
+    assert len(set(seen)) == 8

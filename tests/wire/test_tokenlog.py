@@ -12,6 +12,7 @@ import redis
 from engine.wire import tokenlog
 from engine.wire.bus import Attached, EngineSide, Once, Twin, Usage
 from engine.wire.embedded import EmbeddedRedis
+from engine.wire.keys import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from engine.wire.tokenlog import Said
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
@@ -314,3 +315,39 @@ async def test_who_attaches_while_the_last_tokens_are_under_way_hears_the_end(bu
     [batch] = await read(second, 1)
     assert batch.deltas == [Delta("a", 2, [], Finish("length"))]
     assert await second.log("a", 0, 0, 9) == Said([1, 2], Finish("length"))
+
+
+@pytest.mark.parametrize("gateways", [1, TAIL + 4])
+async def test_the_tail_spares_the_logs_however_many_gateways_there_are(bus: Bus, gateways: int) -> None:
+    """With a batch for each of many gateways, an exchange still enters nothing in the logs until TAIL exchanges."""
+    engine, names = await bus.engine(), [f"g{at}" for at in range(gateways)]
+    for name in names:
+        gateway = await bus.gateway(name)
+        await gateway.submit(generate(name, gateway=name))
+    await take(engine)
+    with redis.Redis.from_url(bus.url) as client:
+        prefix = f"{{{bus.namespace}}}:"
+        lengths = []
+        for at in range(2 * TAIL + 4):
+            batches = [(name, TokenBatch("e1", [Delta(name, at, [at])])) for name in names]
+            await engine.exchange(batches, [], load("e1"), 0, 0)
+            lengths.append({client.strlen(f"{prefix}log:{name}:0") for name in names})
+            assert client.llen(f"{prefix}tail:e1") <= TAIL * gateways
+        assert [lengths.index(length) for length in ({4 * (TAIL + 1)}, {8 * (TAIL + 1)})] == [TAIL, 2 * TAIL + 1]
+        assert all(length in ({0}, {4 * (TAIL + 1)}, {8 * (TAIL + 1)}) for length in lengths)
+    found = await gateway.attach(names[-1])
+    assert found is not None
+    assert found.continuations == [Said(list(range(2 * TAIL + 4)))]
+
+
+async def test_the_tail_is_bounded_by_bytes_as_well(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a"))
+    await take(engine)
+    step = [2**32 - 1] * (TAIL_BYTES // 5 // 4)  # 5 bytes each in a batch: four steps fill the tail
+    with redis.Redis.from_url(bus.url) as client:
+        for at in range(5):
+            assert client.llen(f"{{{bus.namespace}}}:tail:e1") == at
+            await say(engine, Delta("a", at * len(step), step))
+        assert client.llen(f"{{{bus.namespace}}}:tail:e1") == 0
+        assert client.strlen(f"{{{bus.namespace}}}:log:a:0") == 5 * 4 * len(step)

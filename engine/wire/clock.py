@@ -1,0 +1,87 @@
+"""One time base for all processes: Redis' clock, as each process reckons it.
+
+    gateway:  deadline = redis_ms() + timeout  ---- Redis time ---->  engine:  local_ms(deadline), then its own clock
+
+A process has a clock that never jumps (`steady_ms`), and learns its offset to Redis' clock from replies that carry
+Redis' TIME:
+
+    sent ------------- TIME ------------- received      the offset is known to half the round trip
+    |<------------- round trip ------------->|
+
+Of the last SAMPLES the one with the shortest round trip counts.  Two samples that cannot both be true mean that Redis'
+clock was set, or that another server answers: the older samples are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("quire.bus")
+
+SAMPLES = 32
+SLACK_MS = 20.0  # by which two samples may contradict each other: both clocks drift
+ALARM_S = 1.0  # a clock that is wrong by more than this is worth a line in the log
+
+_STARTED_MS = time.time() * 1000 - time.monotonic() * 1000
+
+
+def steady_ms() -> int:
+    """Unix time in ms by this process's own clock, which goes on evenly when the machine's clock is set."""
+    return int(_STARTED_MS + time.monotonic() * 1000)
+
+
+class RedisClock:
+    """Redis' unix time, reckoned in this process.  Until the first sample it is this process's own."""
+
+    def __init__(self, steady: Callable[[], float] | None = None, wall: Callable[[], float] = time.time) -> None:
+        """`steady`: ms that go on evenly; `wall`: this machine's unix time in seconds, only to be compared."""
+        self._steady = steady or (lambda: _STARTED_MS + time.monotonic() * 1000)
+        self._wall = wall
+        self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)  # (round trip, offset), ms
+        self._offset_ms = 0.0
+        self._alarmed = False
+
+    def ticks(self) -> float:
+        """The time for sample(), ms."""
+        return self._steady()
+
+    def sample(self, sent: float, redis_ms: int) -> None:
+        """A reply has just arrived to what was sent at ticks() `sent`; it carried Redis' clock."""
+        received = self._steady()
+        trip, offset = received - sent, redis_ms + 0.5 - (sent + received) / 2
+        if self._samples:
+            best_trip, best = min(self._samples)
+            if abs(offset - best) > (trip + best_trip) / 2 + SLACK_MS:
+                self._samples.clear()
+        self._samples.append((trip, offset))
+        _, self._offset_ms = min(self._samples)
+        self._alarm()
+
+    def redis_ms(self) -> int:
+        """Unix time in ms by Redis' clock."""
+        return int(self._steady() + self._offset_ms)
+
+    def local_ms(self, redis_ms: int) -> int:
+        """A time by Redis' clock, on this process's own (see steady_ms)."""
+        return int(redis_ms - self._offset_ms)
+
+    @property
+    def skew_s(self) -> float:
+        """Seconds by which this machine's clock is ahead of Redis'; 0 before the first sample."""
+        if not self._samples:
+            return 0.0
+        return self._wall() - (self._steady() + self._offset_ms) / 1000
+
+    def _alarm(self) -> None:
+        skew = self.skew_s
+        wrong = abs(skew) > ALARM_S
+        if wrong and not self._alarmed:
+            log.warning(
+                "this machine's clock is %.1f s %s Redis' clock; deadlines follow Redis: check NTP on both",
+                abs(skew),
+                "ahead of" if skew > 0 else "behind",
+            )
+        self._alarmed = wrong

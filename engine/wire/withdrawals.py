@@ -1,0 +1,63 @@
+"""The withdrawals that a gateway owes Redis, and the one task that sends them.
+
+However many streams end at once, each script withdraws SCRIPT_COUNT of them at most: Redis stays free for others
+between two scripts, and the gateway sends each id once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("quire.bus")
+
+SCRIPT_COUNT = 64  # withdrawals in one script, which keep Redis busy for 2 to 4 ms
+
+Withdrawal = tuple[str, int]  # request id, and the index of a continuation or -1 for all of them
+
+
+class Withdrawals:
+    """Keeps each withdrawal until Redis has it.  All methods belong to one asyncio loop."""
+
+    def __init__(self, send: Callable[[list[Withdrawal]], Awaitable[bool]]) -> None:
+        """`send` runs one script and returns whether Redis has the withdrawals.  If not, they stay owed, and the next
+        wake() starts again."""
+        self._send = send
+        self._owed: dict[Withdrawal, None] = {}  # oldest first
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._owed)
+
+    def add(self, *withdrawals: Withdrawal) -> None:
+        """Note what is owed, without sending it before the next wake()."""
+        self._owed.update(dict.fromkeys(withdrawals))
+
+    def wake(self) -> None:
+        """Start to send what is owed, unless that is under way."""
+        if self._owed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run(), name="withdraw")
+
+    async def sent(self) -> None:
+        """Wait until nothing is owed, or the sender has given up for now."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def close(self) -> None:
+        """Stop sending."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while some := list(itertools.islice(self._owed, SCRIPT_COUNT)):
+            try:
+                if not await self._send(some):
+                    return
+            except Exception:
+                log.exception("%d withdrawals could not be sent and stay owed", len(self._owed))
+                return
+            for one in some:
+                self._owed.pop(one, None)

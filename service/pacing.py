@@ -1,0 +1,102 @@
+"""What keeps the gateway's event loop free: bounded work in one turn of it, and a watch on how late turns are.
+
+Streams end together: a load balancer goes, a deadline is common, the gateway drains.  Each handler then has a few
+tenths of a millisecond of work, and asyncio would run all of them in one turn, in which no token moves.
+
+    sockets  --at most TURN_EVENTS a turn-->  handlers cancelled by clients that left
+    timers, token batches  --Pacer, at most TURN_CALLS a turn-->  handlers woken
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+TURN_CALLS = 32  # handlers woken in one turn of the loop
+TURN_EVENTS = 32  # sockets looked at in one turn
+WATCH_S = 0.01  # between two looks at the clock
+
+
+class Pacer:
+    """Runs callbacks in order, at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
+
+    A callback may run after the reason for it is gone, so it must look for itself."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._left = TURN_CALLS  # in this turn
+        self._armed = False
+
+    def run(self, callback: Callable[..., None], *args: Any) -> None:
+        """Only within a running event loop."""
+        if not self._armed:
+            self._armed = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        if self._left and not self._waiting:
+            self._left -= 1
+            callback(*args)
+        else:
+            self._waiting.append((callback, args))
+
+    def _turn(self) -> None:
+        self._left = TURN_CALLS
+        self._armed = bool(self._waiting)
+        if self._armed:  # first, so that a callback that raises stops none of the others
+            asyncio.get_running_loop().call_soon(self._turn)
+        while self._waiting and self._left:
+            self._left -= 1
+            callback, args = self._waiting.popleft()
+            callback(*args)
+
+
+class _FewEvents:
+    """An epoll object that reports at most TURN_EVENTS sockets; the kernel reports the others at the next call."""
+
+    def __init__(self, epoll: Any) -> None:
+        self._epoll = epoll
+
+    def poll(self, timeout: float, maxevents: int) -> Any:
+        return self._epoll.poll(timeout, min(maxevents, TURN_EVENTS))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._epoll, name)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that looks at TURN_EVENTS sockets a turn, where the system has epoll."""
+    selector = selectors.DefaultSelector()
+    if hasattr(selectors, "EpollSelector") and isinstance(selector, selectors.EpollSelector):
+        selector._selector = _FewEvents(selector._selector)  # type: ignore[attr-defined]
+    return asyncio.SelectorEventLoop(selector)
+
+
+class StallWatch:
+    """Measures how late the event loop comes to a timer, every WATCH_S."""
+
+    def __init__(self, record: Callable[[float, float], None]) -> None:
+        """`record(late_s, busy_s)`: how late the timer ran, and how much of that time this process computed.  The rest
+        went to other processes."""
+        self._record = record
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Only within a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._arm()
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _arm(self) -> None:
+        self._due, self._busy = self._loop.time() + WATCH_S, time.process_time()
+        self._handle = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        late = max(0.0, self._loop.time() - self._due)
+        self._record(late, min(late, time.process_time() - self._busy))
+        self._arm()

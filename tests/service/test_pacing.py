@@ -1,0 +1,182 @@
+"""However much happens at once, one turn of the gateway's event loop does a bounded part of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from engine.wire.bus import GatewaySide
+from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
+from engine.wire.tokenlog import Said
+from service.config import GatewayConfig
+from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, StallWatch, new_event_loop
+from service.streams import Streams
+from service.telemetry import Telemetry
+from tests.service.fakes import settled
+from tests.service.test_streams import Wire, anyway
+
+MANY = 1000
+
+
+class Turns:
+    """Counts the turns of the running event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self.number += 1
+        self._loop.call_soon(self._next)
+
+
+async def test_callbacks_run_in_order_and_at_most_so_many_a_turn() -> None:
+    pacer, turns, ran = Pacer(), Turns(), list[int]()
+    when: Counter[int] = Counter()
+
+    def note(number: int) -> None:
+        ran.append(number)
+        when[turns.number] += 1
+
+    for number in range(3):
+        pacer.run(note, number)
+    assert ran == [0, 1, 2]  # nothing waits while there is room in this turn
+    await asyncio.sleep(0.01)
+    for number in range(3, MANY):
+        pacer.run(note, number)
+    await settled(lambda: len(ran) == MANY)
+    assert ran == list(range(MANY))
+    assert max(when.values()) <= 2 * TURN_CALLS  # what ran at once may share a turn with what waited
+
+
+async def test_a_callback_that_raises_stops_none_of_the_others() -> None:
+    pacer, ran, errors = Pacer(), list[int](), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
+
+    def note(number: int) -> None:
+        if number == TURN_CALLS + 5:
+            raise ValueError("a bug")
+        ran.append(number)
+
+    for number in range(3 * TURN_CALLS):
+        pacer.run(note, number)
+    await settled(lambda: len(ran) == 3 * TURN_CALLS - 1)
+    assert errors == ["a bug"]
+
+
+def ends_by_deadline(streams: Streams, wire: Wire) -> None:
+    """Nothing to do: the requests are opened with a deadline that passes at once."""
+
+
+def ends_by_drain(streams: Streams, wire: Wire) -> None:
+    streams.end_all(Finish("cancelled"))
+
+
+def ends_by_engine(streams: Streams, wire: Wire) -> None:
+    streams.deliver(TokenBatch("e0", [Delta(f"r{at}.0", 0, [5], Finish("length")) for at in range(MANY)]))
+
+
+@pytest.mark.parametrize("end", [ends_by_deadline, ends_by_drain, ends_by_engine])
+async def test_streams_that_end_at_once_wake_few_handlers_in_a_turn(end: Callable[[Streams, Wire], None]) -> None:
+    wire = Wire()
+    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01), Telemetry("g"))
+    await streams.start()
+    turns, woken, waiting, ended = Turns(), Counter[int](), set[int](), 0
+    timeout_s = 2.0 if end is ends_by_deadline else 60.0
+
+    async def handler(at: int) -> None:
+        nonlocal ended
+        request = Generate(f"r{at}.0", "g", [1], 9, Sampling(), int(time.time() * 1000) + 60_000)
+        async with streams.open([request], timeout_s, anyway) as opened:
+            waiting.add(at)
+            async for changed in opened:
+                woken[turns.number] += 1
+                for mailbox in changed:
+                    mailbox.take()
+                    opened.end(mailbox.choice)
+        ended += 1
+
+    tasks = [asyncio.create_task(handler(at)) for at in range(MANY)]
+    await settled(lambda: len(waiting) == MANY)
+    end(streams, wire)
+    await asyncio.gather(*tasks)
+    assert ended == MANY
+    assert sum(woken.values()) == MANY
+    assert max(woken.values()) <= 2 * TURN_CALLS
+    assert len(wire.cancelled) == (0 if end is ends_by_engine else MANY)
+    await streams.stop()
+
+
+async def test_a_reader_that_comes_while_its_request_is_about_to_be_given_up_keeps_it() -> None:
+    """The timer has run and its callback waits for a turn, when the client comes back."""
+    wire = Wire()
+    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, resume_s=0.05), Telemetry("g"))
+    await streams.start()
+    request = Generate("r.0", "g", [1], 9, Sampling(), int(time.time() * 1000) + 60_000)
+    async with streams.open([request], 60, anyway, resumable=True):
+        pass
+    order = streams._orders["r.0"]
+    for _ in range(3 * TURN_CALLS):  # so that nothing runs at once
+        streams.pacer.run(lambda: None)
+    assert order.timer is not None
+    order.timer._run()  # type: ignore[attr-defined]  # now due
+    assert wire.cancelled == []
+    wire.logs["r.0"] = [Said([])]
+    async with streams.join(["r.0"], [[0]], "", 60):
+        await asyncio.sleep(0.1)
+        assert wire.cancelled == []
+        assert order.readers
+    await streams.stop()
+
+
+def test_a_loop_looks_at_few_sockets_a_turn() -> None:
+    """All of them are readable at once."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        pairs = [socket.socketpair() for _ in range(200)]
+        read: Counter[int] = Counter()
+
+        async def run() -> None:
+            turns, loop = Turns(), asyncio.get_running_loop()
+
+            def readable(end: socket.socket) -> None:
+                read[turns.number] += 1
+                loop.remove_reader(end)
+
+            for ours, theirs in pairs:
+                theirs.send(b"x")
+                loop.add_reader(ours, readable, ours)
+            await settled(lambda: sum(read.values()) == len(pairs))
+
+        runner.run(run())
+        for pair in pairs:
+            for end in pair:
+                end.close()
+    assert max(read.values()) <= TURN_EVENTS
+
+
+async def test_a_stall_is_seen_with_what_this_process_did_in_it() -> None:
+    found: list[tuple[float, float]] = []
+    watch = StallWatch(lambda late_s, busy_s: found.append((late_s, busy_s)))
+    watch.start()
+    await settled(lambda: len(found) >= 3)
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    await asyncio.sleep(0.05)
+    late, busy = max(found)
+    assert late >= 0.28
+    assert 0.28 <= busy <= late
+    found.clear()
+    time.sleep(0.3)  # noqa: ASYNC251 (as if another process had the core)
+    await asyncio.sleep(0.05)
+    late, busy = max(found)
+    assert late >= 0.28
+    assert busy <= 0.1
+    watch.stop()

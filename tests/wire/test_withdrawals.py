@@ -1,0 +1,98 @@
+"""Withdrawals of streams that end at once: bounded scripts, each id once, and nothing owed is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis
+
+from engine.wire import bus as wire
+from engine.wire.bus import GatewaySide
+from engine.wire.scripts import CANCEL, Script
+from engine.wire.withdrawals import SCRIPT_COUNT, Withdrawal, Withdrawals
+from tests.wire.sides import Bus, generate
+
+
+def scripts(gateway: GatewaySide) -> list[list[str]]:
+    """The ids of each CANCEL script that the gateway sends from now on."""
+    sent: list[list[str]] = []
+    original = gateway._link.script
+
+    async def script(one: Script, *args: Any, **options: Any) -> Any:
+        if one is CANCEL:
+            sent.append([str(word) for word in args[1::2]])
+        return await original(one, *args, **options)
+
+    gateway._link.script = script  # type: ignore[method-assign]
+    return sent
+
+
+async def test_streams_that_end_at_once_are_withdrawn_once_each_in_bounded_scripts(bus: Bus) -> None:
+    gateway = await bus.gateway()
+    names = [f"r{at}" for at in range(1000)]
+    for at in range(0, len(names), 50):
+        await gateway.submit(*map(generate, names[at : at + 50]))
+    sent = scripts(gateway)
+    await asyncio.gather(*map(gateway.cancel, names))
+    assert (await gateway.fleet()).queued == 0
+    assert sorted(name for some in sent for name in some) == sorted(names)
+    assert max(map(len, sent)) <= SCRIPT_COUNT
+    assert len(sent) <= len(names) // SCRIPT_COUNT + 2  # the first few scripts may be small
+
+
+async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(wire._Link.script.__kwdefaults__, "patience_s", 0.1)
+    gateway = await bus.gateway()
+    await gateway.submit(generate("a"))
+    original = gateway._link.script
+
+    async def script(one: Script, *args: Any, **options: Any) -> Any:
+        if one is CANCEL:
+            raise wire.BusDown("gone")
+        return await original(one, *args, **options)
+
+    gateway._link.script = script  # type: ignore[method-assign]
+    await gateway.cancel("a")
+    gateway.withdraw("b")
+    await gateway.withdrawn()
+    with redis.Redis.from_url(bus.url) as client:
+        assert client.hlen(f"{{{bus.namespace}}}:waiting") == 1
+    gateway._link.script = original  # type: ignore[method-assign]
+    await gateway.fleet()
+    await gateway.withdrawn()
+    assert (await gateway.fleet()).queued == 0
+
+
+async def test_one_sender_takes_what_comes_meanwhile_and_what_fails_is_not_forgotten() -> None:
+    sent: list[list[Withdrawal]] = []
+    answers = iter([True, False, KeyError("a bug"), True, True])
+
+    async def send(some: list[Withdrawal]) -> bool:
+        sent.append(some)
+        await asyncio.sleep(0)
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    owed = Withdrawals(send)
+    owed.add(("a", -1))
+    assert len(owed) == 1
+    owed.wake()
+    await asyncio.sleep(0)
+    for name in "bc":  # while the first is under way
+        owed.add((name, 0))
+        owed.wake()
+    await owed.sent()
+    assert sent == [[("a", -1)], [("b", 0), ("c", 0)]]  # the second was refused
+    for _ in range(2):  # the first of these fails
+        owed.wake()
+        await owed.sent()
+    assert sent[2:] == [[("b", 0), ("c", 0)]] * 2
+    assert len(owed) == 0
+    owed.wake()
+    await owed.close()
+    assert len(sent) == 4
