@@ -79,7 +79,7 @@ def _serving(
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with (
-        (kept.open("w+b") if kept else tempfile.TemporaryFile()) as log,
+        kept.open("w+b") if kept else tempfile.TemporaryFile() as log,
         subprocess.Popen(
             [*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ | (given or {}), cwd=checkout
         ) as process,
