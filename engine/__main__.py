@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
+from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.telemetry import Page, PageError, Telemetry
 from engine.warming import warm
 from engine.wire import logs, ready, settings
@@ -51,17 +53,19 @@ class Stopwatch:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.laps.items())
 
 
-def code(config: EngineConfig) -> Callable[[EngineConfig], Executor]:
-    """What loads the model, with all that it needs imported.  Raises ModelLoadError."""
+def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Callable[[EngineConfig], Iterable[str]]]:
+    """What loads the model, with all that it needs imported; and what prepares a spare.  Raises ModelLoadError."""
     if config.executor == "scripted":
-        return ScriptedExecutor.load
+        return ScriptedExecutor.load, lambda _: ()
     try:
-        from engine.executor import local  # torch, seconds to import: only for a configuration found good
+        with without_optional_packages():
+            # torch, seconds to import: only for a configuration found good
+            from engine.executor import local, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
         raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
-    return local.load
+    return local.load, preload.prepare
 
 
 def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
@@ -95,11 +99,13 @@ def main(argv: list[str] | None = None) -> int:
     page: Page | None = None
     flight: Recorder | None = None
     try:
-        load = code(config)
-        watch.lap("imports")
-        if config.standby:
-            if not sys.stdin.readline():
+        with low_priority() if config.standby else contextlib.nullcontext():
+            load, prepare = code(config)
+            watch.lap("imports")
+            if config.standby and not wait_for_turn(prepare(config)):
                 return 0
+        if config.standby:
+            log.info("takeover: this spare serves from now on")
             watch = Stopwatch()
         executor = load(config)
         flight = recorder(config, executor)

@@ -100,7 +100,9 @@ class Worker:
             activations=activations,
         )
         fill = float("nan") if config.poison_free_blocks else 0.0
-        caches = allocate(model.layers, self.blocks, config.block_size, kv_dtype, device, fill)
+        caches = allocate(
+            model.layers, self.blocks, config.block_size, kv_dtype, device, fill, on_demand=config.standby
+        )
         self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
         self._batch = batch(caches)
         # Nothing new starts while anything is swapped: no more than what the cache held can ever want to go, twice if
