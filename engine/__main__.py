@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -45,9 +45,11 @@ class Stopwatch:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str, parts: Mapping[str, float] | None = None) -> None:
+        """Everything since the last lap was `name`, but for `parts`, which were timed where they happened."""
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        self.laps |= parts or {}
+        self.laps[name], self._last = now - self._last - sum((parts or {}).values()), now
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.laps.items())
@@ -110,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         executor = load(config)
         flight = recorder(config, executor)
         engine = Engine(config, executor, bus, bus, telemetry, flight=flight)
-        watch.lap("model")
+        watch.lap("engine", executor.start_parts)
         if config.metrics_port:
             page = Page(telemetry, config.metrics_host, config.metrics_port)
         bus.start()
@@ -136,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             executor.info.fingerprint,
         )
         log.info("started: %s", watch)
+        telemetry.started(watch.laps, takeover=config.standby)
         ready.tell()
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone

@@ -310,6 +310,14 @@ class Scheduler:
         return len(self._paused)
 
     @property
+    def behind(self) -> int:
+        """Sequences that an earlier engine began and that are not computed again yet."""
+        if self._reassigned:
+            behind = (State.WAITING, State.PREFILLING)
+            self._reassigned = [seq for seq in self._reassigned if seq.state in behind]
+        return len(self._reassigned)
+
+    @property
     def idle(self) -> bool:
         """Nothing seated, nothing waiting, nothing on the way."""
         return not self._requests and self.committed == self.step
@@ -459,10 +467,7 @@ class Scheduler:
 
         While reassigned sequences still have tokens to recompute, the ones that resumed first do not count.  All of
         them paused together, and the last one resumes sooner where no recompute is held back for the first ones."""
-        if self._reassigned:
-            behind = (State.WAITING, State.PREFILLING)
-            self._reassigned = [seq for seq in self._reassigned if seq.state in behind]
-        if not self._reassigned:
+        if not self.behind:
             return self._decoding
         return sum(seq is not None and seq.state is State.DECODING and not seq.reassigned for seq in self._seats)
 
