@@ -53,6 +53,8 @@ def wait_for_turn(parts: Iterable[object]) -> bool:
         for _ in parts:
             if turn_has_come():
                 break
+        else:
+            log.info("spare %d is ready", os.getpid())
     except Exception as error:
         log.warning("spare: preparation failed, a takeover will take longer: %s: %s", type(error).__name__, error)
     return bool(sys.stdin.readline())

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -51,16 +52,20 @@ class Stream:
 
     tokens: int = 0  # of all answers
     position: int = 0  # of the present answer
-    last: float = 0.0  # monotonic seconds of the latest token
-    first_after: float = 0.0  # of the first token since `mark`
-    before: float = 0.0  # the latest token before that
-    marked: float = 0.0
-    lost: int = 0
+    times: list[float] = field(
+        default_factory=lambda: [0.0]
+    )  # monotonic seconds of tokens: the last one before `mark`,
+    lost: int = 0  # and all since
     repeated: int = 0
     failure: str = ""
 
-    def mark(self, now: float) -> None:
-        self.marked, self.before, self.first_after = now, self.last, 0.0
+    def mark(self) -> None:
+        del self.times[:-1]
+
+    def pause(self, killed: float) -> tuple[float, float]:
+        """(seconds, end) of the longest time between two tokens that ended after `killed`."""
+        ends = [(after - before, after) for before, after in itertools.pairwise(self.times) if after > killed]
+        return max(ends, default=(0.0, 0.0))
 
     def received(self, count: int, position: int, now: float) -> None:
         """`count` tokens arrived; the event says that the answer has `position` so far."""
@@ -69,15 +74,7 @@ class Stream:
         self.repeated += max(0, -ahead)
         self.position = position
         self.tokens += count
-        self.last = now
-        if not self.marked:
-            return
-        # What the gateway had read before the kill still arrives for some milliseconds.
-        if not self.first_after:
-            if now - self.before < 0.2 and now - self.marked < 0.2:
-                self.before = now
-            else:
-                self.first_after = now
+        self.times.append(now)
 
     async def read(self, session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> None:
         """Stream greedy answers of `tokens` tokens, one after another, until one fails: then sets `failure`."""
@@ -167,41 +164,49 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def spare_ready(server: Server) -> None:
-    """Wait until there is a spare that has stopped computing.  A server without spares waits in vain for 60 s."""
-    end = time.monotonic() + 60
+async def spare_ready(server: Server, log: Log) -> None:
+    """Wait until there is a spare that waits for its turn, for LIMIT_S at most.
+
+    Engines of before this program existed do not report that: then a spare that has stopped computing is ready."""
+    end = time.monotonic() + LIMIT_S
     quiet, spent = 0, 0.0
-    while time.monotonic() < end and quiet < 8:
+    while time.monotonic() < end and quiet < 20:
         found = engines(server)
+        if len(found) == 2 and any(f"spare {found[-1].pid} is ready" in line for _, line in log.lines):
+            return
         now = cpu_s(found[-1]) if len(found) == 2 else 0.0
-        quiet = quiet + 1 if len(found) == 2 and now > 0.5 and now - spent < 0.02 else 0
+        quiet = quiet + 1 if now > 2.0 and now == spent else 0
         spent = now
         await asyncio.sleep(0.25)
 
 
 async def kill(server: Server, streams: list[Stream], log: Log) -> dict[str, Any]:
     """Kill the engine and wait until every stream has a new token.  Returns the pauses and parts, in seconds."""
-    engine = engines(server)[0]
+    engine, *spares = engines(server)
+    before = cpu_s(spares[0]) if spares else 0.0
     tokens = sum(stream.tokens for stream in streams)
-    killed = time.monotonic()
     for stream in streams:
-        stream.mark(killed)
+        stream.mark()
     engine.kill()
-    await until(lambda: all(stream.first_after for stream in streams), streams)
-    await asyncio.sleep(0.05)
-    pauses = sorted(stream.first_after - stream.before for stream in streams)
-    firsts = sorted(stream.first_after - killed for stream in streams)
+    killed = time.monotonic()
+    await until(lambda: log.first("started: ", killed)[0] > 0, streams)
+    up, line = log.first("started: ", killed)
+    await until(lambda: all(stream.times[-1] > up for stream in streams), streams)
+    successor = engines(server)[0]
+    cpu = cpu_s(successor) - (before if spares and successor.pid == spares[0].pid else 0.0)
+    pauses = sorted(stream.pause(killed) for stream in streams)
+    ends = sorted(end for _, end in pauses)
     noticed, _ = log.first("was killed by", killed)
-    started, line = log.first("started: ", killed)
     parts = {name.strip(): float(value) for name, value in PART.findall(line.partition("started: ")[2])}
     figures: dict[str, Any] = {
-        "longest_pause_s": round(pauses[-1], 3),
-        "median_pause_s": round(statistics.median(pauses), 3),
+        "longest_pause_s": round(pauses[-1][0], 3),
+        "median_pause_s": round(pauses[len(pauses) // 2][0], 3),
         "tokens_before": tokens,
-        "noticed_s": round(noticed - killed, 3) if noticed else None,
-        "up_s": round(started - killed, 3) if started else None,
-        "first_token_s": round(firsts[0], 3),
-        "all_tokens_s": round(firsts[-1], 3),
+        "noticed_s": round(noticed - killed, 3),
+        "up_s": round(up - killed, 3),
+        "first_token_s": round(ends[0] - killed, 3),
+        "all_tokens_s": round(ends[-1] - killed, 3),
+        "engine_cpu_s": round(cpu, 2),
         "parts_s": parts,
     }
     print(json.dumps(figures), file=sys.stderr, flush=True)
@@ -212,6 +217,7 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
     rng = random.Random(options.seed)
     following = asyncio.create_task(log.follow())
     rounds: dict[str, list[dict[str, Any]]] = {"first": [], "second": []}
+    resumed = 0.0  # monotonic seconds at which every stream had resumed last
     every: list[Stream] = []
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -223,16 +229,16 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
                 asyncio.create_task(stream.read(session, server.url, prompt, options.tokens))
                 for stream, prompt in zip(streams, prompts, strict=True)
             ]
-            await spare_ready(server)
+            await spare_ready(server, log)
             for which in ("first", "second"):
                 if sum(map(len, rounds.values())) == options.kills:
                     break
                 least = [stream.tokens + options.warm for stream in streams]
                 await until(lambda s=streams, n=least: all(a.tokens >= b for a, b in zip(s, n, strict=True)), streams)
                 if which == "second":
-                    wait = max(stream.first_after for stream in streams) + options.second_after - time.monotonic()
-                    await asyncio.sleep(max(0.0, wait))
+                    await asyncio.sleep(max(0.0, resumed + options.second_after - time.monotonic()))
                 rounds[which].append(await kill(server, streams, log))
+                resumed = time.monotonic()
             least = [stream.tokens + options.warm for stream in streams]
             await until(lambda s=streams, n=least: all(a.tokens >= b for a, b in zip(s, n, strict=True)), streams)
             for task in reading:
@@ -255,11 +261,9 @@ def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over several kills, and the worst pause."""
     names = dict.fromkeys(name for each in kills for name in each["parts_s"])
     figures = {
-        name: round(statistics.median(each[name] for each in kills if each[name] is not None), 3)
-        for name in ("longest_pause_s", "median_pause_s", "noticed_s", "up_s", "first_token_s", "all_tokens_s")
-        if any(each[name] is not None for each in kills)
+        name: round(statistics.median(each[name] for each in kills), 3) for name in kills[0] if name != "parts_s"
     }
-    parts = {name: statistics.median(each["parts_s"].get(name, 0.0) for each in kills) for name in names}
+    parts = {name: round(statistics.median(each["parts_s"].get(name, 0.0) for each in kills), 3) for name in names}
     return {**figures, "worst_pause_s": max(each["longest_pause_s"] for each in kills), "parts_s": parts}
 
 

@@ -319,6 +319,8 @@ class Child:
         if spare is None or spare.returncode is not None:
             return None
         assert spare.stdin is not None
+        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority than ours
+            os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
         spare.stdin.write(b"now\n")
         return spare
 
