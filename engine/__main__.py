@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
+from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.telemetry import Page, PageError, Telemetry
 from engine.warming import warm
 from engine.wire import logs, ready, settings
@@ -43,25 +45,29 @@ class Stopwatch:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str, parts: Mapping[str, float] | None = None) -> None:
+        """Everything since the last lap was `name`, but for `parts`, which were timed where they happened."""
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        self.laps |= parts or {}
+        self.laps[name], self._last = now - self._last - sum((parts or {}).values()), now
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.laps.items())
 
 
-def code(config: EngineConfig) -> Callable[[EngineConfig], Executor]:
-    """What loads the model, with all that it needs imported.  Raises ModelLoadError."""
+def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Callable[[EngineConfig], Iterable[str]]]:
+    """What loads the model, with all that it needs imported; and what prepares a spare.  Raises ModelLoadError."""
     if config.executor == "scripted":
-        return ScriptedExecutor.load
+        return ScriptedExecutor.load, lambda _: ()
     try:
-        from engine.executor import local  # torch, seconds to import: only for a configuration found good
+        with without_optional_packages():
+            # torch, seconds to import: only for a configuration found good
+            from engine.executor import local, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
         raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
-    return local.load
+    return local.load, preload.prepare
 
 
 def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
@@ -95,16 +101,18 @@ def main(argv: list[str] | None = None) -> int:
     page: Page | None = None
     flight: Recorder | None = None
     try:
-        load = code(config)
-        watch.lap("imports")
-        if config.standby:
-            if not sys.stdin.readline():
+        with low_priority() if config.standby else contextlib.nullcontext():
+            load, prepare = code(config)
+            watch.lap("imports")
+            if config.standby and not wait_for_turn(prepare(config)):
                 return 0
+        if config.standby:
+            log.info("takeover: this spare serves from now on")
             watch = Stopwatch()
         executor = load(config)
         flight = recorder(config, executor)
         engine = Engine(config, executor, bus, bus, telemetry, flight=flight)
-        watch.lap("model")
+        watch.lap("engine", executor.start_parts)
         if config.metrics_port:
             page = Page(telemetry, config.metrics_host, config.metrics_port)
         bus.start()
@@ -130,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             executor.info.fingerprint,
         )
         log.info("started: %s", watch)
+        telemetry.started(watch.laps, takeover=config.standby)
         ready.tell()
         engine.run()
     except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone

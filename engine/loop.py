@@ -177,6 +177,9 @@ class Engine:
         self._audit_at = 0.0  # monotonic seconds from which the next sample is due
         self._alarm_at = 0.0  # and from which the next alarm is logged
         self._findings: tuple[tuple[str, str], ...] = ()  # of ordered audits, for the next report
+        self._behind_since = (
+            0.0  # monotonic seconds since what an earlier engine began is computed again; 0: nothing is
+        )
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
         self._noted = Noted(config.block_size)
@@ -187,7 +190,8 @@ class Engine:
     def run(self) -> None:
         """Until drained.  What is still here then has to be given back by whoever owns the inbox."""
         while not (self.draining and self._may_leave()):
-            self.turn(IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
+            more = self._idle and self.executor.catch_up()
+            self.turn(0.0 if more else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 
     def _may_leave(self) -> bool:
         now = time.monotonic()
@@ -258,6 +262,7 @@ class Engine:
         events = self._publish()
         marks.append(clock())
         telemetry.turn(marks, self.core.idle)
+        self._watch_resumption(marks[-1])
         if self._flight and not (self._idle and self.core.idle and not orders):
             held, waiting = self.core.pool.total - self.core.pool.available, len(self.core.waiting)
             self._flight.turn(
@@ -282,6 +287,17 @@ class Engine:
         count, guilty = self.core.step_failed()
         ended = f"; request {guilty} ended: it failed twice at the same position" if guilty else ""
         log.error("a step failed, computing %d sequences again%s: %s", count, ended, error)
+
+    def _watch_resumption(self, now: float) -> None:
+        """Report how long it took until all that an earlier engine began was computed again."""
+        behind = self.core.behind
+        if behind and not self._behind_since:
+            self._behind_since = now
+            log.info("computing %d sequences of an earlier engine again", behind)
+        elif self._behind_since and not behind:
+            seconds, self._behind_since = now - self._behind_since, 0.0
+            self.telemetry.resumed(seconds)
+            log.info("all sequences of an earlier engine resumed in %.2f s", seconds)
 
     def _audit(self, *, whole: bool, names: Sequence[str] = ()) -> None:
         """Audit the books of the blocks, or a sample of them; `names`: who ordered it.  Raises BooksError where the

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -65,6 +65,8 @@ class Telemetry(Collector):
         self._turned = time.monotonic()
         self.warming = False  # set from outside: the engine computes hot prefixes ahead, and serves nobody yet
         self._warmed = (0, 0, 0.0)  # prefixes, tokens, seconds
+        self._start: dict[str, float] = {}  # seconds of this start, by part
+        self._takeover = False
         self._phases = [0.0] * len(PHASES)
         self._kinds: deque[str] = deque()  # of the steps in flight
         self._last_result = 0.0  # 0: what comes next does not follow it
@@ -96,6 +98,16 @@ class Telemetry(Collector):
     def warmed(self, prefixes: int, tokens: int, seconds: float) -> None:
         """Once, where any were computed ahead."""
         self._warmed = prefixes, tokens, seconds
+
+    def started(self, parts: Mapping[str, float], *, takeover: bool) -> None:
+        """Once, when the engine is up: the seconds of each part of its start, and whether it took over as a spare."""
+        self._start = dict(parts)
+        self._takeover = takeover
+
+    def resumed(self, seconds: float) -> None:
+        """What earlier engines began is computed again, `seconds` after the first of it was here."""
+        if self._takeover:
+            self._start.setdefault("recompute", seconds)
 
     # -- what the loop says, as it happens
 
@@ -334,6 +346,14 @@ class Telemetry(Collector):
         yield gauge("quire_warmed_prefixes", "Hot prefixes computed before this engine served anybody.", prefixes)
         yield gauge("quire_warmed_tokens", "Tokens in the prefix cache after that.", tokens)
         yield gauge("quire_warmed_seconds", "What that took at this engine's start.", seconds)
+        yield gauges(
+            "quire_start_seconds",
+            "Seconds that each part of this engine's start took; after a takeover also recompute, until every stream "
+            "resumed.",
+            "part",
+            dict(self._start),
+        )
+        yield gauge("quire_start_takeover", "1 if this engine took over from one that died.", self._takeover)
         yield counter("quire_generated_tokens", "Output tokens.", totals.generated_tokens)
         yield counter("quire_preemptions", "Sequences that lost their blocks to older ones.", totals.preemptions)
         yield counter("quire_yields", "Preemptions for a tenant that held less than its share.", totals.yields)

@@ -45,12 +45,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: str, *flags: str, checkout: Path | None = None) -> Iterator[Server]:
+def serve(model: str, *flags: str, checkout: Path | None = None, log: Path | None = None) -> Iterator[Server]:
     """Quire: start, wait for /ready, and drain in the end.  The model goes by MODEL_NAME.  `checkout`: where the code
-    is, if not here.  Raises ServerError."""
+    is, if not here.  `log`: the file to write the server's output to, if it is to be kept.  Raises ServerError."""
     command = [sys.executable, "-m", "service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
     said = " ".join(["quire serve", model, *flags])
-    with _serving(command, said, "/ready", QUIRE_READY_S, checkout=checkout) as server:
+    with _serving(command, said, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
         yield server
 
 
@@ -74,11 +74,12 @@ def _serving(
     ready_s: float,
     given: dict[str, str] | None = None,
     checkout: Path | None = None,
+    kept: Path | None = None,
 ) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with (
-        tempfile.TemporaryFile() as log,
+        kept.open("w+b") if kept else tempfile.TemporaryFile() as log,
         subprocess.Popen(
             [*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ | (given or {}), cwd=checkout
         ) as process,

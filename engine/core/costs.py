@@ -64,17 +64,19 @@ class Costs:
         size = rows.bit_length()
         return self._decode_s[max((s for s in self._decode_s if s <= size), default=min(self._decode_s))]
 
-    def prompt_tokens(self, rows: int, pending: int, stretch: float) -> int | None:
+    def prompt_tokens(self, rows: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
         """Most prompt tokens beside `rows` that decode, so that their step takes up to `stretch` times as long as it
         would without; longer in proportion when `pending` sequences with a prompt are a crowd beside them, or a bound
         meant for one long prompt would halve what a flood of short ones can get through.
+
+        `exposed`: how many of the rows the bound protects, at least 1; all of them without it.
 
         0: this step had better be measured without any.  None: nothing says how many."""
         if not self.token_s:
             return None
         if not (alone := self.decode_s(rows)) or self._mixed >= PROBE:
             return 0
-        time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / rows)
+        time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / (exposed or rows))
         return max(LEAST, int(time / self.token_s))
 
     def tokens_within(self, rows: int, seconds: float) -> int | None:

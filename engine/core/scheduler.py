@@ -64,6 +64,7 @@ class Scheduler:
         self.waiting_tokens = 0  # of the sequences in `waiting`, as they were when they joined it
         self._prefilling: list[Sequence] = []  # by rank
         self._paused: list[Sequence] = []  # by rank
+        self._reassigned: list[Sequence] = []  # begun by an earlier engine, and not caught up with when last looked at
         self._decoding = 0  # rows that compute one token each step without being named
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # step -> decoding rows to look at
         self._requests: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
@@ -115,6 +116,7 @@ class Scheduler:
                 prompt + output,
                 seated_before=bool(output),
                 lost=len(prompt + output) - 1 if output else 0,
+                reassigned=bool(output),
             )
             for i, output in enumerate(outputs or [[]] * request.n)
             if output is not None
@@ -133,6 +135,7 @@ class Scheduler:
             refusal = f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
         else:
             heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+            self._reassigned += [seq for seq in group if seq.reassigned]
             self._enqueue_group(group)
             return
         self._end_request(request.id, "error", refusal)
@@ -332,6 +335,14 @@ class Scheduler:
         return len(self._paused)
 
     @property
+    def behind(self) -> int:
+        """Sequences that an earlier engine began and that are not computed again yet."""
+        if self._reassigned:
+            behind = (State.WAITING, State.PREFILLING)
+            self._reassigned = [seq for seq in self._reassigned if seq.state in behind]
+        return len(self._reassigned)
+
+    @property
     def idle(self) -> bool:
         """Nothing seated, nothing waiting, nothing on the way."""
         return not self._requests and self.committed == self.step
@@ -480,9 +491,20 @@ class Scheduler:
             budget = budget if within is None else min(budget, within)
         if not self._decoding or not self.limits.itl_stretch:
             return budget
+        if not (exposed := self._exposed()):
+            return budget
         pending = len(self._prefilling) + len(self.waiting)
-        fair = self.costs.prompt_tokens(self._decoding, pending, self.limits.itl_stretch)
+        fair = self.costs.prompt_tokens(self._decoding, pending, self.limits.itl_stretch, exposed)
         return budget if fair is None else min(budget, fair)
+
+    def _exposed(self) -> int:
+        """Rows that a prompt must not delay for long: all that decode.
+
+        While reassigned sequences still have tokens to recompute, the ones that resumed first do not count.  All of
+        them paused together, and the last one resumes sooner where no recompute is held back for the first ones."""
+        if not self.behind:
+            return self._decoding
+        return sum(seq is not None and seq.state is State.DECODING and not seq.reassigned for seq in self._seats)
 
     def _measure(self, result: StepResult) -> None:
         rows, prompt_tokens, swaps, _ = self._issued.popleft()

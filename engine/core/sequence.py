@@ -54,6 +54,7 @@ class Sequence(msgspec.Struct, eq=False):
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
     host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
     seated_before: bool = False  # it ran, and was preempted if it waits now
+    reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
     yielded: bool = False  # it made room for another tenant once, which nobody has to do twice
     failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
     lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed

@@ -41,6 +41,7 @@ class Executor(Protocol):
     blocks: int  # KV blocks in the pool, fixed at start
     host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
     swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
+    start_parts: dict[str, float]  # seconds that the parts of loading took, by name
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
     def submit(self, plan: StepPlan) -> None:
@@ -50,6 +51,9 @@ class Executor(Protocol):
         """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
 
         Raises ExecutorLost when no further step can run."""
+
+    def catch_up(self) -> bool:
+        """Do one piece of the work that the start put off, while no request is here.  Returns whether more is left."""
 
     def close(self) -> None:
         """Free everything; harmless when called twice."""
@@ -71,6 +75,7 @@ class ScriptedExecutor:
         self.info = info
         self.blocks = blocks
         self.host_blocks = host_blocks
+        self.start_parts: dict[str, float] = {}
         self.step_seconds = step_seconds  # how long a step takes
         self._plans: deque[StepPlan] = deque()
         self._decoding: dict[int, tuple[Sampler, int]] = {}  # row -> (sampler, next output position)
@@ -117,6 +122,9 @@ class ScriptedExecutor:
     def token(self, sampler: Sampler, position: int) -> int:
         """What a row says at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
+
+    def catch_up(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._plans.clear()

@@ -199,6 +199,13 @@ class Batch:
         self._host_seats[:] = -1
         self._changed = True
 
+    def vacate(self) -> None:
+        """Take every row off its seat on the device, until the next plan is staged.  Only while no row is in use: what
+        runs meanwhile then reads and writes nothing of theirs."""
+        self.seats.fill_(-1)
+        self._sample_seats.fill_(-1)
+        self._changed = True
+
     # ---------------------------------------------------------------------------------------------------- on the host
 
     def stage(self, plan: StepPlan, staging: Staging) -> Staged | None:

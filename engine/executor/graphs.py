@@ -73,12 +73,16 @@ class Graphs(Generic[Key]):
         self._where = where
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, key: Key) -> None:
-        """Run once, which loads kernels and fills caches, then record.  Raises RuntimeError if it cannot be."""
+    def capture(self, key: Key, *, run: bool = True) -> None:
+        """Run once, which loads kernels and fills caches, then record.  Raises RuntimeError if it cannot be.
+
+        run: False where the same launches have run before, and running them now would change sequences that are being
+        served.  Recording computes nothing; it waits until the steps in flight are done."""
         stream = self._where.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run(key)
+            if run:
+                self._run(key)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may use the device meanwhile.
@@ -98,6 +102,27 @@ class Graphs(Generic[Key]):
 
     def replay(self, key: Key) -> None:
         self._graphs[key].replay()
+
+
+class SecondUse:
+    """Says which launches to record while requests are served: those that run for the second time.
+
+    The first time they run as they are, which loads their kernels.  One batch size a step is recorded, so the pause
+    that a recording makes stays short: some 12 ms a graph of an 8B model."""
+
+    def __init__(self) -> None:
+        self._used: set[object] = set()
+        self._step = -1
+
+    def due(self, step: int, *launches: object) -> bool:
+        """Whether to record these now.  Notes their use in `step` where not all of them were used before."""
+        if not self._used.issuperset(launches):
+            self._used.update(launches)
+            return False
+        if self._step == step:
+            return False
+        self._step = step
+        return True
 
 
 def capture_all(jobs: Sequence[Callable[[], None]], seconds: float) -> int:

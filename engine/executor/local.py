@@ -54,6 +54,7 @@ class LocalExecutor:
 
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
+        began = time.monotonic()
         threads = config.threads or max(1, (os.cpu_count() or 1) - 1)
         torch.set_num_threads(threads)  # of this thread's team
         ops.load(library=Path(config.kernels) if config.kernels else None)
@@ -88,7 +89,13 @@ class LocalExecutor:
         self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
-        log.info("model in %.1f s, memory and graphs in %.1f s", loaded - started, time.monotonic() - loaded)
+        ended = time.monotonic()
+        self.start_parts = {
+            "kernels": started - began,
+            "weights": loaded - started,
+            "memory": ended - loaded - self._worker.graphs_s,
+            "graphs": self._worker.graphs_s,
+        }
         if kind == "cuda":
             log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
         # A device computes step N while Python plans N+1.  On a CPU both want the same cores: planning ahead gains
@@ -150,6 +157,11 @@ class LocalExecutor:
             seconds = result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
+
+    def catch_up(self) -> bool:
+        """Do one piece of the work that a takeover put off.  Returns whether more is left.  Only while no request is
+        here; does nothing while steps are in flight."""
+        return self._worker is not None and not self._in_flight and self._worker.catch_up()
 
     def close(self) -> None:
         """Drop the steps in flight and let go of all memory."""

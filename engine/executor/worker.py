@@ -10,8 +10,10 @@ it computes, and `collect` has nothing to wait for.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +26,9 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
-from engine.executor.graphs import Graphs, Where, capture_all, ladder, mixed_ladder, rung, urgent
+from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel
 from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, TARGET_ROWS, Logprobs, SamplerBank, logprobs_from
@@ -95,7 +98,12 @@ class Worker:
         activations = 0
         if self._gpu and not config.kv_blocks and not config.kv_memory_gib:
             self._batch = batch(allocate(model.layers, 1, config.block_size, kv_dtype, device))
-            activations = self._activation_bytes()
+            # A takeover finds what the engine before it measured.
+            plan = MemoryPlan(config, model.directory, f"{max_seqs} {step_tokens} {model.max_model_len} {model.dtype}")
+            activations = plan.recall() if config.standby else 0
+            if not activations:
+                activations = self._activation_bytes()
+                plan.remember(activations)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
@@ -107,7 +115,9 @@ class Worker:
             activations=activations,
         )
         fill = float("nan") if config.poison_free_blocks else 0.0
-        caches = allocate(model.layers, self.blocks, config.block_size, kv_dtype, device, fill)
+        caches = allocate(
+            model.layers, self.blocks, config.block_size, kv_dtype, device, fill, on_demand=config.standby
+        )
         self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
         self._batch = batch(caches)
         # Nothing new starts while anything is swapped: no more than what the cache held can ever want to go, twice if
@@ -120,8 +130,18 @@ class Worker:
         self._sizes = ladder(max_seqs) if self._gpu else []
         self._batch.shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
         self._captured = False
+        self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
+        self._put_off: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
+        self._graph_seconds = config.graph_seconds  # that are left for them
+        self.graphs_s = time.monotonic()
         if graphs:
-            self._capture(config.graph_seconds)
+            self._make_graphs()
+            if config.standby:
+                self._second_use = SecondUse()
+                self._put_off.extend(itertools.chain(*self._captures()))
+            else:
+                self._capture(config.graph_seconds)
+        self.graphs_s = time.monotonic() - self.graphs_s  # that graphs took at the start
 
     def reset(self) -> None:
         """Free every row.  KV contents stay: whoever gets a block writes it before reading it.
@@ -195,7 +215,7 @@ class Worker:
     def _decode(self, number: int) -> Pending:
         """One more token for every row: two graph launches where there are graphs."""
         size = self._padded(len(self._batch.rows))
-        if self._captured:
+        if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
             self._sample_graphs[self._samplers.general].replay(size)
             return self._pending(number, self._graph_logits)
@@ -219,6 +239,25 @@ class Worker:
         if count:
             self._sample(step, logits, self._samplers.general)
         return self._pending(number, logits, tuple(self._score(forward, each) for each in step.targets))
+
+    def _recorded(self, number: int, size: int) -> bool:
+        """Whether step `number` finds graphs of a decode step of this size.  After a takeover, records them where its
+        launches have run before."""
+        if self._second_use is None:
+            return False
+        kinds = self._decode_graphs, self._sample_graphs[self._samplers.general]
+        missing = [graphs for graphs in kinds if size not in graphs]
+        if missing and not self._second_use.due(number, *((id(graphs), size) for graphs in kinds)):
+            return False
+        try:
+            for graphs in missing:
+                graphs.capture(size, run=False)
+        except RuntimeError as error:
+            log.warning("CUDA graphs cannot be recorded while requests are served: %s", str(error).splitlines()[0])
+            self._second_use = None
+            torch.cuda.synchronize(self.device)
+            return False
+        return True
 
     def _padded(self, count: int) -> int:
         """How many rows a step of `count` computes."""
@@ -276,10 +315,9 @@ class Worker:
         torch.cuda.empty_cache()
         return peak
 
-    @torch.inference_mode()
-    def _capture(self, seconds: float) -> None:
-        """Decode steps first, of every size and with both ways to sample; then small steps with slices."""
-        batch, staging = self._batch, self._staging
+    def _make_graphs(self) -> None:
+        """All kinds of graphs, none captured yet."""
+        batch = self._batch
 
         def decode(size: int) -> None:
             step = batch.decode_step(size)
@@ -289,31 +327,76 @@ class Worker:
         def sample(general: bool) -> Callable[[int], None]:
             return lambda size: self._sample(batch.decode_step(size), self._graph_logits[:size], general)
 
-        idle: dict[Shape, Mixed] = {}
-
         def mixed(shape: Shape) -> None:
-            step = batch.mixed_step(idle[shape])
+            step = batch.mixed_step(self._idle[shape])
             Forward(self._model, step).logits(step.logits_at, self._graph_logits[: shape.samples])
 
-        def capture_mixed(shape: Shape) -> None:
-            idle[shape] = batch.idle_step(shape, staging)
-            self._mixed_graphs.capture(shape)
-
+        self._idle: dict[Shape, Mixed] = {}
         where = Where()
         self._decode_graphs = Graphs(decode, where)
         self._sample_graphs = Graphs(sample(False), where), Graphs(sample(True), where)
         self._mixed_graphs = Graphs(mixed, where)
-        started = time.monotonic()
-        graphs = self._decode_graphs, *self._sample_graphs
-        jobs = [partial(each.capture, size) for size in urgent(self._sizes) for each in graphs]
-        done = capture_all(jobs, seconds)
-        sizes = [size for size in self._decode_graphs.keys if all(size in each for each in graphs)]
-        if sizes:
+
+    def _captures(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """What to capture, in this order: decode steps of every size with both ways to sample; small steps with
+        slices."""
+
+        def decode(graphs: Graphs[int], size: int) -> None:
+            if size not in graphs:  # else it was recorded while requests were served
+                graphs.capture(size)
+
+        def mixed(shape: Shape) -> None:
+            self._idle[shape] = self._batch.idle_step(shape, self._staging)
+            self._mixed_graphs.capture(shape)
+
+        kinds = self._decode_graphs, *self._sample_graphs
+        decodes: list[Callable[[], None]] = [
+            partial(decode, graphs, size) for size in urgent(self._sizes) for graphs in kinds
+        ]
+        return decodes, [partial(mixed, shape) for shape in self._batch.shapes]
+
+    def _use_captured(self) -> bool:
+        """Use the sizes that have all their graphs from now on, and no others.  False: there is none."""
+        kinds = self._decode_graphs, *self._sample_graphs
+        if sizes := [size for size in self._decode_graphs.keys if all(size in graphs for graphs in kinds)]:
             self._sizes, self._captured = sizes, True
-            left = seconds - (time.monotonic() - started)
-            done += capture_all([partial(capture_mixed, shape) for shape in batch.shapes], left)
-            batch.shapes = self._mixed_graphs.keys
+        return self._captured
+
+    @torch.inference_mode()
+    def _capture(self, seconds: float) -> None:
+        """Capture all graphs at the start, for at most `seconds`."""
+        decodes, mixed = self._captures()
+        started = time.monotonic()
+        done = capture_all(decodes, seconds)
+        if self._use_captured():
+            done += capture_all(mixed, seconds - (time.monotonic() - started))
+            self._batch.shapes = self._mixed_graphs.keys
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def catch_up(self) -> bool:
+        """Capture one of the graphs that a takeover put off.  Returns whether more are left.
+
+        Only while no request is here: the rows of what has ended are taken off their seats, and capturing runs a step
+        on nothing."""
+        if not self._put_off:
+            return False
+        self._batch.vacate()
+        started = time.monotonic()
+        try:
+            self._put_off.popleft()()
+        except RuntimeError as error:
+            log.warning("no further CUDA graphs: %s", str(error).splitlines()[0])
+            self._put_off.clear()
+            torch.cuda.synchronize(self.device)
+        self._graph_seconds -= time.monotonic() - started
+        if self._graph_seconds <= 0:
+            self._put_off.clear()
+        if not self._put_off and self._use_captured():
+            self._second_use = None
+            self._batch.shapes = self._mixed_graphs.keys
+            log.info("CUDA graphs of %d batch sizes and %d mixed sizes", len(self._sizes), len(self._batch.shapes))
+        return bool(self._put_off)
 
 
 class Stopwatch:

@@ -1,0 +1,60 @@
+"""Remembers, from one start of an engine to the next, how much memory its largest steps take.
+
+The figure is found by running those steps, a quarter of a second of a takeover.  It is kept under ~/.cache/quire by
+everything that decides it, the engine's name included: `quire serve` makes a new name each time it starts, so a figure
+outlives neither its supervisor nor an upgrade.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.executor.models.weights import CACHE
+
+MOST = 32  # figures kept: the newest
+
+
+class MemoryPlan:
+    """The figure of one configuration."""
+
+    def __init__(self, config: EngineConfig, directory: Path, sizes: str, cache: Path = CACHE) -> None:
+        """`sizes`: what the configuration left open, as it was decided."""
+        self._store = cache / "activations.json"
+        parts = [repr(config).replace("standby=True", "standby=False"), sizes, torch.__version__, _gpu()]
+        model = (directory / "config.json").read_bytes()
+        self._key = hashlib.sha256("\n".join(parts).encode() + model).hexdigest()
+
+    def recall(self) -> int:
+        """Bytes; 0: not known."""
+        found = self._read().get(self._key, 0)
+        return found if isinstance(found, int) and found > 0 else 0
+
+    def remember(self, size: int) -> None:
+        """Keep it.  A cache that cannot be written only costs time, so that is no error."""
+        kept = {key: value for key, value in self._read().items() if key != self._key}
+        kept = {**dict(list(kept.items())[1 - MOST :]), self._key: size}
+        draft = self._store.with_name(f"{self._store.name}.{os.getpid()}")
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(kept), encoding="utf-8")
+            draft.replace(self._store)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+    def _read(self) -> dict[str, int]:
+        try:
+            return dict(json.loads(self._store.read_bytes()))
+        except (OSError, ValueError, TypeError):  # absent, or not ours
+            return {}
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

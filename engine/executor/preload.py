@@ -1,0 +1,130 @@
+"""What a spare engine does ahead of a takeover, so that the takeover need not: it warms caches and decides nothing.
+
+Everything that says what is served (config, weights, fingerprint) is read again at the takeover, so a model directory
+that changes meanwhile is served as it is then.  What a waiting spare holds:
+
+    host memory     the imported packages, the kernels' library; with a GPU also `swap_memory_gib` of pinned memory
+    page cache      the weight files, read ahead; the kernel drops them when it needs the memory
+    GPU memory      its CUDA context with the modules of the kernels it has run, about 0.5 GB
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.core.plan import Sampler, Slice, Start, StepPlan
+from engine.executor import local, ops
+from engine.executor.kv_cache import GIB
+from engine.executor.models import builtin
+from engine.executor.models.weights import weight_files
+from engine.wire.messages import Sampling
+
+log = logging.getLogger(__name__)
+
+TINY_VOCAB, TINY_LEN = 1024, 256  # of the model that is rehearsed with
+
+
+def prepare(config: EngineConfig) -> Iterator[str]:
+    """Prepare for `config`, one part each time it is advanced.  A part that fails raises."""
+    torch.set_num_threads(1)  # a team of threads is started by the thread and in the size that the takeover wants
+    ops.load(library=Path(config.kernels) if config.kernels else None)
+    yield "kernels"
+    kind = local.device_kind(config)
+    directory = Path(config.model).expanduser() if config.model else builtin.builtin()
+    if not directory.is_dir():
+        return  # a name of the hub: found, perhaps fetched, at the takeover
+    if config.load != "random":
+        read_ahead(weight_files(directory))
+        yield "weight files"
+    if kind == "cuda":
+        if not config.spare_on_gpu:
+            return
+        torch.zeros(1, device="cuda")
+        yield "context"
+    rehearse(config, directory)
+    yield "rehearsal"
+    if kind == "cuda" and config.preempt != "recompute" and config.swap_memory_gib:
+        # Freed at once: torch keeps pinned memory for the next tensor of this size, which is the takeover's.
+        torch.empty(int(config.swap_memory_gib * GIB), dtype=torch.uint8, pin_memory=True)
+        yield "pinned memory"
+    gc.collect()
+    gc.freeze()  # the takeover's collection need not walk through what is here
+
+
+def read_ahead(files: list[Path]) -> None:
+    """Ask the kernel to have these files in its page cache.  Returns at once."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
+def rehearse(config: EngineConfig, directory: Path) -> None:
+    """Compute a few tokens with one layer of the model and made-up weights.
+
+    This imports the model's code, loads the CUDA modules of its kernels and makes the handles of the libraries."""
+    described = json.loads((directory / "config.json").read_bytes())
+    with tempfile.TemporaryDirectory(prefix="quire-spare-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(tiny(described)), encoding="utf-8")
+        small = msgspec.structs.replace(
+            config,
+            model=folder,
+            load="random",
+            threads=1,
+            kv_blocks=TINY_LEN // config.block_size + 2,
+            max_model_len=TINY_LEN,
+            max_seqs=4,
+            step_tokens=64,
+            graph_seconds=0.0,
+            swap_memory_gib=0.0,
+        )
+        loggers = [logging.getLogger(name) for name in ("engine.executor.local", "engine.executor.worker")]
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        try:
+            executor = local.LocalExecutor(small)
+            try:
+                sampling = Sampling(temperature=0.5, ignore_eos=True)
+                table = list(range(-(-40 // config.block_size)))
+                prompt = Slice(0, 0, list(range(1, 33)), Sampler(sampling, 32, []))
+                for plan in (StepPlan(1, starts=[Start(0, table)], slices=[prompt]), StepPlan(2)):
+                    executor.submit(plan)
+                    executor.collect()
+            finally:
+                executor.close()
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def tiny(described: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of one layer and a small vocabulary, everything else as it is."""
+    found: dict[str, Any] = {}
+    for key, value in described.items():
+        if isinstance(value, dict):
+            found[key] = tiny(value) if key == "text_config" else value
+        elif key in ("num_hidden_layers", "n_layer", "num_layers"):
+            found[key] = 1
+        elif key == "vocab_size":
+            found[key] = min(value, TINY_VOCAB)
+        elif key == "layer_types":
+            found[key] = value[:1]
+        elif key.endswith("_token_id"):
+            found[key] = None
+        else:
+            found[key] = value
+    return found
