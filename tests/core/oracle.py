@@ -10,6 +10,7 @@ from collections import deque
 from hashlib import blake2b
 
 from engine.core.plan import Sampler, StepPlan, StepResult
+from engine.wire.messages import TokenLogprob
 
 VOCAB = 50
 EOS = 0
@@ -97,7 +98,12 @@ class OracleExecutor:
             rows.append(row)
             sampled.append(token)
             self.decoding[row] = sampler, ends[row], token
-        return StepResult(plan.step, rows, sampled)
+        scored = {
+            piece.row: [TokenLogprob(-float(token)) for token in piece.targets]
+            for piece in plan.slices
+            if piece.targets
+        }
+        return StepResult(plan.step, rows, sampled, prompt_logprobs=scored)
 
     def context(self, row: int, end: int) -> list[int]:
         table = self.tables[row]
