@@ -164,7 +164,7 @@ class Gateway:
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid)
-        rooms = api.fit(valid, encoded, limits)
+        rooms = api.bound_logprobs(valid, encoded, api.fit(valid, encoded, limits), config)
         prompt_tokens = sum(map(len, encoded))
         cost = admission.Cost(
             prompt_tokens=prompt_tokens,

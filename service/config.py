@@ -64,6 +64,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
     max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
+    max_logprob_entries: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Log probabilities in one answer: tokens, with echo also prompt tokens, times n times "
+            "(alternatives + 1). An entry takes about 15 bytes in Redis, and 280 in a gateway where the answer is not "
+            "streamed. The default scores 131,072 prompt tokens with one alternative each; raise it with the memory.",
+        ),
+    ] = 262_144
     max_stop_strings: Annotated[int, Meta(ge=0, description="Each costs a search in every token's text.")] = 16
     max_stop_chars: Annotated[
         int, Meta(ge=1, description="Length of one stop string: that much text may be held back.")
