@@ -54,6 +54,11 @@ class Tenants:
         if path:
             self._read(path)
 
+    @property
+    def guarded(self) -> bool:
+        """Whether a key is needed."""
+        return not self._open
+
     def _read(self, path: str) -> None:
         try:
             with open(path, "rb") as file:

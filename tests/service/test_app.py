@@ -418,7 +418,9 @@ async def test_a_huge_body_is_refused_without_keeping_it(serve: Serve, chunked: 
             sent += len(block)
             yield block
 
-    headers = {} if chunked else {"Content-Length": str(100 * 2**20)}
+    headers = {"Content-Type": "application/json"}
+    if not chunked:
+        headers["Content-Length"] = str(100 * 2**20)
     before = psutil.Process().memory_info().rss
     async with served.session.post("/v1/completions", data=upload(), headers=headers) as response:
         assert response.status == 413
@@ -507,7 +509,8 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
                 "top_logprobs": 20,
             }
         ).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         await settled(lambda: len(fake.seen) == 1)  # and read nothing
         for _ in range(20):
