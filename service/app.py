@@ -22,7 +22,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -542,7 +541,7 @@ class StartError(Exception):
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
     """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError."""
-    gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
+    gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants)
         tokenizer = text.Tokenizer(config.model)

@@ -22,7 +22,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=0,
             le=65535,
-            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
+            description="TCP port of this process alone for /metrics and /health; 0: none. A gateway with API keys or "
+            "tenants serves /metrics here only. With several gateways on "
             "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
             "the engine first, then each gateway.",
         ),
@@ -50,7 +51,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "redis://127.0.0.1:6379/0"
     )
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
-    gateway_id: Annotated[str, Meta(description="Unique name of this process; empty: host name and process id.")] = ""
+    gateway_id: Annotated[
+        str, Meta(description="Unique name of this process; empty: host name, process id and a random part.")
+    ] = ""
     api_keys: Annotated[
         list[str],
         Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; without any key everybody may."),

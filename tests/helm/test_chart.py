@@ -283,7 +283,9 @@ def test_metrics_have_ports_of_their_own(name: str) -> None:
         numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
         port = "gateway-metrics" if component == "gateway" else "metrics"
         assert numbers[port] == read[component]["metrics_port"] != read["gateway"]["port"]
-        for monitor in (m for m in manifests if m["kind"] == "PodMonitor" and m["metadata"]["name"].endswith(component)):
+        for monitor in (
+            m for m in manifests if m["kind"] == "PodMonitor" and m["metadata"]["name"].endswith(component)
+        ):
             assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == [port]
     assert [m for m in manifests if m["kind"] == "ServiceMonitor"] == []
     (service,) = [m for m in manifests if m["kind"] == "Service" and m["metadata"]["name"].endswith(("quire", "llm"))]
