@@ -544,7 +544,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants)
-        tokenizer = text.Tokenizer(config.model)
+        tokenizer = text.Tokenizer(config.model, literal_content=config.literal_content)
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:

@@ -61,6 +61,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenants: Annotated[
         str, Meta(description="TOML file of tenants: weight and key digests (service/tenants.py). Fair between them.")
     ] = ""
+    literal_content: Annotated[
+        bool,
+        Meta(
+            description="Encode the content of chat messages as text, also where it reads like a special token of the "
+            "model, so that no user can end a message and write another one. System and developer messages may hold "
+            "special tokens. Off: every message may, as in vLLM."
+        ),
+    ] = True
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
     ] = 8 * 1024 * 1024
