@@ -1,6 +1,7 @@
-"""Writes what is derived from the config structs: the page of all options, and their part of the chart's schema.
+"""Write what is derived from the config structs and the table of limits: the page of all options, the options' part of
+the chart's schema, and the limits in the page of the API.
 
-    python .ci/options.py          brings service/OPTIONS.md and helm/values.schema.json up to date
+    python .ci/options.py          brings service/OPTIONS.md, docs/api.md and helm/values.schema.json up to date
 
 A test fails while they are not (tests/test_options.py).
 """
@@ -19,10 +20,13 @@ sys.path.insert(0, str(ROOT))
 
 from engine.config import EngineConfig  # noqa: E402
 from engine.wire import settings  # noqa: E402
+from service import limits  # noqa: E402
 from service.cli import ServeConfig  # noqa: E402
 from service.config import GatewayConfig  # noqa: E402
 
 PAGE = ROOT / "service" / "OPTIONS.md"
+API = ROOT / "docs" / "api.md"
+BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # the part of API that is written
 SCHEMA = ROOT / "helm" / "values.schema.json"
 SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "serve": (
@@ -45,6 +49,7 @@ UNITS = {
     "_ms": "milliseconds",
     "_gib": "GiB",
     "_bytes": "bytes",
+    "_entries": "entries",
     "_tokens": "tokens",
     "_len": "tokens",
     "_blocks": "KV blocks",
@@ -88,7 +93,24 @@ def page() -> str:
             value = ", ".join(filter(None, [unit(option), *option.limits]))
             cells = [f"`{option.flag}`", value, f"`{option.default}`", option.description]
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    parts.append(
+        "\n## Limits of every input\n\nAs `docs/api.md` explains them, with the defaults of a gateway.\n\n"
+        + limit_table()
+    )
     return "\n".join(parts) + "\n"
+
+
+def limit_table() -> str:
+    """Every row of service/limits.py, with the defaults of a gateway."""
+    head = "| input | what is counted | limit | option | refusal |\n|---|---|---|---|---|"
+    rows = limits.rows(GatewayConfig())
+    return "\n".join([head, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
+
+
+def api() -> str:
+    """docs/api.md with the limits of today; the rest of it is written by hand."""
+    before, rest = API.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{limit_table()}\n{END}{rest.split(END)[1]}"
 
 
 def unit(option: settings.Option) -> str:
@@ -119,4 +141,5 @@ def schema() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    API.write_text(api(), encoding="utf-8")
     SCHEMA.write_text(schema(), encoding="utf-8")

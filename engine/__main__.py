@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
     if not config.engine_id:
-        config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
+        config = msgspec.structs.replace(config, engine_id=settings.process_name())
 
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)

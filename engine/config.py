@@ -19,7 +19,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         "redis://127.0.0.1:6379/0"
     )
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
-    engine_id: Annotated[str, Meta(description="Stable name of this engine; empty: host name and process id.")] = ""
+    engine_id: Annotated[
+        str, Meta(description="Stable name of this engine; empty: host name, process id and a random part.")
+    ] = ""
     executor: Annotated[
         Literal["local", "scripted"],
         Meta(

@@ -367,6 +367,7 @@ class Engine:
             yields=totals.yields,
             crowd=crowd,
             yield_tokens=yield_tokens,
+            eos_ids=info.eos_ids,
         )
         outputs = core.outputs()
         self.telemetry.publish(load, totals, outputs, (core.step, core.committed), now, core.wasted_slots)

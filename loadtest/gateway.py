@@ -32,7 +32,8 @@ async def read_stream(port: int, body: bytes) -> tuple[int, list[float]]:
     """Send one request on a connection of its own; events received, and the seconds between reads that brought some.
     Parsing is left out: it would cost more than the gateway spends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
     events, tail, times = 0, b"", []
     while block := await reader.read(1 << 16):

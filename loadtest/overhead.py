@@ -31,7 +31,8 @@ from loadtest.server import serve
 async def read_stream(port: int, body: bytes) -> float:
     """Send one request on a connection of its own and read it to the end; the moment of its first event."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
     first = 0.0
     tail = b""

@@ -40,7 +40,10 @@ RECEIVE_BYTES = 2048  # a slow client's socket buffer, doubled by the kernel
 TURNS = 20  # in a second, each of its share of the slow clients: no turn is long enough to delay the fast ones here
 POLL_S = 0.1
 LIMIT_S = 300.0  # for whatever is waited for
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 
 
 class SlowReaders:

@@ -61,6 +61,7 @@ def limits(fleet: Fleet) -> EngineLimits:
         vocab_size=min(load.vocab_size for load in engines),
         block_size=min(load.block_size for load in engines),
         total_blocks=min(load.total_blocks for load in engines),
+        eos_ids=frozenset(token for load in engines for token in load.eos_ids),
     )
 
 

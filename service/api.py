@@ -19,6 +19,7 @@ import msgspec
 from engine.wire.bus import PRIORITIES
 from engine.wire.messages import Generate, Sampling
 from service.config import GatewayConfig
+from service.limits import LIMITS, broken, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -51,7 +52,8 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
-        self.limit, self.given, self.retry_after_s = limit, given, retry_after_s
+        self.limit, self.retry_after_s = limit, retry_after_s
+        self.given = None if given is None else shown(given)
 
     def body(self) -> bytes:
         error: dict[str, Any] = {
@@ -125,6 +127,9 @@ class _Common(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     bad_words: Any = None
     audio: Any = None
+    logits_processors: Any = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionBody(_Common, kw_only=True):
@@ -153,6 +158,13 @@ class ChatBody(_Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    # As in _Common: refused where it would change the answer.
+    echo: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 _UNSERVED = {
@@ -167,6 +179,22 @@ _UNSERVED = {
     "bad_words": "bad words",
     "audio": "audio",
     "suffix": "text insertion",
+    "logits_processors": "code of clients",
+    "chat_template": "a template of the client",
+    "chat_template_kwargs": "a choice of template options",
+    "documents": "a list of documents",
+    "continue_final_message": "continuing a message",
+}
+# field -> (the one value that it may have, feature): these are refused although their value may be false.
+_FIXED: dict[str, tuple[object, str]] = {
+    "prompt_logprobs": (None, "prompt_logprobs (use echo with logprobs)"),
+    "add_special_tokens": (True, "a prompt without the tokenizer's special tokens"),
+    "add_generation_prompt": (True, "a chat without the generation prompt"),
+}
+_FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
+    **_FIXED,
+    "add_special_tokens": (False, "a chat with special tokens beyond the template's"),
+    "echo": (False, "echo of a chat"),
 }
 
 Prompt = str | list[int]
@@ -205,14 +233,17 @@ def _bad(code: str, message: str, param: str | None, limit: Any = None, given: A
     return Refusal(400, code, message, param=param, limit=limit, given=given)
 
 
-def decode(body: bytes, kind: type[Any]) -> Any:
-    """Bytes -> `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing."""
+def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
+    """Bytes -> `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.  `config` holds the
+    limits that the refusal of a number out of range names."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
         at = re.search(r"- at `\$\.?([^`]*)`$", message) or re.search(r"required field `([^`]*)`", message)
         param = at.group(1) if at else None
+        if "out of range" in message and param is not None:
+            raise _out_of_range(param, config) from None
         raise _bad("invalid_type", f"{param or 'body'}: {message.split(' - at ')[0]}", param) from None
     except UnicodeDecodeError as error:
         raise _bad("invalid_utf8", f"body is not UTF-8: bad byte at position {error.start}", None) from None
@@ -221,6 +252,14 @@ def decode(body: bytes, kind: type[Any]) -> Any:
             raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
         code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"
         raise _bad(code, f"body is not valid JSON: {error}", None) from None
+
+
+def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
+    """The refusal of a number with so many digits that the JSON decoder does not take it."""
+    known = LIMITS.get(re.split(r"[.\[]", param)[0])
+    limit = (known.text(config or GatewayConfig()) if known is not None else "") or "a number of 64 bits"
+    given = "a number out of range"
+    return _bad("invalid_value", f"{param}: must be {limit}, got {given}", param, limit, given)
 
 
 def _non_finite(body: bytes) -> str | None:
@@ -234,19 +273,31 @@ def _non_finite(body: bytes) -> str | None:
     return next((k for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)), None)
 
 
-def _within(name: str, value: float, low: float, high: float, *, above_low: bool = False) -> float:
-    """`value` if low <= value <= high (low < value with above_low) and finite.  Raises Refusal naming all three."""
-    if math.isfinite(value) and (low < value if above_low else low <= value) and value <= high:
-        return value
-    top = "" if math.isinf(high) else f" and <= {high:g}"
-    limit = f"{'>' if above_low else '>='} {low:g}{top}"
-    given = value if math.isfinite(value) else str(value)
-    raise _bad("invalid_value", f"{name}: must be {limit}, got {given}", name, limit, given)
+def check(key: str, value: float, config: GatewayConfig) -> None:
+    """Raises Refusal where `value` passes the limit `key` of LIMITS; it names field, limit and value."""
+    if (found := broken(key, value, config)) is not None:
+        raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
 
 
-def _count(name: str, given: int, limit: int) -> None:
-    if given > limit:
-        raise _bad("too_many", f"{name}: at most {limit} entries, got {given}", name, limit, given)
+def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
+    """A field of a request, or its default.  Raises Refusal."""
+    if value is None:
+        return default
+    check(key, value, config)
+    return value
+
+
+def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> int:
+    """The same for whole numbers."""
+    if value is None:
+        return default
+    check(key, value, config)
+    return value
+
+
+def _past(key: str, message: str, param: str, limit: float, given: float) -> Refusal:
+    """The refusal for a limit of LIMITS that only the engines know."""
+    return Refusal(LIMITS[key].status, LIMITS[key].code, f"{param}: {message}", param=param, limit=limit, given=given)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -257,14 +308,12 @@ def header_timeout(header: str | None, config: GatewayConfig) -> float:
     """X-Request-Timeout in seconds, or the server's default where there is none.  Raises Refusal."""
     if header is None:
         return config.default_timeout_s
-    try:
-        seconds = float(header)
-    except ValueError:
-        limit = f"> 0 and <= {config.max_timeout_s:g}"
-        given = header[:32]
-        message = f"x-request-timeout: must be a number of seconds {limit}, got '{given}'"
-        raise _bad("invalid_value", message, "x-request-timeout", limit, given) from None
-    return _within("x-request-timeout", seconds, 0, config.max_timeout_s, above_low=True)
+    name = "x-request-timeout"
+    # float() alone also takes "nan", "1_0" and the digits of other scripts.
+    if not re.fullmatch(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", header):
+        limit, given = LIMITS[name].text(config), shown(header)
+        raise _bad("invalid_value", f"{name}: must be a number of seconds {limit}, got '{given}'", name, limit, given)
+    return _float(name, float(header), 0.0, config)
 
 
 def _priority(given: int | str) -> int:
@@ -273,21 +322,19 @@ def _priority(given: int | str) -> int:
     if isinstance(given, str):
         if given in CLASSES:
             return CLASSES[given]
-        given = given[:32]
     elif first <= given <= last:
         return given
-    limit = f"{', '.join(CLASSES)}, or a whole number from {first} (first) to {last}"
-    raise _bad("invalid_value", f"priority: must be one of {limit}, got {given!r}", "priority", limit, given)
+    limit, said = f"{', '.join(CLASSES)}, or a whole number from {first} (first) to {last}", shown(given)
+    raise _bad("invalid_value", f"priority: must be one of {limit}, got {said!r}", "priority", limit, said)
 
 
-def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
-    """Check and translate the fields both endpoints share.  `timeout_s` is for a body that names none."""
-    if body.model != served_name:
-        raise Refusal(
-            404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
-        )
+def _refuse_unserved(body: _Common) -> None:
+    """Raises Refusal for a field that would change the answer and is not served."""
     for name, feature in _UNSERVED.items():
         if getattr(body, name, None) not in (None, False, [], {}):
+            raise _bad("unsupported", f"{name}: {feature} is not served", name)
+    for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
+        if getattr(body, name, None) not in (None, only):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
     form = body.response_format
     if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
@@ -297,43 +344,60 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     if body.stream_options is not None and not body.stream:
         raise _bad("invalid_value", "stream_options: only with stream=true", "stream_options")
 
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    _count("stop", len(stop), config.max_stop_strings)
-    for text in stop:
-        _within("stop", len(text), 1, config.max_stop_chars)
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        _count(name, len(getattr(body, name) or ()), config.max_token_list)
-    bias: list[tuple[int, float]] = []
-    for key, value in (body.logit_bias or {}).items():
-        if not key.isdecimal():
-            raise _bad("invalid_value", "logit_bias: keys must be token ids", "logit_bias")
-        bias.append((int(key), _within("logit_bias", value, -100, 100)))
-    top_k = _or(body.top_k, 0)
-    if body.max_tokens is not None:
-        _within("max_tokens", body.max_tokens, 1, math.inf)
-    if body.truncate_prompt_tokens is not None:
-        _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
-    sampling = Sampling(
-        temperature=_within("temperature", _or(body.temperature, 1.0), 0, 2),
-        top_p=_within("top_p", _or(body.top_p, 1.0), 0, 1, above_low=True),
-        top_k=0 if top_k == -1 else int(_within("top_k", top_k, 0, 2**31)),  # -1 is how other servers say "all"
-        min_p=_within("min_p", _or(body.min_p, 0.0), 0, 1),
-        seed=_or(body.seed, 0) & (2**63 - 1),
-        min_tokens=int(_within("min_tokens", _or(body.min_tokens, 0), 0, math.inf)),
-        presence_penalty=_within("presence_penalty", _or(body.presence_penalty, 0.0), -2, 2),
-        frequency_penalty=_within("frequency_penalty", _or(body.frequency_penalty, 0.0), -2, 2),
-        repetition_penalty=_within(
-            "repetition_penalty", _or(body.repetition_penalty, 1.0), 0, math.inf, above_low=True
-        ),
-        logit_bias=bias,
+
+def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, float]]:
+    """`logit_bias` as (token id, bias) pairs.  Raises Refusal."""
+    check("logit_bias entries", len(given), config)
+    pairs = []
+    for key, value in given.items():
+        check("logit_bias keys", len(key), config)
+        if not re.fullmatch("[0-9]+", key):  # isdecimal() takes the digits of every script
+            raise _bad("invalid_value", "logit_bias: keys must be token ids", "logit_bias", "digits 0 to 9", shown(key))
+        check("logit_bias", value, config)
+        pairs.append((int(key), value))
+    return pairs
+
+
+def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
+    """Raises Refusal."""
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check(name, len(getattr(body, name) or ()), config)
+    return Sampling(
+        temperature=_float("temperature", body.temperature, 1.0, config),
+        top_p=_float("top_p", body.top_p, 1.0, config),
+        top_k=0 if body.top_k == -1 else _int("top_k", body.top_k, 0, config),  # -1 is how other servers say "all"
+        min_p=_float("min_p", body.min_p, 0.0, config),
+        seed=_int("seed", body.seed, 0, config) & (2**63 - 1),
+        min_tokens=_int("min_tokens", body.min_tokens, 0, config),
+        presence_penalty=_float("presence_penalty", body.presence_penalty, 0.0, config),
+        frequency_penalty=_float("frequency_penalty", body.frequency_penalty, 0.0, config),
+        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, 1.0, config),
+        logit_bias=_bias(body.logit_bias or {}, config),
         allowed_token_ids=body.allowed_token_ids or [],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
+    """Check and translate the fields both endpoints share.  `timeout_s` is for a body that names none."""
+    if body.model != served_name:
+        raise Refusal(
+            404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
+        )
+    _refuse_unserved(body)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    check("stop", len(stop), config)
+    for text in stop:
+        check("stop chars", len(text), config)
+    check("cache_salt", len(body.cache_salt or ""), config)
+    for name in ("max_tokens", "truncate_prompt_tokens"):
+        if (value := getattr(body, name)) is not None:
+            check(name, value, config)
     options = body.stream_options or StreamOptions()
     return {
-        "sampling": sampling,
-        "n": int(_within("n", _or(body.n, 1), 1, config.max_n)),
+        "sampling": _sampling(body, config),
+        "n": _int("n", body.n, 1, config),
         "seeded": body.seed is not None,
         "stop": stop,
         "include_stop": bool(body.include_stop_str_in_output),
@@ -344,7 +408,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "return_token_ids": bool(body.return_token_ids),
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
-        "timeout_s": _within("timeout", _or(body.timeout, timeout_s), 0, config.max_timeout_s, above_low=True),
+        "timeout_s": _float("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal")),
     }
 
@@ -358,7 +422,7 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
         prompts = list(given)
     else:
         raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
-    _count("prompt", len(prompts), config.max_prompts)
+    check("prompt", len(prompts), config)
     if not prompts or not all(prompts):
         raise _bad("empty_prompt", "prompt: must not be empty, at least 1 token", "prompt", ">= 1", 0)
     return prompts
@@ -366,12 +430,12 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
 
 def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """POST /v1/completions.  Raises Refusal."""
-    asked: CompletionBody = decode(body, CompletionBody)
+    asked: CompletionBody = decode(body, CompletionBody, config)
     fields = _common(asked, config, served_name, timeout_s)
     if asked.best_of is not None and asked.best_of != fields["n"]:
         raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
-        logprobs = int(_within("logprobs", asked.logprobs, 0, config.max_logprobs))
+        logprobs = _int("logprobs", asked.logprobs, 0, config)
         prompt_logprobs = logprobs if asked.echo else -1
         fields["sampling"] = msgspec.structs.replace(
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
@@ -432,12 +496,12 @@ class DetokenizeBody(msgspec.Struct):
 
 def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """POST /v1/chat/completions.  Raises Refusal."""
-    asked: ChatBody = decode(body, ChatBody)
+    asked: ChatBody = decode(body, ChatBody, config)
     fields = _common(asked, config, served_name, timeout_s)
     if asked.max_completion_tokens is not None:
-        _within("max_completion_tokens", asked.max_completion_tokens, 1, math.inf)
+        check("max_completion_tokens", asked.max_completion_tokens, config)
     if asked.top_logprobs is not None:
-        _within("top_logprobs", asked.top_logprobs, 0, config.max_logprobs)
+        check("top_logprobs", asked.top_logprobs, config)
         if not asked.logprobs:
             raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
     if asked.logprobs:
@@ -459,6 +523,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     block_size: int  # tokens
     total_blocks: int
+    eos_ids: frozenset[int] = frozenset()  # tokens that end an answer; empty: not known
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
@@ -473,8 +538,9 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             token = next(token for token in ids if not 0 <= token < vocab)
-            message = f"{name}: token ids are 0 to {vocab - 1}, got {token}"
-            raise _bad("invalid_token_id", message, name, vocab - 1, token)
+            message = f"token ids are 0 to {vocab - 1}, got {shown(token)}"
+            raise _past("token_id", message, name, vocab - 1, token)
+    _leave_a_token(sampling, limits)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size
     rooms = []
@@ -484,18 +550,50 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         asked = 1 if valid.max_tokens is None else valid.max_tokens
         if len(ids) + asked > longest:
             message = (
-                f"{param}: the model's context is {longest} tokens, but {len(ids) + asked} were asked for: "
+                f"the model's context is {longest} tokens, but {len(ids) + asked} were asked for: "
                 f"{len(ids)} in the prompt and {asked} to generate"
             )
-            raise _bad("context_length_exceeded", message, param, longest, len(ids) + asked)
+            raise _past("context", message, param, longest, len(ids) + asked)
         if len(ids) + asked > pool:
-            message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
-            raise _bad("kv_cache_exceeded", message, param, pool, len(ids) + asked)
+            message = f"the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
+            raise _past("pool", message, param, pool, len(ids) + asked)
         room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
         if sampling.min_tokens > room:
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
             raise _bad("invalid_value", message, "min_tokens", room, sampling.min_tokens)
         rooms.append(room)
+    return rooms
+
+
+def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
+    """Raises Refusal where no token is left for the first position: before `min_tokens` no token may end the answer.
+
+    Every other filter keeps a token: a bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    if not sampling.min_tokens:
+        return
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_ids)
+    name = "allowed_token_ids" if sampling.allowed_token_ids else "stop_token_ids"
+    if all(token in ends for token in sampling.allowed_token_ids or range(limits.vocab_size)):
+        message = f"{name}: with min_tokens {sampling.min_tokens} a token must be left that does not end the answer"
+        raise _bad("invalid_value", message, name, ">= 1 token that does not end the answer", 0)
+
+
+def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[int], config: GatewayConfig) -> list[int]:
+    """`rooms`, with room for the log probabilities that the answer would hold.  Raises Refusal.
+
+    One entry is one token or one alternative.  It takes some 15 bytes in Redis and, in an answer that is not streamed,
+    280 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
+    sampling, key = valid.sampling, "logprob entries"
+    if sampling.logprobs < 0:
+        return rooms
+    width = sampling.logprobs + 1
+    prompts = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs >= 0 else 0
+    fixed = prompts * valid.n
+    if valid.max_tokens is None:
+        most = int(LIMITS[key].bounds(config)[1]) - fixed
+        least = max(1, sampling.min_tokens)
+        rooms = [max(least, min(room, most // (width * valid.n * len(rooms)))) for room in rooms]
+    check(key, fixed + sum(rooms) * valid.n * width, config)
     return rooms
 
 

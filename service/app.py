@@ -22,7 +22,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -42,6 +41,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
+from service.limits import LIMITS, shown
 from service.pacing import StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
@@ -66,11 +66,25 @@ GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
+NO_REDIS = "Redis cannot be used; the log of this gateway says why"
 AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def require_json(request: web.Request) -> None:
+    """Raises Refusal(415) unless the Content-Type is application/json; parameters are ignored.
+
+    A web page can send any other type, or none, to another site without asking that site first (CORS).  So a page could
+    make a server on its reader's own machine compute.  vLLM refuses the same."""
+    given = request.headers.get("Content-Type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        message = f"content-type: must be application/json, got '{shown(given)}'"
+        raise Refusal(
+            415, "unsupported_media_type", message, param="content-type", limit="application/json", given=given
+        )
 
 
 class Unanswered(Exception):
@@ -97,6 +111,7 @@ class Gateway:
         self._quiet = asyncio.Event()  # set while nothing is being answered
         self._quiet.set()
         self._draining = False
+        self._trouble: str | None = None  # as /ready logged it last
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware], client_max_size=self._config.max_body_bytes)
@@ -114,7 +129,7 @@ class Gateway:
                 web.get("/ready", self.ready),
                 web.get("/ping", self.ping),
                 web.get("/version", self.version),
-                web.get("/metrics", self.metrics),
+                web.get("/metrics", self.no_metrics if self._tenants.guarded else self.metrics),
             ]
         )
         if self._config.debug_endpoints:
@@ -168,7 +183,7 @@ class Gateway:
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid)
-        rooms = api.fit(valid, encoded, limits)
+        rooms = api.bound_logprobs(valid, encoded, api.fit(valid, encoded, limits), config)
         prompt_tokens = sum(map(len, encoded))
         cost = admission.Cost(
             prompt_tokens=prompt_tokens,
@@ -280,8 +295,8 @@ class Gateway:
         if self._draining:
             raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
         if self._answering >= self._config.max_open:
-            message = f"this gateway answers {self._config.max_open} requests at a time"
-            raise Refusal(503, "too_many_open", message, limit=self._config.max_open, retry_after_s=1.0)
+            message, row = f"this gateway answers {self._config.max_open} requests at a time", LIMITS["open"]
+            raise Refusal(row.status, row.code, message, limit=self._config.max_open, retry_after_s=1.0)
         self._answering += 1
         self._quiet.clear()
         try:
@@ -336,20 +351,21 @@ class Gateway:
         return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
 
     async def _read(self, request: web.Request) -> bytes:
-        """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other."""
+        """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other; and
+        Refusal(415) before reading a body that is not said to be JSON."""
         limit, length = self._config.max_body_bytes, request.content_length
         if length is not None and length > limit:
             raise self._too_large(length)
+        require_json(request)
         try:
             return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large(f"more than {limit}") from None
 
     def _too_large(self, given: int | str) -> Refusal:
-        limit = self._config.max_body_bytes
-        return Refusal(
-            413, "body_too_large", f"body: at most {limit} bytes, got {given}", param="body", limit=limit, given=given
-        )
+        limit, row = self._config.max_body_bytes, LIMITS["body"]
+        message = f"body: at most {limit} bytes, got {given}"
+        return Refusal(row.status, row.code, message, param=row.field, limit=limit, given=given)
 
     # -- the small endpoints
 
@@ -374,7 +390,7 @@ class Gateway:
         }
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        asked: api.TokenizeBody = api.decode(await self._read(request), api.TokenizeBody)
+        asked: api.TokenizeBody = api.decode(await self._read(request), api.TokenizeBody, self._config)
         if (asked.prompt is None) == (asked.messages is None):
             raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
         ids = await self._tokenizer.tokenize(
@@ -386,11 +402,11 @@ class Gateway:
         return _json({"count": len(ids), "max_model_len": self._card()["max_model_len"], "tokens": ids})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        asked: api.DetokenizeBody = api.decode(await self._read(request), api.DetokenizeBody)
+        asked: api.DetokenizeBody = api.decode(await self._read(request), api.DetokenizeBody, self._config)
         last = len(self._tokenizer.table) - 1
         for token in asked.tokens:
             if not 0 <= token <= last:
-                message = f"tokens: token ids are 0 to {last}, got {token}"
+                message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
                 raise Refusal(400, "invalid_token_id", message, param="tokens", limit=last, given=token)
         return _json({"prompt": self._tokenizer.text_of(asked.tokens, skip_special=False)})
 
@@ -401,7 +417,7 @@ class Gateway:
 
     async def ready(self, request: web.Request) -> web.Response:
         """May a load balancer send work here?  Says why not."""
-        why = self._streams.trouble
+        why = self._redis_trouble()
         engines = self._streams.fleet.engines
         if self._draining:
             why = "this gateway is shutting down"
@@ -411,15 +427,24 @@ class Gateway:
             why = "every engine is shutting down"
         return _json({"ready": why is None, "reason": why}, 200 if why is None else 503)
 
+    def _redis_trouble(self) -> str | None:
+        """Why Redis cannot be used, without its address; that goes to the log, once for each reason."""
+        trouble, before = self._streams.trouble, self._trouble
+        self._trouble = trouble
+        if trouble is not None and trouble != before:
+            log.warning("not ready: %s", trouble)
+        return None if trouble is None else NO_REDIS
+
     async def ping(self, request: web.Request) -> web.Response:
         """Does this process work, whatever the others do?  One that does not must be restarted."""
         if self._streams.supervisor.dead:
-            return web.Response(text=self._streams.trouble, status=503)
+            return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")
 
     async def audit(self, request: web.Request) -> web.Response:
         """Order a full audit of every engine's KV blocks: 200 where all balance, 500 where one doesn't, 503 where one
         (or everyone) is silent."""
+        require_json(request)
         found = await self._streams.audit(AUDIT_PATIENCE_S)
         silent = not found or None in found.values()
         return _json(
@@ -434,6 +459,10 @@ class Gateway:
         return web.Response(
             body=self._telemetry.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
+
+    async def no_metrics(self, request: web.Request) -> web.Response:
+        """Metrics name tenants, and this port is the clients'."""
+        raise Refusal(404, "not_found", "/metrics: a gateway with API keys or tenants serves it on --metrics-port only")
 
     # -- around every request
 
@@ -474,7 +503,7 @@ class Gateway:
             status, response = failure.status, self._refuse(failure, meter)
         finally:
             meter.close(endpoint, status)
-        if self._draining or status == 413:
+        if self._draining or status in (413, 415):  # a body that was not read
             response.force_close()
         return response
 
@@ -527,10 +556,10 @@ class Unserviceable(Exception):
 async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
     """Run one gateway until `stopping` is set; `started` is called once it answers.  Raises StartError, and
     Unserviceable when it cannot read tokens or engines any more."""
-    gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
+    gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants)
-        tokenizer = text.Tokenizer(config.model)
+        tokenizer = text.Tokenizer(config.model, literal_content=config.literal_content)
     except (TenantsError, text.ModelError) as error:
         raise StartError(str(error)) from None
     try:

@@ -157,7 +157,7 @@ def serve(argv: Sequence[str]) -> int:
             embedded.start()
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
-        name = f"{socket.gethostname()}-{os.getpid()}"  # lasts over restarts of a child, who then finds its own again
+        name = settings.process_name()  # lasts over restarts of a child, who then finds its own again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
         # One page for each process, on ports of their own: the engine's first, then the gateways'.

@@ -22,7 +22,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=0,
             le=65535,
-            description="TCP port of this process alone for /metrics and /health; 0: none. With several gateways on "
+            description="TCP port of this process alone for /metrics and /health; 0: none. A gateway with API keys or "
+            "tenants serves /metrics here only. With several gateways on "
             "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
             "the engine first, then each gateway.",
         ),
@@ -50,7 +51,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "redis://127.0.0.1:6379/0"
     )
     namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
-    gateway_id: Annotated[str, Meta(description="Unique name of this process; empty: host name and process id.")] = ""
+    gateway_id: Annotated[
+        str, Meta(description="Unique name of this process; empty: host name, process id and a random part.")
+    ] = ""
     api_keys: Annotated[
         list[str],
         Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; without any key everybody may."),
@@ -58,12 +61,29 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenants: Annotated[
         str, Meta(description="TOML file of tenants: weight and key digests (service/tenants.py). Fair between them.")
     ] = ""
+    literal_content: Annotated[
+        bool,
+        Meta(
+            description="Encode the content of chat messages as text, also where it reads like a special token of the "
+            "model, so that no user can end a message and write another one. System and developer messages may hold "
+            "special tokens. Off: every message may, as in vLLM."
+        ),
+    ] = True
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
     ] = 8 * 1024 * 1024
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
     max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
+    max_logprob_entries: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Log probabilities in one answer: tokens, with echo also prompt tokens, times n times "
+            "(alternatives + 1). An entry takes about 15 bytes in Redis, and 280 in a gateway where the answer is not "
+            "streamed. The default scores 131,072 prompt tokens with one alternative each; raise it with the memory.",
+        ),
+    ] = 262_144
     max_stop_strings: Annotated[int, Meta(ge=0, description="Each costs a search in every token's text.")] = 16
     max_stop_chars: Annotated[
         int, Meta(ge=1, description="Length of one stop string: that much text may be held back.")

@@ -20,6 +20,7 @@ import msgspec
 from engine.wire.bus import Once
 from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
+from service.limits import KEY_CHARS
 
 _ID_TIME = 12  # hexadecimal digits of a request id that say when it was made, unix milliseconds
 
@@ -79,9 +80,9 @@ def once(key: str | None, owner: str, path: str, body: bytes) -> Once | None:
     body, byte for byte.  None without a header.  Raises Refusal."""
     if key is None:
         return None
-    if not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
-        message = "idempotency-key: must be 1 to 255 printable ASCII characters"
-        raise Refusal(400, "invalid_value", message, param="idempotency-key", limit=255)
+    if not re.fullmatch(rf"[\x21-\x7e]{{1,{KEY_CHARS}}}", key):
+        message = f"idempotency-key: must be 1 to {KEY_CHARS} printable ASCII characters"
+        raise Refusal(400, "invalid_value", message, param="idempotency-key", limit=KEY_CHARS, given=len(key))
     return Once(_digest(owner.encode(), key.encode()), _digest(path.encode(), body))
 
 

@@ -20,6 +20,8 @@ import msgspec
 
 from service.api import Refusal
 
+SALT_BYTES = 16  # of a salt's digest
+
 
 class TenantsError(Exception):
     """The file of tenants cannot be used: one line naming file, tenant and what is wrong."""
@@ -30,10 +32,14 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
     def salt(self, asked: str) -> str:
-        """The prefix-cache namespace for a client's own `cache_salt`: no two tenants get the same from any two."""
+        """Return the prefix-cache namespace for a client's own `cache_salt`.
+
+        No two tenants get the same namespace: a tenant's name holds no space.  A salt takes 32 characters in Redis and
+        in the engines, however long it is, and cannot be read there."""
+        digest = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES).hexdigest()
         if self.name:
-            return f"tenant {self.name} {asked}"
-        return f"salt {asked}" if asked else ""
+            return f"tenant {self.name} {digest if asked else ''}"
+        return f"salt {digest}" if asked else ""
 
 
 class Tenants:
@@ -47,6 +53,11 @@ class Tenants:
         self._open = not self._of and not path
         if path:
             self._read(path)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a key is needed."""
+        return not self._open
 
     def _read(self, path: str) -> None:
         try:

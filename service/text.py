@@ -15,13 +15,15 @@ import codecs
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.wire.messages import Finish
 from service.api import Prompt, Refusal, ValidRequest
+from service.echo import aligned
 from service.format import Piece, Prompted
+from service.literal import LiteralContent
 from service.mailbox import Mailbox
 from service.streams import FORGOTTEN, OpenRequest
 
@@ -73,19 +75,31 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
     raise ModelError(f"tokenizer: decoder {sorted(kinds) or 'none'} is neither byte-level nor SentencePiece-style")
 
 
+def _added(backend: Any) -> tuple[int, int]:
+    """How many tokens the tokenizer puts before every text, and how many after it."""
+    mask = backend.encode("a").special_tokens_mask
+    text = mask.index(0) if 0 in mask else len(mask)
+    return text, mask[::-1].index(0) if 0 in mask else 0
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, source: str) -> None:
-        """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError."""
+    def __init__(self, source: str, *, literal_content: bool = True) -> None:
+        """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
+
+        `literal_content`: the content of chat messages holds no special tokens (`literal.py`)."""
         # Imported here: it takes over a second, which `import service` must not.
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(source)
+            self._hf: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises a dozen kinds for a directory that is no model
+            if "trust_remote_code" in str(error):
+                message = "its tokenizer needs code from the model's repository, which Quire does not run"
+                raise ModelError(f"model {source}: {message}") from None
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(f"model {source}: {reason}") from None
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -97,6 +111,8 @@ class Tokenizer:
         for token, added in backend.get_added_tokens_decoder().items():
             if added.special:
                 self._visible[token] = b""
+        self._literal = LiteralContent(backend) if literal_content and self._hf.chat_template else None
+        self._added = _added(backend)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
@@ -124,14 +140,19 @@ class Tokenizer:
         if not self._hf.chat_template:
             message = "messages: this model has no chat template; use /v1/completions"
             raise Refusal(400, "no_chat_template", message, param="messages")
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            text: str = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            return text
+
         try:
-            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            text, spans = self._literal.render(messages, render) if self._literal else (render(messages), [])
         except Exception as error:  # whatever the template does with these messages is the messages' fault
             # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
             said = f": {error}" if type(error).__name__ == "TemplateError" else ""
             message = f"messages: the model's chat template refuses them{said}"
             raise Refusal(400, "chat_template_error", message, param="messages") from None
-        return self._encode(text, special=False)
+        return self._literal.encode(text, spans) if self._literal and spans else self._encode(text, special=False)
 
     async def _off_loop(self, chars: int, work: Any) -> list[list[int]]:
         """Run `work` here when it is short, else on a thread: the Rust tokenizer lets go of the interpreter."""
@@ -176,10 +197,21 @@ class Tokenizer:
         for prompt, ids in zip(valid.prompts, encoded, strict=True):
             untouched = isinstance(prompt, str) and valid.truncate_prompt_tokens is None
             text = str(prompt) if untouched else self.text_of(ids, skip_special=valid.skip_special)
-            stream = TextStream(self, skip_special=valid.skip_special, track_offsets=True)
-            stream.push(ids)
-            prompted.append(Prompted(ids, text, stream.take_offsets()))
+            offsets: list[int] = []
+            if valid.sampling.logprobs >= 0:
+                # A client's own text shows the special tokens that stand in it, but not those that were added to it.
+                pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
+                for at in self._added_to(ids) if untouched else ():
+                    pieces[at] = b""
+                text, offsets = aligned(text, pieces)
+            prompted.append(Prompted(ids, text, offsets))
         return prompted
+
+    def _added_to(self, ids: list[int]) -> Iterator[int]:
+        """Where the tokens stand that the tokenizer has added to a text."""
+        first, last = self._added
+        yield from range(min(first, len(ids)))
+        yield from range(max(first, len(ids) - last), len(ids))
 
 
 class TextStream:

@@ -19,8 +19,9 @@ spec.loader.exec_module(options)
 STALE = "not current: run .venv/bin/python .ci/options.py"
 
 
-def test_the_page_and_the_charts_schema_are_current() -> None:
+def test_the_pages_and_the_charts_schema_are_current() -> None:
     assert options.PAGE.read_text(encoding="utf-8") == options.page(), STALE
+    assert options.API.read_text(encoding="utf-8") == options.api(), STALE
     assert json.loads(options.SCHEMA.read_text(encoding="utf-8")) == json.loads(options.schema()), STALE
 
 
@@ -38,3 +39,10 @@ def test_programs_mean_the_same_by_the_same_name() -> None:
     for cls, _ in options.SECTIONS.values():
         for option in settings.options(cls):
             assert limits.setdefault(option.name, option.limits) == option.limits, option.name
+
+
+def test_the_page_of_the_api_shows_every_limit() -> None:
+    written = options.API.read_text(encoding="utf-8").split(options.BEGIN)[1].split(options.END)[0]
+    for limit in options.limits.LIMITS.values():
+        assert f"`{limit.field.split(', ')[0]}`" in written, limit.field
+        assert limit.counts in written, limit.field

@@ -27,7 +27,7 @@ class Outlook:
     about and how many steps late results come in (`late`)."""
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        self.lengths = LengthModel()  # of outputs, by cache salt
+        self.lengths = LengthModel()  # of outputs, by tenant
         self.calibration = Calibration()
         self.ask_again = 0  # before this step the forecast, having said no, is not asked again
         self._pool, self._limits = pool, limits
@@ -73,7 +73,7 @@ class Outlook:
     def foretell(self, seq: Sequence) -> None:
         """It starts: note how long its output will be, to be judged by learn()."""
         if seq.stops:
-            lengths, produced = self.lengths.lengths(seq.request.cache_salt), seq.known - seq.prompt_len
+            lengths, produced = self.lengths.lengths(seq.request.tenant), seq.known - seq.prompt_len
             most = seq.limit - seq.known
             seq.foretold = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
 
@@ -83,7 +83,7 @@ class Outlook:
             produced, cap = seq.known - seq.prompt_len, seq.limit - seq.prompt_len
             if ended or produced >= cap:
                 self.calibration.output(seq.foretold, produced, cap)
-            self.lengths.observe(seq.request.cache_salt, produced, ended)
+            self.lengths.observe(seq.request.tenant, produced, ended)
 
     def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
         """Judge the bounds: of one cohort after the other, what they come to hold.  To be called in every step."""
@@ -141,7 +141,7 @@ class Outlook:
         elif seq.stops:
             request = seq.request
             produced = max(0, tokens - len(request.token_ids))
-            lengths = self.lengths.lengths(request.cache_salt)
+            lengths = self.lengths.lengths(request.tenant)
             demand.add(lengths, tokens - shared * size, produced, max(1, seq.limit - tokens))
         else:  # nothing ends it before its limit; the last token is never computed, but has to be reported
             demand.add_known(Held(tokens - shared * size, max(0, seq.limit - 1 - tokens) + late))

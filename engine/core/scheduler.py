@@ -622,6 +622,7 @@ class Scheduler:
                 self.pool.acquire(seq.table)
                 sibling.table, sibling.computed = list(seq.table), end
                 sibling.digests = list(seq.digests)
+                sibling.prompt_logprobs = seq.prompt_logprobs  # one list, which commit() fills
                 sibling.seated_before = True
                 forks.append(Fork(sibling.row, seq.row, list(seq.table), self._sampler(sibling)))
                 self._decode_from(sibling, step + 1, forked=True)

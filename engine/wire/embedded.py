@@ -13,11 +13,12 @@ import importlib.util
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -207,8 +208,25 @@ def _socket_folder() -> tuple[Path, IO[bytes]]:
 
 
 def _sweep(base: Path) -> None:
-    """Remove our folders in `base` whose owner is gone; those of other users stay."""
-    for lock in base.glob(f"{FOLDER}*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    """Remove the folders in `base` that this user's killed owners have left.
+
+    Anybody can write to `base`, so each entry may be a trap.  Only a directory of this user with mode 0700 is touched,
+    no symbolic link is followed, and no file is opened for truncation."""
+    for folder in base.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError), _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as inside:
+            found = os.fstat(inside)
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+                continue
+            with _opened(LOCK, os.O_RDWR, inside) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
+    """A file descriptor of `path`, relative to the open directory `folder`.  Raises OSError for a symbolic link."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -32,7 +32,7 @@ FADED = 4  # half-lives: a prompt found again once is forgotten after so many, o
 MOST = 512  # entries of a fingerprint
 MOST_BYTES = 4 << 20  # of all of them: a million tokens
 LONGEST = 32_768  # tokens of one; of a longer prefix its beginning is kept
-NEWS_BYTES = 256 << 10  # new entries in one report; what is still hot comes again in a later one
+NEWS_BYTES = 256 << 10  # tokens and salts of new entries in one report; what is still hot comes again in a later one
 MANIFEST_MS = 86_400_000  # what nobody reports of is forgotten a day later
 
 # fingerprint, unix ms, then (digest, hits, HotPrefix or '') ...; returns the digests that '' was given for and that
@@ -132,8 +132,9 @@ class Manifest:
         news: list[bytes | int] = []
         left = NEWS_BYTES
         for reuse in sorted(reuses, key=lambda reuse: reuse.hits, reverse=True):
-            if reuse.digest in unknown and reuse.length * TOKEN_BYTES <= left:
-                left -= reuse.length * TOKEN_BYTES
+            size = reuse.length * TOKEN_BYTES + len(reuse.cache_salt.encode())
+            if reuse.digest in unknown and size <= left:
+                left -= size
                 news += (reuse.digest, reuse.hits, self._encode(reuse.prefix()))
         if news:
             await self._run(REUSED, fingerprint, now_ms, *news)

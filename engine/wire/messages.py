@@ -138,6 +138,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     yields: int = 0  # preemptions since start that made room for a tenant that held less than its share
     crowd: list[str] = []  # tenants that hold their share of its KV cache or more
     yield_tokens: int = 0  # prompt tokens of others that could start at once: the crowd's newest would yield
+    eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import secrets
+import socket
 import sys
 import textwrap
 import tomllib
@@ -116,6 +119,13 @@ def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec
         if variable.startswith(PREFIX) and variable not in known:
             return f"{variable} is not an option{_meant(variable, known)}"
     return None
+
+
+def process_name() -> str:
+    """Return a name for this process, unique until it ends: host, process id and a random part.
+
+    Containers that share the host's network also share its name, and each may be process 1."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def flag_of(field: str) -> str:

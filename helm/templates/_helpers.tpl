@@ -23,6 +23,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* Port of a gateway's metrics, which name tenants: never that of its clients. */}}
+{{- define "quire.gateway.metricsPort" -}}
+{{- default 9100 .Values.gateway.config.metrics_port | int -}}
+{{- end }}
+
+{{/* 70 % of a memory limit in bytes; empty without a limit.  The rest is for connections' buffers and for the copy that
+     the server makes of changed pages while it rewrites its file. */}}
+{{- define "quire.redis.maxmemory" -}}
+{{- with (.Values.redis.bundled.resources.limits | default dict).memory -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "[A-Za-z]*$" $text -}}
+{{- $number := trimSuffix $unit $text -}}
+{{- if not (and (hasKey $units $unit) (regexMatch "^[0-9]+([.][0-9]+)?(e[+]?[0-9]+)?$" $number)) -}}
+{{- fail (printf "redis.bundled.resources.limits.memory: %s is no amount of memory such as 1Gi" $text) -}}
+{{- end -}}
+{{- printf "%.0f" (floor (mulf (float64 $number) (float64 (get $units $unit)) 0.7)) -}}
+{{- end -}}
+{{- end }}
+
 {{- define "quire.image" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}
 image: {{ printf "%s:%s" $image.repository (default $root.Chart.AppVersion $image.tag) | quote }}

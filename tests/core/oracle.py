@@ -114,10 +114,12 @@ class OracleExecutor:
             rows.append(row)
             sampled.append(token)
             self.decoding[row] = sampler, ends[row], token
-        targets = {piece.row: [TokenLogprob(-float(token)) for token in piece.targets] for piece in plan.slices}
-        return StepResult(
-            plan.step, rows, sampled, prompt_logprobs={row: said for row, said in targets.items() if said}
-        )
+        scored = {
+            piece.row: [TokenLogprob(-float(token)) for token in piece.targets]
+            for piece in plan.slices
+            if piece.targets
+        }
+        return StepResult(plan.step, rows, sampled, prompt_logprobs=scored)
 
     def context(self, row: int, end: int) -> list[int]:
         table = self.tables[row]

@@ -638,6 +638,37 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     assert max(rig.core.outlook.calibration.judged) <= 1  # not the one that was aborted
 
 
+def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
+    rig = Rig()
+    for at in range(3):
+        rig.add([1] * 4, 3, tenant="acme", salt=f"salt {at}")
+    rig.add([1] * 4, 3, salt="the client's own choice")
+    rig.run()
+    assert list(rig.core.outlook.lengths._tenants) == ["acme"]
+    assert rig.core.outlook.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("leaves", [None, 0, 1])
+def test_every_continuation_gets_the_log_probabilities_of_the_prompt(depth: int, leaves: int | None) -> None:
+    """Forks share their leader's; whichever of them is aborted, the others still have them."""
+    rig = Rig(depth=depth, chunk_tokens=3)
+    prompt = list(range(1, 9))
+    request = rig.add(prompt, 3, n=3, ignore_eos=True, prompt_logprobs=0)
+    while rig.submit():
+        if leaves is not None and rig.core.step == 3:  # the last chunk is on its way
+            rig.core.abort(request, leaves)
+            rig.collect_outputs()
+        if len(rig.executor.plans) == depth:
+            rig.commit()
+    rig.run()
+    firsts = {delta.index: delta for delta in rig.deltas if delta.token_ids and delta.first == 0}
+    assert set(firsts) == {0, 1, 2} - {leaves}
+    for delta in firsts.values():
+        assert delta.prompt_logprobs is not None
+        assert [entry.logprob for entry in delta.prompt_logprobs] == [-float(token) for token in prompt[1:]]
+
+
 def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -> None:
     """Two that could outgrow the pool together: the one behind pauses where it stands, computes nothing twice, and says
     what it would have said."""

@@ -246,6 +246,72 @@ def test_a_redis_of_ones_own_comes_from_a_secret_with_its_certificates() -> None
         assert "/etc/quire/redis-tls" in [m["mountPath"] for m in container["volumeMounts"]]
 
 
+@pytest.mark.parametrize(
+    ("memory", "maxmemory"),
+    [
+        ("1Gi", "751619276"),
+        ("1536Mi", "1127428915"),
+        ("0.5Gi", "375809638"),
+        ("2G", "1400000000"),
+        ("600000Ki", "430080000"),
+        (1_000_000_000, "700000000"),
+        ("1000000000", "700000000"),
+    ],
+)
+def test_redis_refuses_before_the_kernel_kills_it(memory: str | int, maxmemory: str) -> None:
+    manifests = rendered({"redis": {"bundled": {"resources": {"limits": {"memory": memory}}}}})
+    (container,) = pods(manifests)["redis"]["containers"]
+    command = container["command"]
+    assert command[command.index("--maxmemory") + 1] == maxmemory
+    assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
+
+
+def test_redis_without_a_memory_limit_has_no_maxmemory() -> None:
+    (container,) = pods(rendered({"redis": {"bundled": {"resources": {"limits": None}}}}))["redis"]["containers"]
+    assert "--maxmemory" not in container["command"]
+    with pytest.raises(helm_python.HelmError, match=r"redis\.bundled\.resources\.limits\.memory"):
+        rendered({"redis": {"bundled": {"resources": {"limits": {"memory": "lots"}}}}})
+
+
+@every_values_file
+def test_metrics_have_ports_of_their_own(name: str) -> None:
+    """They name tenants, so no Service and no client's port leads to them."""
+    manifests = rendered(values(name))
+    read = config(manifests)
+    for component in PROGRAMS:
+        (container,) = pods(manifests)[component]["containers"]
+        numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
+        port = "gateway-metrics" if component == "gateway" else "metrics"
+        assert numbers[port] == read[component]["metrics_port"] != read["gateway"]["port"]
+        for monitor in (
+            m for m in manifests if m["kind"] == "PodMonitor" and m["metadata"]["name"].endswith(component)
+        ):
+            assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == [port]
+    assert [m for m in manifests if m["kind"] == "ServiceMonitor"] == []
+    (service,) = [m for m in manifests if m["kind"] == "Service" and m["metadata"]["name"].endswith(("quire", "llm"))]
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ["http"]
+
+
+def test_scrapers_reach_the_metrics_and_clients_the_gateways() -> None:
+    manifests = rendered(values("everything"))
+    asked = values("everything")["networkPolicy"]
+    gateway, engine = (only(manifests, "NetworkPolicy", name)["spec"]["ingress"] for name in ("gateway", "engine"))
+    assert gateway == [
+        {"ports": [{"port": "http"}], "from": asked["clients"]},
+        {"ports": [{"port": "gateway-metrics"}], "from": asked["scrapers"]},
+    ]
+    assert engine == [{"ports": [{"port": "metrics"}], "from": asked["scrapers"]}]
+    default = only(rendered({}), "NetworkPolicy", "gateway")["spec"]["ingress"]
+    assert default == [{"ports": [{"port": "http"}]}, {"ports": [{"port": "gateway-metrics"}]}]
+
+
+def test_the_gateways_metrics_port_is_an_option() -> None:
+    manifests = rendered({"gateway": {"config": {"metrics_port": 9777}}})
+    assert config(manifests)["gateway"]["metrics_port"] == 9777
+    (container,) = pods(manifests)["gateway"]["containers"]
+    assert {"name": "gateway-metrics", "containerPort": 9777} in container["ports"]
+
+
 def test_dashboards_and_alerts_are_grafanas_own() -> None:
     """Links, so there is nothing to keep equal; Helm follows them when it loads and when it packages."""
     manifests = rendered(values("everything"))

@@ -46,7 +46,7 @@ class Node:
         self.folder = folder
         self.manifests = manifests
         self.pods = pods(manifests)
-        self.ports = {name: free_port() for name in ("http", "metrics", "redis")}
+        self.ports = {name: free_port() for name in ("http", "metrics", "gateway-metrics", "redis")}
         self.writes = folder / "writes"
         for path in ("tmp", "var/cache/quire", "data", "etc/quire", "bin"):
             (folder / path).mkdir(parents=True)
@@ -98,9 +98,8 @@ class Node:
             "TMPDIR": str(self.folder / "tmp"),
             "PYTHONDONTWRITEBYTECODE": "1",  # an image is compiled when it is built
             # in the files of the chart are the ports of the pods; the environment beats them
-            "QUIRE_PORT" if component == "gateway" else "QUIRE_METRICS_PORT": str(
-                self.ports[container["ports"][0]["name"]]
-            ),
+            **({"QUIRE_PORT": str(self.ports["http"])} if component == "gateway" else {}),
+            "QUIRE_METRICS_PORT": str(self.ports["gateway-metrics" if component == "gateway" else "metrics"]),
             **self.environment(component, container),
             **more,
         }

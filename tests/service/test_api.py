@@ -18,7 +18,7 @@ from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
-LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5)
+LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))
 
 
 def completion(**fields: Any) -> ValidRequest:
@@ -43,9 +43,9 @@ def refused(call: Any, *args: Any, **fields: Any) -> Refusal:
         ({"temperature": -1}, "temperature", ">= 0 and <= 2", -1),
         ({"temperature": float("nan")}, "temperature", "finite", "NaN or Infinity"),
         ({"top_p": 0}, "top_p", "> 0 and <= 1", 0),
-        ({"top_k": -2}, "top_k", ">= 0 and <= 2.14748e+09", -2),
+        ({"top_k": -2}, "top_k", ">= 0 and <= 2147483647", -2),
         ({"min_p": 1.5}, "min_p", ">= 0 and <= 1", 1.5),
-        ({"max_tokens": 0}, "max_tokens", ">= 1", 0),
+        ({"max_tokens": 0}, "max_tokens", ">= 1 and <= 2147483647", 0),
         ({"n": 5}, "n", ">= 1 and <= 4", 5),
         ({"n": 0}, "n", ">= 1 and <= 4", 0),
         ({"stop": ["x"] * 1000}, "stop", 16, 1000),
@@ -53,7 +53,12 @@ def refused(call: Any, *args: Any, **fields: Any) -> Refusal:
         ({"stop": "x" * 300}, "stop", ">= 1 and <= 256", 300),
         ({"presence_penalty": 3}, "presence_penalty", ">= -2 and <= 2", 3),
         ({"frequency_penalty": -3}, "frequency_penalty", ">= -2 and <= 2", -3),
-        ({"repetition_penalty": 0}, "repetition_penalty", "> 0", 0),
+        ({"repetition_penalty": 0}, "repetition_penalty", ">= 0.01 and <= 100", 0),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty", ">= 0.01 and <= 100", 1e-320),
+        ({"repetition_penalty": 101}, "repetition_penalty", ">= 0.01 and <= 100", 101),
+        ({"cache_salt": "s" * 257}, "cache_salt", 256, 257),
+        ({"seed": 2**63}, "seed", f">= {-(2**63)} and <= {2**63 - 1}", 2**63),
+        ({"logit_bias": {"3" * 11: 1}}, "logit_bias", 10, 11),
         ({"logit_bias": {"3": 101}}, "logit_bias", ">= -100 and <= 100", 101),
         ({"stop_token_ids": [1] * 2000}, "stop_token_ids", 1024, 2000),
         ({"timeout": 0}, "timeout", "> 0 and <= 3600", 0),
@@ -62,8 +67,8 @@ def refused(call: Any, *args: Any, **fields: Any) -> Refusal:
         ({"timeout": float("inf")}, "timeout", "finite", "NaN or Infinity"),
         ({"priority": "urgent"}, "priority", "high, normal, low, or a whole number from -100 (first) to 100", "urgent"),
         ({"priority": 101}, "priority", "high, normal, low, or a whole number from -100 (first) to 100", 101),
-        ({"min_tokens": -1}, "min_tokens", ">= 0", -1),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ">= 1", 0),
+        ({"min_tokens": -1}, "min_tokens", ">= 0 and <= 2147483647", -1),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ">= 1 and <= 2147483647", 0),
     ],
 )
 @pytest.mark.parametrize("call", [completion, chat])
@@ -93,6 +98,11 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"prompt": ["a"] * 65}, "prompt", "too_many"),
         (completion, {"max_tokens": "ten"}, "max_tokens", "invalid_type"),
         (completion, {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        (completion, {"logit_bias": {"": 1}}, "logit_bias", "invalid_value"),
+        (completion, {"logit_bias": {"\u0663": 1}}, "logit_bias", "invalid_value"),  # an Arabic three
+        (completion, {"logits_processors": ["x"]}, "logits_processors", "unsupported"),
+        (completion, {"prompt_logprobs": 0}, "prompt_logprobs", "unsupported"),
+        (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
         (completion, {"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
@@ -107,6 +117,14 @@ def test_a_value_out_of_range_is_named_with_its_limit(
             "unsupported",
         ),
         (chat, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_type"),
+        (chat, {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported"),
+        (chat, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "unsupported"),
+        (chat, {"documents": [{"text": "x"}]}, "documents", "unsupported"),
+        (chat, {"continue_final_message": True}, "continue_final_message", "unsupported"),
+        (chat, {"add_generation_prompt": False}, "add_generation_prompt", "unsupported"),
+        (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported"),
+        (chat, {"echo": True}, "echo", "unsupported"),
+        (chat, {"prompt_logprobs": 3}, "prompt_logprobs", "unsupported"),
         (chat, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         (chat, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
@@ -115,6 +133,12 @@ def test_a_value_out_of_range_is_named_with_its_limit(
 def test_what_cannot_be_served_is_refused_by_name(call: Any, fields: dict[str, Any], param: str, code: str) -> None:
     refusal = refused(call, **fields)
     assert (refusal.status, refusal.param, refusal.code) == (400, param, code)
+
+
+def test_fields_that_change_nothing_are_taken() -> None:
+    chat(add_generation_prompt=True, continue_final_message=False, echo=False, chat_template_kwargs={}, documents=[])
+    chat(add_special_tokens=False, prompt_logprobs=None)
+    completion(add_special_tokens=True, logits_processors=[])
 
 
 def test_another_model_is_not_found() -> None:
@@ -214,6 +238,20 @@ def test_fields_arrive() -> None:
         ({"logit_bias": {"77": 1}}, [1], "invalid_token_id", 49, 77),
         ({}, [], "empty_prompt", ">= 1", 0),
         ({"min_tokens": 17}, [1], "invalid_value", 16, 17),
+        (
+            {"min_tokens": 1, "allowed_token_ids": [2, 3], "stop_token_ids": [3]},
+            [1],
+            "invalid_value",
+            ">= 1 token that does not end the answer",
+            0,
+        ),
+        (
+            {"min_tokens": 1, "stop_token_ids": list(range(50)), "ignore_eos": True},
+            [1],
+            "invalid_value",
+            ">= 1 token that does not end the answer",
+            0,
+        ),
     ],
 )
 def test_what_only_the_engines_limits_can_tell(
@@ -221,6 +259,19 @@ def test_what_only_the_engines_limits_can_tell(
 ) -> None:
     refusal = refused(api.fit, completion(**fields), [ids], LIMITS)
     assert (refusal.status, refusal.code, refusal.limit, refusal.given) == (400, code, limit, given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [2]},  # min_tokens is 0: the answer may end at once
+        {"min_tokens": 1, "allowed_token_ids": [2], "ignore_eos": True},
+        {"min_tokens": 1, "allowed_token_ids": [2, 4]},
+        {"min_tokens": 1, "stop_token_ids": list(range(49))},
+    ],
+)
+def test_a_token_is_left_before_min_tokens(fields: dict[str, Any]) -> None:
+    assert api.fit(completion(**fields), [[1]], LIMITS) == [16]
 
 
 def test_chat_may_use_the_rest_of_the_context_or_of_the_pool() -> None:

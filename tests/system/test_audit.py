@@ -13,7 +13,7 @@ from tests.system.stack import Stack
 
 
 async def ask(url: str, key: str = "") -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     async with ClientSession() as session, session.post(f"{url}/debug/audit", headers=headers) as response:
         return response.status, await response.json()
 

@@ -83,3 +83,41 @@ time.sleep(60)
         assert not left.exists()
         assert one.url != other.url
         assert Path(one.url.removeprefix("unix://")).exists()  # no owner sweeps away a living one's
+
+
+@pytest.mark.parametrize("link", ["owner", "folder"])
+def test_a_planted_link_leads_the_sweep_to_no_other_file(tmp_path: Path, link: str) -> None:
+    """Everybody may write to the temporary folder, so what lies there may be a trap."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / embedded.LOCK).write_text("kept")
+    base = tmp_path / "tmp"
+    base.mkdir()
+    trap = base / f"{embedded.FOLDER}x"
+    if link == "owner":
+        trap.mkdir(mode=0o700)
+        (trap / embedded.LOCK).symlink_to(precious / embedded.LOCK)
+    else:
+        trap.symlink_to(precious)
+    embedded._sweep(base)
+    assert (precious / embedded.LOCK).read_text() == "kept"
+    assert trap.exists()
+
+
+def test_the_sweep_leaves_folders_that_others_could_have_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(name: str, mode: int) -> Path:
+        folder = tmp_path / f"{embedded.FOLDER}{name}"
+        folder.mkdir()
+        (folder / embedded.LOCK).write_text("")
+        folder.chmod(mode)
+        return folder
+
+    open_to_all, ours = left("open", 0o755), left("ours", 0o700)
+    uid = os.geteuid()
+    monkeypatch.setattr(embedded.os, "geteuid", lambda: uid + 1)
+    embedded._sweep(tmp_path)
+    assert ours.exists()  # another user's
+    monkeypatch.undo()
+    embedded._sweep(tmp_path)
+    assert open_to_all.exists()
+    assert not ours.exists()

@@ -80,6 +80,12 @@ async def test_tokens_travel_once_and_the_new_ones_in_portions(bus: Bus) -> None
     assert [hits for hits, _ in await counts(engine, NOW_MS)] == pytest.approx([6, 4, 1], rel=1e-6)
 
 
+async def test_a_salt_counts_among_the_bytes_of_what_is_new(bus: Bus) -> None:
+    engine = await bus.engine()
+    await engine.manifest.reused("f", [reuse("a", 5, 8, "s" * NEWS_BYTES), reuse("b", 1)], NOW_MS)
+    assert [hot.cache_salt for _, hot in await counts(engine, NOW_MS)] == [""]
+
+
 async def test_a_manifest_that_nobody_reports_to_is_forgotten(bus: Bus) -> None:
     engine = await bus.engine()
     await engine.manifest.reused("f", [reuse("a")], NOW_MS)

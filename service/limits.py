@@ -1,0 +1,172 @@
+"""Limits of every input: one table, read by the checks (`api.py`, `app.py`, ...) and printed by `.ci/options.py`.
+
+    LIMITS["top_p"] --broken("top_p", 1.5, config)--> Broken: status, code, message, limit, given --> a Refusal
+                    --rows(config)------------------> docs/api.md, service/OPTIONS.md
+
+To add a limit, add a row here and call `broken` where the input is known.  An operator can change the limits that name
+an option.  Nothing here imports more than the configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from engine.wire.bus import PRIORITIES
+from service.config import GatewayConfig
+
+WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
+SALT_CHARS = 256  # of cache_salt; only its digest travels
+KEY_CHARS = 255  # of Idempotency-Key
+DIGITS = 10  # of a token id that is a key of logit_bias
+LONGEST_GIVEN = 64  # characters of a refused value that are repeated
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The bounds of one input.  Without `low` or `high` that side is open."""
+
+    field: str  # as the client writes it; `param` of the refusal
+    counts: str  # what the number is, with its unit
+    low: float | None = None
+    high: float | None = None
+    above_low: bool = False  # `low` itself is refused
+    option: str = ""  # of GatewayConfig: it holds `high`
+    entries: bool = False  # the number is a length, so the refusal says "at most"
+    set_by: str = ""  # what decides, where neither this table nor a gateway's option does
+    code: str = "invalid_value"
+    status: int = 400
+
+    def bounds(self, config: GatewayConfig) -> tuple[float, float]:
+        """The least and the greatest value; infinite where a side is open."""
+        high = getattr(config, self.option) if self.option else self.high
+        return -math.inf if self.low is None else self.low, math.inf if high is None else high
+
+    def text(self, config: GatewayConfig) -> str:
+        """The bounds as a refusal and the pages say them."""
+        low, high = self.bounds(config)
+        least = "" if math.isinf(low) else f"{'>' if self.above_low else '>='} {number(low)}"
+        most = "" if math.isinf(high) else f"<= {number(high)}"
+        return " and ".join(filter(None, (least, most)))
+
+
+class Broken(NamedTuple):
+    """Why an input is refused; the fields of a Refusal."""
+
+    status: int
+    code: str
+    message: str
+    param: str
+    limit: float | str
+    given: float | str
+
+
+LIMITS: dict[str, Limit] = {
+    "body": Limit("body", "bytes", option="max_body_bytes", entries=True, code="body_too_large", status=413),
+    "prompt": Limit("prompt", "prompts", option="max_prompts", entries=True, code="too_many"),
+    "context": Limit(
+        "prompt",
+        "tokens of one prompt and of its answer; for chat, of all messages",
+        set_by="`--max-model-len` of the engine",
+        code="context_length_exceeded",
+    ),
+    "pool": Limit(
+        "prompt",
+        "tokens of one prompt and of its answer",
+        set_by="the engine's KV cache",
+        code="kv_cache_exceeded",
+    ),
+    "token_id": Limit(
+        "prompt, stop_token_ids, allowed_token_ids, logit_bias, tokens",
+        "each token id",
+        set_by="the model's vocabulary",
+        code="invalid_token_id",
+    ),
+    "n": Limit("n", "continuations of each prompt", 1, option="max_n"),
+    "max_tokens": Limit("max_tokens", "tokens of each continuation", 1, WHOLE),
+    "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation", 1, WHOLE),
+    "min_tokens": Limit("min_tokens", "tokens, at most max_tokens", 0, WHOLE),
+    "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens", 1, WHOLE),
+    "temperature": Limit("temperature", "number", 0, 2),
+    "top_p": Limit("top_p", "probability", 0, 1, above_low=True),
+    "top_k": Limit("top_k", "tokens; 0 and -1 keep all", 0, WHOLE),
+    "min_p": Limit("min_p", "fraction of the greatest probability", 0, 1),
+    "seed": Limit("seed", "whole number of 64 bits", -(2**63), 2**63 - 1),
+    "presence_penalty": Limit("presence_penalty", "number", -2, 2),
+    "frequency_penalty": Limit("frequency_penalty", "number", -2, 2),
+    # A float32 holds every logit times or over one of these.
+    "repetition_penalty": Limit("repetition_penalty", "number", 0.01, 100),
+    "logit_bias": Limit("logit_bias", "each value", -100, 100),
+    "logit_bias keys": Limit("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, entries=True),
+    "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
+    "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
+    "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
+    "cache_salt": Limit("cache_salt", "characters", high=SALT_CHARS, entries=True, code="too_long"),
+    "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "logprob entries": Limit(
+        "logprobs",
+        "entries of the answer: (tokens, with echo also prompt tokens) x n x (alternatives + 1)",
+        option="max_logprob_entries",
+        entries=True,
+        code="too_many_logprobs",
+    ),
+    "priority": Limit("priority", "whole number; high, normal and low stand for -1, 0 and 1", *PRIORITIES),
+    "timeout": Limit("timeout", "seconds", 0, option="max_timeout_s", above_low=True),
+    "x-request-timeout": Limit("X-Request-Timeout", "seconds", 0, option="max_timeout_s", above_low=True),
+    "idempotency-key": Limit("Idempotency-Key", "printable ASCII characters", 1, KEY_CHARS),
+    "open": Limit(
+        "connection",
+        "requests that one gateway answers at a time",
+        option="max_open",
+        entries=True,
+        code="too_many_open",
+        status=503,
+    ),
+}
+
+
+def number(value: float) -> str:
+    """A number in full where it is whole, else in short."""
+    return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:g}"
+
+
+def shown(value: float | str) -> float | str:
+    """A refused value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
+    if isinstance(value, str):
+        return value[:LONGEST_GIVEN]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"a whole number of about {round(value.bit_length() * math.log10(2))} digits"
+    return value if isinstance(value, int) or math.isfinite(value) else str(value)
+
+
+def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
+    """Why `value` passes the limit `key`; None where it does not.  Takes any int, of any length, and any float."""
+    limit = LIMITS[key]
+    low, high = limit.bounds(config)
+    if low <= value <= high and not (limit.above_low and value == low):  # false for NaN
+        return None
+    given, field = shown(value), limit.field
+    if limit.entries and value > high:
+        unit = "entries" if limit.code == "too_many" else limit.counts.partition(":")[0]
+        message = f"{field}: at most {number(high)} {unit}, got {given}"
+        return Broken(limit.status, limit.code, message, field.lower(), int(high), given)
+    text = limit.text(config)
+    return Broken(limit.status, limit.code, f"{field}: must be {text}, got {given}", field.lower(), text, given)
+
+
+def rows(config: GatewayConfig) -> list[tuple[str, str, str, str, str]]:
+    """(input, what is counted, limit, the option that sets it, status and code of the refusal) of each limit."""
+    return [
+        (
+            ", ".join(f"`{name}`" for name in limit.field.split(", ")),
+            limit.counts,
+            limit.text(config) or f"set by {limit.set_by}",
+            f"`--{limit.option.replace('_', '-')}`" if limit.option else "",
+            f"{limit.status} `{limit.code}`",
+        )
+        for limit in LIMITS.values()
+    ]

@@ -1,0 +1,82 @@
+"""What a gateway takes from anybody and what it tells anybody: content types, metrics, readiness."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from service.text import Tokenizer
+from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.test_app import says
+
+Serve = Callable[..., Awaitable[Served]]
+EngineMaker = Callable[..., FakeEngine]
+BODIES = {
+    "/v1/completions": b'{"model": "tiny", "prompt": "a"}',
+    "/v1/chat/completions": b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}',
+    "/tokenize": b'{"prompt": "a"}',
+    "/detokenize": b'{"tokens": [8]}',
+    "/debug/audit": b"",
+}
+# All that a web page may send to another site without asking that site first.
+FROM_A_PAGE = [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+NOT_JSON = [*FROM_A_PAGE, "text/plain; a=application/json", "application/jsonp", "", "json"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_body_must_say_that_it_is_json(
+    path: str, serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(debug_endpoints=True)
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        asked: dict[str, Any] = {"data": BODIES[path], "skip_auto_headers": ["Content-Type"]}
+        for kind in NOT_JSON:
+            headers = {} if kind is None else {"Content-Type": kind}
+            async with served.session.post(path, headers=headers, **asked) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["code"]) == (415, "unsupported_media_type"), kind
+                assert (error["param"], error["limit"]) == ("content-type", "application/json")
+        assert not fake.seen
+        for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON ; charset=UTF-8"):
+            if path != "/debug/audit":  # the scripted engine does not answer that
+                async with served.session.post(path, headers={"Content-Type": kind}, **asked) as response:
+                    assert response.status == 200, kind
+
+
+async def test_a_resumed_stream_needs_no_body(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    headers = {"Last-Event-ID": f"cmpl-{'0' * 32}:1"}
+    async with served.session.post("/v1/completions", headers=headers) as response:
+        assert response.status == 410
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_tenants_are_shown_to_nobody_where_keys_are_needed(guarded: bool, serve: Serve) -> None:
+    served = await serve(api_keys=["secret"] if guarded else [])
+    for headers in ({}, {"Authorization": "Bearer secret"}):
+        async with served.session.get("/metrics", headers=headers) as response:
+            text = await response.text()
+            assert response.status == (404 if guarded else 200)
+            assert ("quire_" in text) != guarded
+            assert ("--metrics-port" in text) == guarded
+
+
+async def test_readiness_does_not_tell_where_redis_is(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    served = await serve()
+    served.streams.trouble = "Redis at 10.1.2.3:6379 did not serve us for 5.0 s: Connection refused"
+    task = next(task for task in served.streams._tasks if task.get_name() == "watch")
+    task.cancel()  # nothing else looks meanwhile
+    with caplog.at_level(logging.WARNING, "quire.gateway"):
+        for _ in range(3):
+            async with served.session.get("/ready") as response:
+                said = await response.text()
+                assert response.status == 503
+                assert "Redis" in said
+                assert "10.1.2.3" not in said
+    assert [record.getMessage().count("10.1.2.3:6379") for record in caplog.records] == [1]
