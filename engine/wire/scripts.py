@@ -290,12 +290,20 @@ call('PEXPIRE', state, {MEMORY_MS})
 return call('HGET', state, 'epoch') or '0'
 """
 
-# engine, session
-_CLOSE = """
-local engine, session = unpack(ARGV)
-if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
-give_back(engine, false)
-call('DEL', P .. 'engine:' .. engine, P .. 'orders:' .. engine)
+# engine, session, 1 if it failed (0: a drain).  A failed engine is remembered, as after a lapse: what it was warming is
+# not to be warmed by the next one.
+_CLOSE = f"""
+local engine, session, died = unpack(ARGV)
+local state = P .. 'engine:' .. engine
+if call('HGET', state, 'session') ~= session then return end
+give_back(engine, died == '1')
+call('DEL', P .. 'orders:' .. engine)
+if died == '1' then
+  call('HINCRBY', state, 'epoch', 1)
+  call('PEXPIRE', state, {MEMORY_MS})
+else
+  call('DEL', state)
+end
 """
 
 # engine: the loads of the others
