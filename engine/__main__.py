@@ -23,6 +23,7 @@ from engine.loop import BusThread, ConfigError, Engine
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.telemetry import Page, PageError, Telemetry
 from engine.warming import warm
+from engine.watchdog import Watchdog
 from engine.wire import logs, ready, settings
 from engine.wire.bus import BusDown
 from engine.wire.tracing import Tracing
@@ -79,10 +80,24 @@ def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
         raise ConfigError(f"flight_log: {error}") from None
 
 
+def failed(error: Exception) -> int:
+    """Tell the operator in one line why the engine ends; an unexpected exception leaves its traceback in the log.  The
+    exit status."""
+    if isinstance(error, BooksError):
+        line = f"the books of the KV blocks don't balance, which is a bug: {error}"
+    elif isinstance(error, (BusDown, ExecutorLost)):  # another process took this engine's name, or the GPU is gone
+        line = str(error)
+    else:
+        log.error("the engine failed", exc_info=error)
+        line = f"{type(error).__name__}: {error}; this is a bug, its traceback is in the log"
+    print(f"quire engine: {line}", file=sys.stderr)
+    return 1
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 after a drain, with what is not finished back in the queue, and when a standby is not wanted any more; 2 with
     one line on stderr when configuration, model or Redis make a start impossible; 1 when another engine took this one's
-    name, or the GPU failed."""
+    name, the GPU failed, a step hung, or by a bug.  Each 1 counts as a death for the requests it held."""
     watch = Stopwatch()
     # CPU time of this process so far: there is no portable way to ask when it began.
     watch.laps["interpreter"] = time.process_time()
@@ -123,8 +138,17 @@ def main(argv: list[str] | None = None) -> int:
     def drain(*_: object) -> None:
         engine.draining = True
 
+    def hung(seconds: float) -> None:
+        try:
+            log.critical("a step has not returned for %.0f s: the engine ends, its requests move on", seconds)
+            bus.stop(died=True)
+        finally:
+            os._exit(1)  # the main thread is inside the step
+
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGINT, drain)
+    watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, hung)
+    died = True  # however it ends, but for a drain
     try:
         warm(engine, bus)
         watch.lap("hot prefixes")
@@ -139,16 +163,17 @@ def main(argv: list[str] | None = None) -> int:
         log.info("started: %s", watch)
         telemetry.started(watch.laps, takeover=config.standby)
         ready.tell()
+        if config.step_timeout_s:
+            watchdog.start()
         engine.run()
-    except (BusDown, ExecutorLost) as error:  # another process took this engine's name, or the GPU is gone
-        print(f"quire engine: {error}", file=sys.stderr)
-        return 1
-    except BooksError as error:
-        print(f"quire engine: the books of the KV blocks don't balance, which is a bug: {error}", file=sys.stderr)
-        return 1
+        died = False
+    except Exception as error:
+        return failed(error)
     finally:
-        bus.stop()
-        executor.close()
+        watchdog.stop()
+        bus.stop(died=died)
+        with contextlib.suppress(*([RuntimeError] if died else [])):  # of a GPU that is lost
+            executor.close()
         if page is not None:
             page.close()
         if flight is not None:

@@ -167,6 +167,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lease_ms: Annotated[
         int, Meta(ge=100, description="After this long without a sign of life another engine takes over.")
     ] = 5000
+    step_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds after which a step that has not returned counts as hung: the engine ends with status "
+            "1, its requests are computed again elsewhere or after its restart, and one that does it twice is "
+            "quarantined. It must exceed the longest step. The default is half of a request's default timeout, so that "
+            "another engine still has time to answer. Raise it for large models on slow CPUs. 0: never.",
+        ),
+    ] = 300.0
     flight_log: Annotated[
         str,
         Meta(

@@ -171,6 +171,7 @@ class Engine:
         self._leave_at = math.inf  # monotonic seconds at which it leaves in any case
         self._inbox = inbox
         self._outbox = outbox
+        self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: none computes
         self._in_flight = 0
         self._accepted = self._dropped = 0
         self._idle = self._audited = False
@@ -238,6 +239,7 @@ class Engine:
         marks.append(clock())
         now_ms, stalled, failed, result = self._clock(), self._outbox.full, False, None
         prompt_tokens, took_s = 0, 0.0
+        self.busy_since = marks[-1]
         try:
             plan = None if stalled else self.core.plan(now_ms)
             marks.append(clock())
@@ -253,6 +255,7 @@ class Engine:
             self._in_flight, failed = 0, True
             self._prompts.clear()
             self._step_failed(error)
+        self.busy_since = 0.0
         marks.append(clock())
         if result is not None:
             self.core.commit(result)
@@ -455,6 +458,7 @@ class BusThread:
         self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
         self._claims = 0
         self._stopping = False
+        self._died = False  # the engine failed: nothing more is claimed
         self._bus: EngineSide  # since it is open
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
@@ -469,9 +473,10 @@ class BusThread:
             self._thread.join()
             raise error
 
-    def stop(self) -> None:
+    def stop(self, *, died: bool = False) -> None:
         """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
-        client has seen it, and whoever takes over says it again."""
+        client has seen it, and whoever takes over says it again.  `died`: see EngineSide.close()."""
+        self._died = died
         self._stopping = True
         self._ring()
         self._thread.join(LAST_WORDS_S)
@@ -566,7 +571,7 @@ class BusThread:
         finally:
             bell.cancel()
             telling.cancel()
-            await bus.close()
+            await bus.close(died=self._died or not self._stopping)  # this thread's failure is the engine's
 
     async def _tell(self, bus: EngineSide) -> None:
         """Report what was reused, if anything was.  What gets lost on the way was not hot, or comes again."""
@@ -613,6 +618,9 @@ class BusThread:
         if taken:
             load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
         room_requests = max(0, report.room_requests - len(self._claimed))
+        if self._died:  # the report was made before
+            room_tokens = room_requests = 0
+            load = msgspec.structs.replace(load, yield_tokens=0)
         batches = [
             (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, load))
             for gateway, said in deltas.items()

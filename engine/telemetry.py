@@ -404,7 +404,7 @@ class Telemetry(Collector):
         )
         yield counter("quire_device_seconds", "Time in which the device ran kernels of steps.", self._device_s)
         yield counter(
-            "quire_step_failures", "Steps the executor lost, with every sequence in them.", self._step_failures
+            "quire_step_failures", "Steps that failed; every sequence in them was computed again.", self._step_failures
         )
         # books
         yield counter("quire_audits", "Audits of the books of the KV blocks, whole or sampled.", totals.audits)

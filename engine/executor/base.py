@@ -25,7 +25,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class StepError(Exception):
-    """A step failed.  Every row it touched is lost; the executor has freed all rows and forgotten all tables."""
+    """A step failed.  The executor has freed all rows and forgotten all tables.  Blocks that finished steps wrote keep
+    their content.  The message is for the log only: clients never see it."""
 
 
 class ExecutorLost(Exception):

@@ -680,13 +680,15 @@ class EngineSide:
         self._registered = True
         await self._link.run(self._listen, PATIENCE_S)
 
-    async def close(self) -> None:
+    async def close(self, *, died: bool = False) -> None:
         """Give the lease up; whatever is still held goes back to the queue's head.  Never raises BusDown: while Redis
-        is away the lease lapses by itself, to the same effect."""
+        is away the lease lapses by itself, to the same effect.
+
+        `died`: the engine failed, so an attempt is counted for each request it holds, as at a lapse."""
         if self._registered:
             self._registered = False
             with contextlib.suppress(BusDown):
-                await self._link.script(CLOSE, self._engine, self._session)
+                await self._link.script(CLOSE, self._engine, self._session, int(died))
         await self._bell.aclose()  # type: ignore[no-untyped-call]
         await self._link.close()
 

@@ -54,6 +54,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     orphans          zset     id that no live gateway listens to -> unix     fleet             attach, end
                               ms at which it is withdrawn
     suspects         zset     id that may have killed its engine -> place    lapse             claim, end
+    making_room      string   the engine that claims nothing until the first   exchange          claim, or lease_ms
+                              suspect fits                                                     after its exchange
     quarantine       zset     id -> unix ms of its verdict                   lapse             drop, QUARANTINED
     quarantine:ID    hash     payload, attempts, said, engine, at            lapse             as its id above
     engines          set      engines that may have a lease                  exchange          lapse, close
@@ -113,12 +115,15 @@ The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in th
 is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
 left.  Of each output position only the first delivery counts, wherever a client goes on reading.
 
-Poison.  A lapse, or a start under the name of an engine that had not closed, counts an attempt for each request held;
-one that has said more since its last attempt begins again at 1.  A request whose attempts reach MAX_ATTEMPTS has killed
-its engine (or so it looks) that often at the same token.  If it is the only one it is quarantined.  If there are
-several, all but one are innocent: they are set aside as suspects, and an engine claims one of them at a time and
-nothing else beside it, until it has said a token (it is acquitted) or ended.  Who is on trial when its engine dies is
-guilty.
+Poison.  A lapse, a start under the name of an engine that had not closed, or the close of an engine that failed counts
+an attempt for each request held; one that has said more since its last attempt begins again at 1.  A request whose
+attempts reach MAX_ATTEMPTS has killed its engine (or so it looks) that often at the same token.  If it is the only one
+it is quarantined.  If there are several, all but one are innocent: they are set aside as suspects, and an engine claims
+one of them at a time and nothing else beside it, until it has said a token (it is acquitted) or ended.  Who is on trial
+when its engine dies is guilty.
+
+A suspect may need more room than any engine has.  Then one engine (`making_room`), large enough when empty, claims
+nothing else until the suspect fits, and the others keep claiming.  An engine with the room takes the suspect at once.
 
 All state moves inside Lua scripts, each atomic, and each harmless when it runs twice, because a
 reply may be lost after the server has done the work: submit finds the id present, cancel finds it gone, and exchange

@@ -291,12 +291,20 @@ call('PEXPIRE', state, {MEMORY_MS})
 return call('HGET', state, 'epoch') or '0'
 """
 
-# engine, session
-_CLOSE = """
-local engine, session = unpack(ARGV)
-if call('HGET', P .. 'engine:' .. engine, 'session') ~= session then return end
-give_back(engine, false)
-call('DEL', P .. 'engine:' .. engine, P .. 'orders:' .. engine)
+# engine, session, 1 if it failed (0: a drain).  A failed engine is remembered, as after a lapse: what it was warming is
+# not to be warmed by the next one.
+_CLOSE = f"""
+local engine, session, died = unpack(ARGV)
+local state = P .. 'engine:' .. engine
+if call('HGET', state, 'session') ~= session then return end
+give_back(engine, died == '1')
+call('DEL', P .. 'orders:' .. engine)
+if died == '1' then
+  call('HINCRBY', state, 'epoch', 1)
+  call('PEXPIRE', state, {MEMORY_MS})
+else
+  call('DEL', state)
+end
 """
 
 # engine: the loads of the others
@@ -349,6 +357,14 @@ return {{call('HGET', state, 'epoch') or '0', mine}}
 # bytes each, 1 if these pieces leave nothing of the tail, n, n (id, field or "logprobs INDEX FIRST", value) for the
 # logs, then (gateway, or '' for none, 1 if it is for the tail, batch) ...
 _EXCHANGE = f"""
+local function makes_room(me, id, said, lease_ms)  -- whether it is this engine that claims nothing until `id` fits
+  if tonumber(call('HGET', P .. 'req:' .. id, 'tokens')) >= said.total_blocks * said.block_size then return false end
+  local key = P .. 'making_room'
+  if (call('GET', key) or me) ~= me then return false end
+  call('SET', key, me, 'PX', lease_ms)
+  return true
+end
+
 local me, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local state = P .. 'engine:' .. me
 local known = call('HMGET', state, 'session', 'seq', 'reply', 'epoch', 'trial')
@@ -418,11 +434,15 @@ else
     claimed[#claimed + 1] = id
     return true
   end
-  local suspect = not trial and room_requests > 0 and first_suspect()
+  local suspect, closed = not trial and room_requests > 0 and first_suspect(), trial
   if suspect and claim(suspect) then
+    call('DEL', P .. 'making_room')
     call('HSET', state, 'trial', suspect)
+    closed = true
+  elseif suspect then
+    closed = makes_room(me, suspect, cmsgpack.unpack(load), lease_ms)
   end
-  if trial or suspect then  -- nobody joins it
+  if closed then  -- no request joins a suspect, or takes the room that it needs
     room_tokens = 0
   else
     -- A burst is shared, not won by who asks first: each exchange takes a fair part of what waits, and the next one
@@ -434,7 +454,7 @@ else
     end
   end
   local left = #claimed < room_requests and room_tokens or 0  -- without a seat the room is of no use
-  if not (trial or suspect) and call('EXISTS', P .. 'waiting') == 1 then
+  if not closed and call('EXISTS', P .. 'waiting') == 1 then
     local said, crowd = cmsgpack.unpack(load), {{}}
     for _, tenant in ipairs(said.crowd or {{}}) do crowd[tenant] = true end
     room_tokens = said.yield_tokens or 0

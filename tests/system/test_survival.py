@@ -328,13 +328,25 @@ async def test_an_engine_alone_that_must_go_leaves_its_work_for_the_next(
 DEADLY = 1  # a token that tests/system/deadly.py dies of; no script says it
 
 
+DEATHS = {  # kind, see tests/system/deadly.py -> exit status, and what the operator reads
+    "kill": (-signal.SIGKILL, ""),
+    "lost": (1, "quire engine: the GPU is lost to this process: CUDA error"),
+    "bug": (1, "quire engine: KeyError: 'no such row'"),
+    "bus": (1, "quire engine: RuntimeError: the bus thread can't read this"),
+    "hang": (1, "a step has not returned for"),
+}
+
+
+@pytest.mark.parametrize("kind", DEATHS)
 async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live(
-    engines: Engines, client: aiohttp.ClientSession, tmp_path: Path
+    engines: Engines, client: aiohttp.ClientSession, tmp_path: Path, kind: str
 ) -> None:
-    deadly = [sys.executable, "-m", "tests.system.deadly", str(DEADLY)]
+    deadly = [sys.executable, "-m", "tests.system.deadly", str(DEADLY), kind]
+    options = ["--step-timeout-s=2"] if kind == "hang" else []
+    expected, said = DEATHS[kind]
 
     def start() -> Process:
-        return engines.engine("e", command=deadly)
+        return engines.engine("e", *options, command=deadly)
 
     engine = start()
     await engines.ready(1)
@@ -351,11 +363,13 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     asking = asyncio.create_task(ask())
     deaths = 0
     deadline = time.monotonic() + LIMIT_S
-    while not asking.done():  # the supervisor
+    while not all(task.done() for task in (asking, *reading)):  # the supervisor
         assert time.monotonic() < deadline
         if engine.popen.poll() is not None:
-            assert engine.popen.returncode == -signal.SIGKILL
+            assert engine.popen.returncode == expected, engine.said()
             deaths += 1
+            assert deaths <= 3, engine.said()
+            assert sum(said in line for line in engine.said().splitlines()) == deaths or not said
             engine = start()
         await asyncio.sleep(0.02)
     status, answer = await asking
@@ -368,6 +382,9 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     [kept] = await bus.quarantined()
     await bus.close()
     assert kept.request.token_ids == [9, DEADLY, 9]
+    assert (kept.attempts, kept.engine) == (deaths, "e")
+    if kind != "kill":  # what follows does not depend on how it died
+        return
 
     def quire(*words: str) -> list[dict[str, Any]]:
         log = tmp_path / f"quarantine-{len(list(tmp_path.iterdir()))}.log"

@@ -193,16 +193,17 @@ async def test_after_a_crash_live_requests_come_before_hot_prefixes(
     assert "computed ahead, " not in log
 
 
-async def test_no_engine_dies_of_the_same_prefix_twice(made: Restarts) -> None:
+@pytest.mark.parametrize(("kind", "status"), [("kill", -9), ("lost", 1)])
+async def test_no_engine_dies_of_the_same_prefix_twice(made: Restarts, kind: str, status: int) -> None:
     """One kills it; the supervisor's next start under that name goes without, and serves."""
     deadly = 7
     bus = EngineSide(made.redis_url, "e", namespace=made.namespace)
     await bus.open()
     await bus.manifest.reused("scripted", [Reuse(b"digest", [deadly] * 64, 64, "", 1)], time.time_ns() // 10**6)
     await bus.close()
-    command = [sys.executable, "-m", "tests.system.deadly", str(deadly)]
+    command = [sys.executable, "-m", "tests.system.deadly", str(deadly), kind]
     first: Process = made.launch(command=command)
-    assert await asyncio.to_thread(first.popen.wait, LIMIT_S) == -9
+    assert await asyncio.to_thread(first.popen.wait, LIMIT_S) == status
     second = made.launch(command=command)
     await asyncio.to_thread(second.wait_for, "ready", LIMIT_S)
     assert "computed ahead" not in second.said()

@@ -59,6 +59,7 @@ class Books(RuleBasedStateMachine):
         self.attempts: dict[str, tuple[int, int]] = {}  # engines that died with it, and the tokens it had said then
         self.suspects: set[str] = set()
         self.trial: dict[str, str | None] = dict.fromkeys(ENGINES)
+        self.making_room: str | None = None  # the engine that claims nothing until the first suspect fits
         self.condemned: list[str] = []
         self.over: set[str] = set()
         self.orders: dict[str, list[str]] = {name: [] for name in ENGINES}
@@ -214,16 +215,19 @@ class Books(RuleBasedStateMachine):
             self.attempts.pop(trial, None)
             trial = self.trial[name] = None
         expected: list[str] = []
+        closed = trial is not None
         share = -(-len(self.waiting) // max(1, len(self.known)))
         self.known.add(name)
-        if trial is not None:
-            room = 0
-        elif self.suspects and requests:
+        if self.suspects and requests and not closed:
             suspect = min(self.suspects, key=self.place)
             if self.tokens[suspect] <= room:
                 self.suspects.discard(suspect)
                 self.charge(suspect, self.tokens[suspect])
                 expected, self.trial[name] = [suspect], suspect
+                self.making_room, closed = None, True
+            elif self.making_room in (None, name):
+                self.making_room, closed = name, True
+        if closed:
             room = 0
         else:
             while self.waiting and len(expected) < min(requests, share):

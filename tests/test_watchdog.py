@@ -1,0 +1,108 @@
+"""The watchdog over steps that return, steps that hang, and a process that was stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from engine.config import EngineConfig
+from engine.core.limits import Outputs
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.loop import BusThread, Engine, LocalBox, Report
+from engine.watchdog import Watchdog
+from engine.wire.bus import Claimed
+from engine.wire.messages import EngineLoad, Generate, Sampling
+
+INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
+
+
+def until(holds: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_steps_that_return_and_idleness_do_not_count() -> None:
+    hangs: list[float] = []
+    step = [0.0]
+    watchdog = Watchdog(2.0, lambda: step[0], hangs.append)
+    watchdog.start()
+    end = time.monotonic() + 4
+    while time.monotonic() < end:  # busy for twice the time, with one step after the other
+        step[0] = time.monotonic()
+        time.sleep(0.02)
+    step[0] = 0.0
+    time.sleep(2.5)
+    assert hangs == []
+    step[0] = time.monotonic()
+    until(lambda: hangs)
+    assert hangs[0] >= 2.0
+    watchdog.stop()
+
+
+def test_the_loop_says_since_when_a_step_computes() -> None:
+    seen: list[float] = []
+
+    class Watched(ScriptedExecutor):
+        def submit(self, plan: object) -> None:
+            seen.append(time.monotonic() - engine.busy_since)
+            super().submit(plan)  # type: ignore[arg-type]
+
+    box = LocalBox(lambda delta: None)
+    engine = Engine(EngineConfig(max_seqs=8, step_tokens=64), Watched(INFO, 64), box, box)
+    box.orders.append(Generate("r", "g", [5], 3, Sampling(ignore_eos=True), 2**60))
+    while box.orders or not engine.core.idle:
+        engine.turn()
+        assert engine.busy_since == 0.0
+    assert seen
+    assert max(seen) < 10
+
+
+STOPPED = """
+import os, signal, sys, time
+from engine.watchdog import Watchdog
+since = time.monotonic()
+watchdog = Watchdog(4.0, lambda: since, lambda seconds: os._exit(3))
+watchdog.start()
+print("up", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_a_process_that_was_stopped_has_not_hung() -> None:
+    """SIGSTOP for longer than the limit: the step continues afterwards as if nothing had been."""
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, "1"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(60) == 0
+    process.stdout.close()
+    hung = subprocess.run([sys.executable, "-c", STOPPED, "600"], stdout=subprocess.PIPE, check=False, timeout=120)
+    assert hung.returncode == 3
+
+
+async def test_an_engine_that_failed_claims_nothing_more() -> None:
+    """What it has said still goes out; its last report offered room."""
+    thread = BusThread(EngineConfig())
+    sent = []
+
+    class Side:
+        queue_share = 0.0
+
+        async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> Claimed:
+            sent.append((finished, load.yield_tokens, room))
+            return Claimed([], [])
+
+    report = Report(EngineLoad("e", "m", "f", *[1] * 10, yield_tokens=50), 100, 10, 0)
+    for died in (False, True):
+        thread._died = died
+        thread.put(Outputs({}, ["a"]), report)
+        await thread._exchange(Side(), report)  # type: ignore[arg-type]
+    assert sent == [(["a"], 50, (100, 10)), (["a"], 0, (0, 0))]
+    thread._loop.close()
