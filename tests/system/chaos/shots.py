@@ -169,7 +169,8 @@ class Shooter:
             head = f"GET /v1/streams/{quoted} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         else:
             path = dice.choice(("/v1/completions", "/v1/chat/completions"))
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nLast-Event-ID: {event}\r\nContent-Length: 0\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nLast-Event-ID: {event}\r\n"
+            head += "Content-Length: 0\r\n\r\n"
         leave = dice.randint(0, 2000) if dice.random() < 0.2 else -1
         return Shot([head.encode("latin-1", "replace")], True, leave_after=leave, name="comeback", notes=[event])
 
@@ -213,7 +214,7 @@ class Shooter:
         kind = POSTS[path]
         fields = _base(dice, path)
         known = {one.name: one.type for one in msgspec.structs.fields(kind) if one.name not in self._avoid}
-        for name in dice.sample(list(known), dice.choices((0, 1, 2, 4), (3, 4, 3, 2))[0]):
+        for name in dice.sample(list(known), min(len(known), dice.choices((0, 1, 2, 4), (3, 4, 3, 2))[0])):
             if name not in ("model", "prompt", "messages", "tokens", "max_tokens") and dice.random() < 0.9:
                 fields[name] = _typed(dice, known[name], name)
                 notes.append(name)

@@ -185,13 +185,14 @@ def main(words: list[str]) -> int:
     soaked, error = soak(
         options.operations, options.seed, first=options.episode, say=lambda line: print(line, flush=True)
     )
+    pace = soaked.count / max(soaked.seconds, 1e-9)
     print(
-        f"{soaked.count} operations in {soaked.seconds:.0f} s, {soaked.count / max(soaked.seconds, 1e-9):.0f} a second: "
+        f"{soaked.count} operations in {soaked.seconds:.0f} s, {pace:.0f} a second: "
         + ", ".join(f"{count} {name}" for name, count in soaked.operations.most_common())
     )
     print(
-        f"{soaked.episodes} schedulers, {soaked.requests} requests, each ended once; {soaked.tokens} tokens equal to the "
-        "reference, none lost or repeated; reference counts, tables and the free list balanced after each operation"
+        f"{soaked.episodes} schedulers, {soaked.requests} requests, each ended once; {soaked.tokens} tokens equal to "
+        "the reference, none lost or repeated; reference counts, tables and the free list balanced after each operation"
     )
     if error:
         print(error, file=sys.stderr)
