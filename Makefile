@@ -5,6 +5,8 @@
 #   make lint                                                   format, lint, types
 #   make bench [ARGS='--rounds 1']                              tokens per second beside other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
+#   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
+#   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
 #
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
 

@@ -57,7 +57,7 @@ class Refusal(Exception):
 
     def body(self) -> bytes:
         error: dict[str, Any] = {
-            "message": self.message,
+            "message": _encodable(self.message),
             "type": _TYPES.get(self.status, "invalid_request_error"),
             "param": self.param,
             "code": self.code,
@@ -65,7 +65,7 @@ class Refusal(Exception):
         if self.limit is not None:
             error["limit"] = self.limit
         if self.given is not None:
-            error["given"] = self.given
+            error["given"] = _encodable(self.given) if isinstance(self.given, str) else self.given
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
@@ -74,6 +74,11 @@ class Refusal(Exception):
             seconds = max(1, math.ceil(self.retry_after_s))
             return {"Retry-After": str(seconds), "retry-after-ms": str(round(self.retry_after_s * 1000))}
         return {"x-should-retry": "false"} if self.status == 504 else {}
+
+
+def _encodable(text: str) -> str:
+    """`text` without the surrogates that stand for bytes of a header or path which are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 # ----------------------------------------------------------------------------------------------- in: what clients send

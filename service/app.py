@@ -29,7 +29,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
-from aiohttp import web
+from aiohttp import http_exceptions, web
+from aiohttp.web_protocol import RequestPayloadError
 
 from engine.wire import figures, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
@@ -361,6 +362,9 @@ class Gateway:
             return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large(f"more than {limit}") from None
+        except RequestPayloadError as error:
+            message = f"body: it does not match its headers: {' '.join(str(error).split())}"
+            raise Refusal(400, "invalid_body", message, param="body") from None
 
     def _too_large(self, given: int | str) -> Refusal:
         limit, row = self._config.max_body_bytes, LIMITS["body"]
@@ -626,6 +630,16 @@ async def _first_of(*events: asyncio.Event) -> None:
             task.cancel()
 
 
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A filter for aiohttp's log: a client that sends malformed HTTP, or leaves before aiohttp has answered by itself,
+    is one line at level DEBUG, not a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (http_exceptions.HttpProcessingError, RequestPayloadError, ConnectionError)):
+        log.debug("malformed or broken HTTP: %s", " ".join(str(error).split()))
+        return False
+    return True
+
+
 async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
     """`shared`: other processes may listen there, too.  Raises StartError."""
     site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shared)
@@ -643,6 +657,7 @@ def main(argv: Sequence[str]) -> None:
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
+    logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would remark on its absence

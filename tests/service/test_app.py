@@ -15,8 +15,10 @@ import openai
 import psutil
 import pytest
 from aiohttp import ClientConnectionResetError, ClientError, ClientSession, web
+from aiohttp.http_exceptions import BadStatusLine
 
 from engine.wire.messages import Finish, Generate
+from service.app import _without_traceback
 from service.tenants import Tenant
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
@@ -524,3 +526,44 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
         assert "data: [DONE]" in received
         writer.close()
         await writer.wait_closed()
+
+
+async def send_raw(url: str, request: bytes) -> bytes:
+    """All that comes back to these bytes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(serve: Serve) -> None:
+    served = await serve()
+    for encoding in ("gzip", "deflate"):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Encoding: {encoding}\r\n"
+        answer = await send_raw(served.url, f"{head}Content-Length: 5\r\n\r\nhello".encode())
+        assert b" 400 " in answer.splitlines()[0]
+        assert b'"code":"invalid_body"' in answer
+
+
+async def test_bytes_that_are_not_utf8_in_a_header_or_path_are_refused_like_any_others(serve: Serve) -> None:
+    served = await serve()
+    lines = (
+        b"POST /v1/completions HTTP/1.1\r\nLast-Event-ID: cmpl-\xe9:1",
+        b"GET /v1/streams/cmpl-%e9 HTTP/1.1",
+        b"GET /nowhere/%ff HTTP/1.1",
+    )
+    for line in lines:
+        answer = await send_raw(served.url, line + b"\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        assert answer.splitlines()[0].split()[1] in (b"400", b"404"), answer
+        assert b'"error"' in answer
+
+
+def test_malformed_http_leaves_no_traceback_in_the_log() -> None:
+    for error, kept in ((BadStatusLine("x"), False), (ConnectionResetError("gone"), False), (KeyError("a bug"), True)):
+        record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), (type(error), error, None))
+        assert _without_traceback(record) == kept
+    assert _without_traceback(logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), None))

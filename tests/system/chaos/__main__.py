@@ -3,6 +3,8 @@
     python -m tests.system.chaos [--minutes 5] [--seed 1] [--model scripted|tiny] [--machines 2] [--streams 64]
                                  [--kinds 'kill engine,...'] [--rounds 100] [--between 3 5] [--redis PATH]
                                  [--result NAME]
+    python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
+    python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -20,11 +22,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtest import machine
+from tests.system.chaos import fuzz, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["soak"]:
+        return soak.main(sys.argv[2:])
+    if sys.argv[1:2] == ["fuzz"]:
+        return fuzz.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of faults, at most")
     parser.add_argument("--rounds", type=int, help="of faults, at most; any number without")
