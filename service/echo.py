@@ -14,7 +14,7 @@ def aligned(text: str, pieces: Iterable[bytes]) -> tuple[str, list[int]]:
     """The text to repeat, and for each token the characters of it before that token.
 
     `pieces`: the bytes of each token; b"" for one that has no text there.  Where they do not end in `text`, the
-    tokenizer has changed it: then what the tokens say is repeated instead."""
+    tokenizer has changed it: then the text of the tokens comes back instead."""
     decoder, said, starts, length = codecs.getincrementaldecoder("utf-8")("replace"), [], [], 0
     for piece in pieces:
         starts.append(length)

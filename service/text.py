@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 from engine.wire.messages import Finish
@@ -203,7 +204,12 @@ class Tokenizer:
                 pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
                 for at in self._added_to(ids) if untouched else ():
                     pieces[at] = b""
-                text, offsets = aligned(text, pieces)
+                said, offsets = aligned(text, pieces)
+                if untouched and said != text:  # the tokenizer has changed the text, and knows where its tokens began
+                    (encoding,) = self._backend.encode_batch([text])
+                    offsets = list(accumulate((start for start, _ in encoding.offsets), max))
+                else:
+                    text = said
             prompted.append(Prompted(ids, text, offsets))
         return prompted
 

@@ -47,6 +47,35 @@ async def test_a_body_must_say_that_it_is_json(
                     assert response.status == 200, kind
 
 
+async def test_what_no_engine_could_serve_reaches_none(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """Large salts stayed in engines for good; sampling without any token emptied their prefix caches."""
+    served = await serve()
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.load_changes = {"eos_ids": [1]}
+        await settled(lambda: any(load.eos_ids for load in served.streams.fleet.engines))
+        no_token = {"allowed_token_ids": [1], "min_tokens": 1}
+        for fields in [{"cache_salt": f"{at}" * 2**18} for at in range(20)] + [no_token]:
+            async with served.session.post(
+                "/v1/completions", json={"model": "tiny", "prompt": "a", **fields}
+            ) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, next(iter(fields)))
+                assert len(str(error)) < 400
+        assert not fake.seen
+        async with served.session.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "a", "cache_salt": "s" * 256}
+        ) as response:
+            assert response.status == 200
+        assert len(fake.seen[0].cache_salt) < 64
+        body = b'{"tokens": [%d]}' % 2**70
+        headers = {"Content-Type": "application/json"}
+        async with served.session.post("/detokenize", data=body, headers=headers) as response:
+            assert response.status == 400
+            assert "digits" in (await response.json())["error"]["given"]
+
+
 async def test_a_resumed_stream_needs_no_body(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:

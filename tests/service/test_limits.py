@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from typing import Any, get_type_hints
 
 import msgspec
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Generate
+from engine.wire.messages import Delta, Finish, Generate, TokenLogprob
 from service import api, limits
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
-from service.format import Prompted
+from service.format import Format, Piece, Prompted
 from service.limits import LIMITS, shown
 from service.resume import Record
 from service.tenants import Tenant
@@ -204,3 +205,47 @@ def test_every_row_names_an_option_or_a_bound() -> None:
         assert limit.option or limit.high is not None or limit.set_by, key
         assert not limit.option or isinstance(getattr(CONFIG, limit.option), int | float), key
     assert len(limits.rows(CONFIG)) == len(LIMITS)
+
+
+@pytest.mark.parametrize(("alternatives", "count"), [(1, 16), (20, 16), (20, 1), (0, 1)])
+def test_an_entry_takes_little_memory_everywhere(alternatives: int, count: int) -> None:
+    """What the gateway holds at once: the engine's deltas, decoded, and the whole answer, encoded."""
+    entries = 2**14
+    config = GatewayConfig(max_logprob_entries=entries)
+    length = entries // (alternatives + 1) // count - 1
+    body = {"model": "m", "prompt": ["x"] * count, "max_tokens": 1, "echo": True, "logprobs": alternatives}
+    valid = api.parse_completion(json.dumps(body).encode(), config, "m", 600.0)
+    encoded = [list(range(1000, 1000 + length))] * count
+    assert api.bound_logprobs(valid, encoded, [1] * count, config) == [1] * count
+    with pytest.raises(Refusal):
+        api.bound_logprobs(valid, [[1] * (length + 2)] * count, [1] * count, config)
+
+    scored = [TokenLogprob(-1.25 - at, [(at + i, -0.5 - at) for i in range(alternatives)]) for at in range(length - 1)]
+    sent = msgspec.msgpack.encode(Delta("r", 0, [1], Finish("length"), 0, scored[:1], 0, scored))
+    form = Format(
+        valid,
+        request_id="r",
+        model="m",
+        created=1,
+        fingerprint=None,
+        prompts=[Prompted(ids, "x" * len(ids), list(range(len(ids)))) for ids in encoded],
+        vocabulary=[b"token %d" % at for at in range(20_000)],
+    )
+    tracemalloc.start()
+    try:
+        pieces = []
+        for choice in range(count):
+            delta = msgspec.msgpack.decode(sent, type=Delta)
+            pieces.append(Piece(choice, "y", [1], delta.logprobs, [0], delta.prompt_logprobs, finish="length"))
+        answer = form.whole(pieces)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    each = [round(size / entries) for size in (peak, len(answer), len(sent) * count)]
+    print(
+        f"{count} x {length} x {alternatives + 1}: bytes an entry: gateway {each[0]}, answer {each[1]}, Redis {each[2]}"
+    )
+    assert peak < 700 * entries
+    assert len(answer) < 100 * entries
+    assert len(sent) * count < 24 * entries
+    assert GatewayConfig().max_logprob_entries * 700 < 200 * 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,35 @@ def test_offsets_point_at_each_token(byte_level_tokenizer: Tokenizer, ids: list[
         chars += len(plain.push([token]))
     assert stream.take_offsets() == offsets
     assert stream.take_offsets() == []
+
+
+@pytest.mark.parametrize("skip_special", [True, False])
+@pytest.mark.parametrize("kind", ["text", "ids", "truncated"])
+@given(text=st.text(st.sampled_from("aT e🙂é\n."), min_size=1) | st.sampled_from(["a</s>b", "<s>", "</s></s>"]))
+def test_echoed_offsets_point_into_the_echoed_text(
+    tokenizer: Tokenizer, kind: str, skip_special: bool, text: str
+) -> None:
+    ids = tokenizer._encode(text, special=True)
+    prompt: str | list[int] = ids if kind == "ids" else text
+    asked = {"model": "m", "prompt": prompt, "echo": True, "logprobs": 0, "skip_special_tokens": skip_special}
+    if kind == "truncated":
+        asked["truncate_prompt_tokens"] = max(1, len(ids) - 1)
+        ids = ids[-max(1, len(ids) - 1) :]
+    valid = api.parse_completion(json.dumps(asked).encode(), GatewayConfig(), "m", 600.0)
+    [prompted] = tokenizer.prompted(valid, [ids])
+    if kind == "text":
+        assert prompted.text == text
+    offsets = prompted.offsets
+    assert len(offsets) == len(ids)
+    assert offsets == sorted(offsets)
+    assert 0 <= offsets[0] <= offsets[-1] <= len(prompted.text)
+    shown = tokenizer.bytes_of(ids, skip_special=skip_special and kind != "text")
+    for at, (piece, offset) in enumerate(zip(shown, offsets, strict=True)):
+        name = piece.decode("utf-8", "ignore")
+        # Not: parts of a character, what the tokenizer has added, a space put before the text that is no part of it.
+        whole = name.encode() == piece and b"\xef\xbf\xbd" not in piece
+        if whole and at > 1 and "\ufffd" not in prompted.text:
+            assert prompted.text[offset:].startswith((name, name.removeprefix(" "))), (offset, name, prompted)
 
 
 def test_special_tokens_are_silent_unless_wanted(byte_level_tokenizer: Tokenizer) -> None:

@@ -1,0 +1,149 @@
+"""echo, logprobs, n, streams and resumption, in every combination, over a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.wire.embedded import EmbeddedRedis
+from tests.checkpoints import tokenizer
+from tests.system.stack import Stack
+
+pytestmark = pytest.mark.system
+
+PROMPTS = ["def add(a, b):", "import asyncio\n"]
+NEW = 5
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+Choice = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    options = {"kv_blocks": 128, "chunk_tokens": 4, "gateway_options": {"retain_s": 30.0}}
+    with EmbeddedRedis() as redis, Stack(redis.url, "scoring", checkpoint("llama"), **options) as running:
+        yield running
+
+
+async def whole(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[Choice]:
+    async with session.post("/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        choices: list[Choice] = (await response.json())["choices"]
+        return choices
+
+
+async def streamed(session: aiohttp.ClientSession, body: dict[str, Any], *, breaks: int = -1) -> list[Choice]:
+    """The same from a stream.  `breaks`: events after which the connection is lost once; the stream is then resumed."""
+    choices: dict[int, Choice] = {}
+    headers, events = {"X-Resumable": "1"}, 0
+    for _ in range(2):
+        async with session.post("/v1/completions", json={**body, "stream": True}, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                word, _, value = line.decode().rstrip("\n").partition(": ")
+                if word == "id":
+                    headers["Last-Event-ID"] = value
+                if word != "data":
+                    continue
+                if value == "[DONE]":
+                    return [choices[at] for at in sorted(choices)]
+                add(choices, json.loads(value))
+                events += 1
+                if events == breaks:
+                    break
+    raise AssertionError("the stream has no end")
+
+
+def add(choices: dict[int, Choice], event: dict[str, Any]) -> None:
+    assert "error" not in event, event
+    (new,) = event["choices"]
+    one = choices.setdefault(new["index"], {"index": new["index"], "text": "", "logprobs": None})
+    one["text"] += new["text"]
+    if new["logprobs"] is not None:
+        one["logprobs"] = one["logprobs"] or {name: [] for name in COLUMNS}
+        for name in COLUMNS:
+            one["logprobs"][name] += new["logprobs"][name]
+
+
+def same(found: list[Choice], expected: list[Choice]) -> None:
+    assert [choice["index"] for choice in found] == [choice["index"] for choice in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one["text"] == other["text"]
+        if other["logprobs"] is None:
+            assert one["logprobs"] is None
+            continue
+        for name in ("tokens", "text_offset"):
+            assert one["logprobs"][name] == other["logprobs"][name]
+        pairs = list(zip(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], strict=True))
+        assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
+        assert [a for a, _ in pairs if a is not None] == pytest.approx([b for _, b in pairs if b is not None], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("echo", "logprobs", "n", "count"), list(itertools.product([False, True], [None, 0, 2], [1, 2, 3], [1, 2]))
+)
+async def test_every_combination_is_answered_alike(
+    stack: Stack, echo: bool, logprobs: int | None, n: int, count: int
+) -> None:
+    prompts = PROMPTS[:count]
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": prompts,
+        "max_tokens": NEW,
+        "seed": 3,
+        "ignore_eos": True,
+        "n": n,
+    }
+    body |= {"echo": echo, "logprobs": logprobs, "skip_special_tokens": False}
+    async with aiohttp.ClientSession(stack.url) as session:
+        found = await whole(session, body)
+        check(found, prompts, echo=echo, logprobs=logprobs, n=n)
+        same(await streamed(session, body), found)
+        for breaks in (1, 2 + n):
+            same(await streamed(session, body, breaks=breaks), found)
+        alone = await asyncio.gather(*(whole(session, {**body, "prompt": one, "n": 1}) for one in prompts))
+        same([found[at * n] for at in range(count)], [{**one, "index": at * n} for at, (one,) in enumerate(alone)])
+
+
+def check(found: list[Choice], prompts: list[str], *, echo: bool, logprobs: int | None, n: int) -> None:
+    """Each choice has its prompt's scores, then its own; offsets point at each token's text."""
+    assert [choice["index"] for choice in found] == list(range(len(prompts) * n))
+    for choice in found:
+        prompt = prompts[choice["index"] // n]
+        assert choice["text"].startswith(prompt) == echo
+        columns = choice["logprobs"]
+        if logprobs is None:
+            assert columns is None
+            continue
+        told = len(tokenizer().encode(prompt)) if echo else 0
+        assert {name: len(columns[name]) for name in COLUMNS} == dict.fromkeys(COLUMNS, told + NEW)
+        assert [at for at, value in enumerate(columns["token_logprobs"]) if value is None] == ([0] if echo else [])
+        tops = [top for top in columns["top_logprobs"] if top is not None]
+        assert all(1 <= len(top) <= logprobs + 1 for top in tops)
+        offsets = columns["text_offset"]
+        assert offsets == sorted(offsets)
+        if echo:
+            assert offsets[told] == len(prompt)
+        for before, token, offset in zip(["", *columns["tokens"]], columns["tokens"], offsets, strict=False):
+            added = echo and before == "" and token == tokenizer().bos_token  # named, but no part of the echoed text
+            if not added and "\ufffd" not in before + token:  # parts of a character have no place of their own
+                assert choice["text"][offset:].startswith(token), (token, offset)
+
+
+async def test_prompt_scores_are_transformers_own(stack: Stack, reference: Callable[[str], PreTrainedModel]) -> None:
+    ids = tokenizer().encode(PROMPTS[0])
+    with torch.inference_mode():
+        logp = reference("llama")(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logp[range(len(ids) - 1), ids[1:]].tolist()
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 1, "echo": True, "logprobs": 1, "n": 3}
+    async with aiohttp.ClientSession(stack.url) as session:
+        for choice in await whole(session, body):
+            assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
