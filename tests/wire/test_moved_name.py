@@ -1,0 +1,82 @@
+"""A name that leads to another server, while connections to the old one stay open and answer: nobody stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from engine.wire import bus as wire
+from engine.wire.embedded import EmbeddedRedis
+from tests.system.chaos.proxy import Proxy
+from tests.wire.sides import Bus, batch, generate, ids, load, read, take
+
+pytestmark = pytest.mark.every_redis
+
+
+class Name:
+    """Two empty servers; new connections lead to the first, and after `move` to the second."""
+
+    def __init__(self, servers: tuple[EmbeddedRedis, EmbeddedRedis], namespace: str) -> None:
+        self.servers, self.namespace, self._at = servers, namespace, 0
+
+    async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self.servers[self._at].url.removeprefix("unix://"))
+
+    def demote(self) -> None:
+        with redis.Redis.from_url(self.servers[0].url) as client:
+            client.replicaof("127.0.0.1", "9")
+
+    def move(self) -> None:
+        self._at = 1
+
+
+@pytest.fixture
+async def name(own_server: EmbeddedRedis, redis_binary: Path, namespace: str) -> AsyncIterator[Name]:
+    with EmbeddedRedis(binary=redis_binary) as other:
+        yield Name((own_server, other), namespace)
+
+
+@pytest.mark.parametrize("moves_late", [False, True])
+async def test_reader_and_bell_follow_a_name_that_moves(
+    name: Name, moves_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late: what is made anew after the demotion still leads to the old server, and waits there without an error."""
+    monkeypatch.setattr(wire, "BLOCK_MS", 60_000)  # nothing here may come of a wait that ends by itself
+    async with Proxy(name.dial) as proxy, asyncio.timeout(60):
+        bus = Bus(f"redis://127.0.0.1:{proxy.port}/0", name.namespace)
+        try:
+            gateway, engine = await bus.gateway(), await bus.engine()
+            reading = asyncio.create_task(read(gateway, 2))
+            await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+            await gateway.fleet()
+            ringing = asyncio.create_task(engine.bell())
+            await asyncio.sleep(0.2)
+            if not moves_late:
+                name.move()
+            name.demote()
+            await asyncio.sleep(0.5)
+            name.move()
+            await gateway.submit(generate("b"))
+            await engine.exchange([("g1", batch("a", 1))], [], load("e1"), 0, 0)
+            assert [one.deltas[0].first for one in await reading] == [0, 1]
+            await ringing
+            ringing = asyncio.create_task(engine.bell())
+            await asyncio.sleep(0.2)
+            await gateway.submit(generate("c"))
+            await ringing
+            assert ids(await take(engine)) == ["b", "c"]
+        finally:
+            await bus.close()
+
+
+async def test_an_entry_that_is_no_batch_is_skipped(own_server: EmbeddedRedis, own_bus: Bus) -> None:
+    gateway, engine = await own_bus.gateway(), await own_bus.engine()
+    with redis.Redis.from_url(own_server.url) as client:
+        for fields in ({"b": b"\xc1"}, {"other": b""}):
+            client.xadd(f"{{{own_bus.namespace}}}:out:g1", fields)  # type: ignore[arg-type]
+        await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+        assert [one.deltas[0].first for one in await read(gateway, 1)] == [0]
