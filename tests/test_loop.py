@@ -284,17 +284,18 @@ class PutOff(ScriptedExecutor):
     """Has put off three pieces of work."""
 
     def catch_up(self) -> bool:
-        assert not self._decoding, "not while requests are here"
+        assert self.engine.core.idle
         self.left -= self.left > 0
         return self.left > 0
 
     left = 3
+    engine: Engine
 
 
 def test_work_that_the_start_put_off_is_done_while_no_request_is_here() -> None:
     executor = PutOff(INFO, 64)
     box = Reports()
-    engine = Engine(EngineConfig(engine_id="e", max_seqs=4, step_tokens=64), executor, box, box)
+    engine = executor.engine = Engine(CONFIG, executor, box, box)
     box.orders.append(Generate("r", "g", [5, 6], 5, Sampling(seed=1), 1 << 60))
     left: list[int] = []
 
