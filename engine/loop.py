@@ -231,6 +231,7 @@ class Engine:
                 telemetry.accept(order.request, marks[0], steady_ms())
                 self.core.accept(order.request, order.outputs)
                 self._accepted += 1
+                self._behind_since = self._behind_since or marks[0]
             elif order.lost:
                 self.core.drop(order.id)
                 self._dropped += 1
@@ -293,14 +294,10 @@ class Engine:
 
     def _watch_resumption(self, now: float) -> None:
         """Report how long it took until all that an earlier engine began was computed again."""
-        behind = self.core.behind
-        if behind and not self._behind_since:
-            self._behind_since = now
-            log.info("computing %d sequences of an earlier engine again", behind)
-        elif self._behind_since and not behind:
+        if self._behind_since and not self.core.behind:
             seconds, self._behind_since = now - self._behind_since, 0.0
             self.telemetry.resumed(seconds)
-            log.info("all sequences of an earlier engine resumed in %.2f s", seconds)
+            log.info("resumed all sequences of an earlier engine %.2f s after the first was claimed", seconds)
 
     def _audit(self, *, whole: bool, names: Sequence[str] = ()) -> None:
         """Audit the books of the blocks, or a sample of them; `names`: who ordered it.  Raises BooksError where the

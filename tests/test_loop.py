@@ -318,3 +318,33 @@ def test_samples_are_a_small_part_of_the_time() -> None:
     while len(spent) < 4:
         engine.turn()
     assert all(later - earlier > 0.002 / AUDIT_SHARE for earlier, later in itertools.pairwise(spent[1:]))
+
+
+class PutOff(ScriptedExecutor):
+    """Has put off three pieces of work."""
+
+    def catch_up(self) -> bool:
+        assert self.engine.core.idle
+        self.left -= self.left > 0
+        return self.left > 0
+
+    left = 3
+    engine: Engine
+
+
+def test_work_that_the_start_put_off_is_done_while_no_request_is_here() -> None:
+    executor = PutOff(INFO, 64)
+    box = Reports()
+    engine = executor.engine = Engine(CONFIG, executor, box, box)
+    box.orders.append(Generate("r", "g", [5, 6], 5, Sampling(seed=1), 1 << 60))
+    left: list[int] = []
+
+    def turn(wait_s: float = 0.0) -> None:
+        left.append(executor.left)
+        Engine.turn(engine, wait_s)
+        engine.draining = len(left) > 15
+
+    engine.turn = turn  # type: ignore[method-assign]
+    engine.run()
+    assert left[0] == 3
+    assert left[-1] == 0

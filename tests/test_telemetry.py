@@ -167,3 +167,16 @@ def test_the_page_says_how_right_the_forecast_was() -> None:
     assert samples["quire_forecast_bound_blocks_total"] == calibration.bound_blocks
     assert samples["quire_forecast_peak_blocks_total"] == calibration.peak_blocks > 0
     assert samples["quire_pauses_total"] == 0
+
+
+def test_the_page_says_what_a_takeover_took() -> None:
+    traced = Traced()
+    traced.run(a_request())
+    assert traced.samples()["quire_start_takeover"] == 0
+    telemetry = traced.engine.telemetry
+    telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True)
+    traced.run(Resume(a_request("again", prompt=10, tokens=6), [[1, 2, 3]]))
+    samples = traced.samples()
+    assert samples["quire_start_takeover"] == 1
+    assert samples["quire_start_seconds weights"] == 0.5
+    assert samples["quire_start_seconds recompute"] > 0

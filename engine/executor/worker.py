@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -217,7 +217,7 @@ class Worker:
         size = self._padded(len(self._batch.rows))
         if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
-            self._sample_graphs[self._samplers.general].replay(size)
+            self._sample_padded(size)
             return self._pending(number, self._graph_logits)
         step = self._batch.decode_step(size)
         self._batch.gather(step)
@@ -228,10 +228,10 @@ class Worker:
     def _mixed(self, number: int, mixed: Mixed) -> Pending:
         """Prompt slices beside the rows that decode."""
         count = len(self._batch.rows)
-        if self._captured and mixed.shape in self._batch.shapes:
+        if mixed.shape in self._batch.shapes and (self._captured or self._recorded_mixed(number, mixed)):
             self._mixed_graphs.replay(mixed.shape)
             if count:
-                self._sample_graphs[self._samplers.general].replay(self._padded(count))
+                self._sample_padded(self._padded(count))
             return self._pending(number, self._graph_logits)
         step = self._batch.mixed_step(mixed)
         forward = Forward(self._model, step)
@@ -239,6 +239,14 @@ class Worker:
         if count:
             self._sample(step, logits, self._samplers.general)
         return self._pending(number, logits, tuple(self._score(forward, each) for each in step.targets))
+
+    def _sample_padded(self, size: int) -> None:
+        """Sample from what a graph of the model has left: with a graph where there is one of this size."""
+        general = self._samplers.general
+        if size in self._sample_graphs[general]:
+            self._sample_graphs[general].replay(size)
+        else:
+            self._sample(self._batch.decode_step(size), self._graph_logits[:size], general)
 
     def _recorded(self, number: int, size: int) -> bool:
         """Whether step `number` finds graphs of a decode step of this size.  After a takeover, records them where its
@@ -249,9 +257,24 @@ class Worker:
         missing = [graphs for graphs in kinds if size not in graphs]
         if missing and not self._second_use.due(number, *((id(graphs), size) for graphs in kinds)):
             return False
+        return self._record([partial(graphs.capture, size, run=False) for graphs in missing])
+
+    def _recorded_mixed(self, number: int, mixed: Mixed) -> bool:
+        """The same for the model's graph of a step with slices."""
+        if self._second_use is None:
+            return False
+        if mixed.shape in self._mixed_graphs:
+            return True
+        if not self._second_use.due(number, mixed.shape):
+            return False
+        self._idle[mixed.shape] = mixed  # pages of one shape always lie at the same addresses
+        return self._record([partial(self._mixed_graphs.capture, mixed.shape, run=False)])
+
+    def _record(self, captures: Sequence[Callable[[], None]]) -> bool:
+        """Do these captures while requests are served.  False: a graph cannot be had, and no other one is tried."""
         try:
-            for graphs in missing:
-                graphs.capture(size, run=False)
+            for capture in captures:
+                capture()
         except RuntimeError as error:
             log.warning("CUDA graphs cannot be recorded while requests are served: %s", str(error).splitlines()[0])
             self._second_use = None
@@ -346,8 +369,9 @@ class Worker:
                 graphs.capture(size)
 
         def mixed(shape: Shape) -> None:
-            self._idle[shape] = self._batch.idle_step(shape, self._staging)
-            self._mixed_graphs.capture(shape)
+            if shape not in self._mixed_graphs:
+                self._idle[shape] = self._batch.idle_step(shape, self._staging)
+                self._mixed_graphs.capture(shape)
 
         kinds = self._decode_graphs, *self._sample_graphs
         decodes: list[Callable[[], None]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.executor.graphs import capture_all, ladder, mixed_ladder, rung, urgent
+from engine.executor.graphs import SecondUse, capture_all, ladder, mixed_ladder, rung, urgent
 
 
 @pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])
@@ -37,3 +37,14 @@ def test_running_out_of_time_keeps_what_was_captured() -> None:
     assert capture_all([lambda i=i: done.append(i) for i in range(5)], 60) == 5  # type: ignore[misc]
     assert capture_all([lambda i=i: done.append(i) for i in range(5)], 0) == 1  # type: ignore[misc]
     assert done == [0, 1, 2, 3, 4, 0]
+
+
+def test_launches_are_recorded_at_their_second_use_and_one_size_a_step() -> None:
+    second = SecondUse()
+    assert not second.due(1, "model 8", "greedy 8")
+    assert not second.due(2, "model 16", "greedy 16")
+    assert second.due(3, "model 8", "greedy 8")
+    assert not second.due(3, "model 16", "greedy 16"), "one recording a step"
+    assert not second.due(4, "model 8", "general 8"), "one of the two has not run yet"
+    assert second.due(5, "model 8", "general 8")
+    assert second.due(6, "model 16", "greedy 16")

@@ -1,0 +1,142 @@
+"""A spare engine: what it holds while it waits, and takeovers in quick succession."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
+from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
+
+pytestmark = pytest.mark.system
+OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books")
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S), connector=connector) as session:
+        yield session
+
+
+def engines(served: Served) -> list[psutil.Process]:
+    """The engine and its spare."""
+    found = []
+    for child in psutil.Process(served.process.popen.pid).children():
+        try:
+            if "engine" in child.cmdline():
+                found.append((child.create_time(), child))
+        except psutil.Error:
+            continue
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+
+
+async def spare_of(served: Served) -> psutil.Process:
+    """The spare, once it is ready."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        assert time.monotonic() < deadline, served.process.said()
+        found = engines(served)
+        if len(found) == 2 and f"spare {found[1].pid} is ready" in served.process.said():
+            return found[1]
+        await asyncio.sleep(0.05)
+
+
+async def test_two_deaths_in_quick_succession_cost_no_token(
+    checkpoint: Callable[[str], Path], tmp_path: Path, client: aiohttp.ClientSession
+) -> None:
+    """The engine that took over is killed as soon as one stream has a token of it: the next spare is hardly there.
+
+    Then the model's weights are replaced, and the spare that had prepared for the old ones serves the new ones."""
+    model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    served = Served(tmp_path, model, *OPTIONS, "--queue-wait-s=1000")
+    with ending([served.process]):
+        await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)
+        undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in bodies()))
+        spare = await spare_of(served)
+        answers = [Answer(body) for body in bodies()]
+        reading = begin(answers, client, served.url)
+
+        def said() -> int:
+            return sum(len(tokens) for answer in answers for tokens in answer.tokens)
+
+        await until(lambda: all(answer.tokens[0] for answer in answers), reading)
+        engines(served)[0].kill()
+        await until(lambda: "takeover: this spare serves" in served.process.said(), reading)
+        had = said()
+        await until(lambda: served.process.said().count("started: ") == 2 and said() > had, reading)
+        assert engines(served)[0] == spare
+        spare.kill()
+        await asyncio.gather(*reading)
+        for answer, wanted in zip(answers, undisturbed, strict=True):
+            answer.same_as(wanted)
+
+        await spare_of(served)
+        weights = load_file(model / "model.safetensors")
+        weights["lm_head.weight"] = -weights["lm_head.weight"]
+        save_file(weights, model / "draft.safetensors", {"format": "pt"})
+        (model / "draft.safetensors").rename(model / "model.safetensors")
+        starts = served.process.said().count("started: ")
+        engines(served)[0].kill()
+        await until(lambda: served.process.said().count("started: ") > starts, [])
+        changed = await Answer(bodies()[0]).read(client, served.url)
+        assert changed.tokens != undisturbed[0].tokens
+        fingerprints = re.findall(r"ready: .* fingerprint (\w+)", served.process.said())
+        assert len(set(fingerprints[:-1])) == 1
+        assert fingerprints[-1] != fingerprints[0]
+
+
+def test_a_spare_that_is_not_wanted_leaves_nothing_behind(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    log = tmp_path / "spare.log"
+    with log.open("w") as file:
+        spare = subprocess.Popen(
+            [sys.executable, "-m", "engine", str(checkpoint("llama")), "--standby", *OPTIONS],
+            cwd=ROOT,
+            env={**ENVIRONMENT, "TMPDIR": str(scratch)},
+            stdin=subprocess.PIPE,
+            stderr=file,
+        )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while f"spare {spare.pid} is ready" not in log.read_text():
+            assert spare.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        before = sum(psutil.Process(spare.pid).cpu_times()[:2])
+        time.sleep(1)
+        assert sum(psutil.Process(spare.pid).cpu_times()[:2]) - before < 0.1, "a spare that waits computes nothing"
+        assert spare.stdin is not None
+        spare.stdin.close()
+        assert spare.wait(LIMIT_S) == 0
+    finally:
+        spare.kill()
+        spare.wait()
+    assert not list(scratch.iterdir())
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_supervisor_that_dies_takes_its_spare_along(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    served = Served(tmp_path, checkpoint("llama"), "--executor=scripted")
+    with ending([served.process]):
+        wait_until_ready(served.url, LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while len(found := engines(served)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(served.process.popen.pid, 9)
+        _, alive = psutil.wait_procs(found, LIMIT_S)
+        assert not alive
