@@ -50,6 +50,7 @@ BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 7
 ALARM_S = 10.0  # an alarm is logged so often at most: samples find the same again and again
 AUDIT_SHARE = 0.005  # of the loop's time, for looking at samples of the books
 LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
+BELL_PAUSE_S = 1.0  # after an error on it, before the bell is listened to again
 
 
 class ConfigError(Exception):
@@ -592,7 +593,11 @@ class BusThread:
 
     async def _listen(self, bus: EngineSide) -> None:
         while True:
-            await bus.bell()
+            try:
+                await bus.bell()
+            except Exception:  # exchanges go on without it, at a third of the lease, and say what is wrong with Redis
+                log.exception("the bell of the queue cannot be heard, trying again in %g s", BELL_PAUSE_S)
+                await asyncio.sleep(BELL_PAUSE_S)
             self._wake.set()
 
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
