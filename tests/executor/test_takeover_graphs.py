@@ -1,0 +1,137 @@
+"""Graphs recorded while requests are served, after a takeover: which, when, and that they change no token.
+
+On a CPU, with graphs that remember what to run and run it when replayed.  Like real ones they know tensors only by
+where these lie.  What a real device does while it records is for tests/executor/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.executor import local, ops, worker
+from engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
+from engine.offline import LLM
+from engine.wire.messages import Sampling
+from tests.checkpoints import VOCAB
+
+Checkpoint = Callable[[str], Path]
+MAX_SEQS, STEP_TOKENS = 24, 256
+
+
+class Replayed(Graphs[Any]):
+    """A graph that is run again launch by launch."""
+
+    recorded: list[tuple[Any, bool]]  # every capture: its key, and whether it ran first
+
+    def capture(self, key: Any, *, run: bool = True) -> None:
+        if run:
+            self._run(key)
+        self._graphs[key] = None  # type: ignore[assignment]
+        self.recorded.append((key, run))
+
+    def replay(self, key: Any) -> None:
+        assert key in self._graphs
+        self._run(key)
+
+
+def llm(checkpoint: Path) -> LLM:
+    config = msgspec.convert(
+        {
+            "model": str(checkpoint),
+            "threads": 1,
+            "kv_blocks": 400,
+            "max_seqs": MAX_SEQS,
+            "step_tokens": STEP_TOKENS,
+            "itl_stretch": 0.0,
+            "check_books": True,
+        },
+        EngineConfig,
+    )
+    return LLM.over(config, local.load(config))
+
+
+@pytest.fixture
+def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An engine that has put its graphs off."""
+    monkeypatch.setattr(worker, "Graphs", Replayed)
+    monkeypatch.setattr(worker, "Where", object)
+    monkeypatch.setattr(Replayed, "recorded", [], raising=False)
+    attention = ops.paged_attention
+
+    def without_padding(q: Any, *rest: Any, **options: Any) -> None:
+        """The CPU's kernel takes no padding behind the last slice."""
+        *middle, out = rest
+        total = int(middle[4][-1])
+        out[total:] = 0
+        attention(q[:total], *middle, out[:total], **options)
+
+    monkeypatch.setattr(ops, "paged_attention", without_padding)
+    engine = llm(checkpoint("gpt2"))
+    assert isinstance(engine.executor, local.LocalExecutor)
+    made = engine.executor._worker
+    assert made is not None
+    made._logits = torch.zeros(MAX_SEQS, VOCAB)
+    made._sizes, made._batch.shapes = ladder(MAX_SEQS), mixed_ladder(MAX_SEQS, STEP_TOKENS)
+    made._make_graphs()
+    made._second_use = SecondUse()
+    for jobs in made._captures():
+        made._put_off.extend(jobs)
+    return engine
+
+
+def words(count: int, seed: int) -> list[int]:
+    return random.Random(f"{count} {seed}").choices(range(3, VOCAB), k=count)
+
+
+def round_of(engine: LLM, seed: int) -> list[list[int]]:
+    """Prompts with a common beginning, some greedy, some not, of many lengths: rows come and go."""
+    prompts = [words(40, 0) + words(1 + 9 * i % 70, seed + i) for i in range(14)]
+    counts = [3 + 5 * i % 30 for i in range(14)]
+    greedy, sampled = Sampling(temperature=0.0, ignore_eos=True), Sampling(temperature=0.9, seed=5, ignore_eos=True)
+    samplings = [sampled if seed % 2 and i % 3 == 0 else greedy for i in range(14)]
+    answers = engine.generate(prompts, samplings, max_new_tokens=counts)
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
+def test_graphs_of_a_takeover_change_no_token(checkpoint: Checkpoint, taken_over: LLM) -> None:
+    usual = llm(checkpoint("gpt2"))
+    wanted = [round_of(usual, seed) for seed in range(4)]
+    assert round_of(taken_over, 0) == wanted[0]
+    in_service = list(Replayed.recorded)
+    assert in_service
+    assert not any(ran for _, ran in in_service), "nothing is run for the sake of a graph while requests are here"
+    for _ in range(9):
+        assert taken_over.executor.catch_up()
+    assert round_of(taken_over, 1) == wanted[1]
+    while taken_over.executor.catch_up():
+        pass
+    captured = len(Replayed.recorded)
+    keys = [(len(str(key)), key) for key, _ in Replayed.recorded]
+    assert max(keys.count(key) for key in keys) <= 3, "each once: model, greedy, general"
+    assert round_of(taken_over, 2) == wanted[2]
+    assert round_of(taken_over, 3) == wanted[3]
+    assert len(Replayed.recorded) == captured
+    assert not taken_over.executor.catch_up()
+
+
+def test_a_model_that_cannot_be_recorded_goes_on_without(
+    checkpoint: Checkpoint, taken_over: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Replayed, "capture", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    usual = llm(checkpoint("gpt2"))
+    assert round_of(taken_over, 0) == round_of(usual, 0)
+    assert not taken_over.executor.catch_up()
+    assert round_of(taken_over, 1) == round_of(usual, 1)
+    assert caplog.text.count("cannot be recorded") == 1
