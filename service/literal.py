@@ -31,14 +31,16 @@ class LiteralContent:
     """The special tokens of one tokenizer, and how to write their text without them.  Thread-safe."""
 
     def __init__(self, backend: Any) -> None:
-        """`backend`: a `tokenizers.Tokenizer`.  Costs one copy of it while this runs."""
+        """`backend`: a `tokenizers.Tokenizer`, which no other thread may use meanwhile."""
         specials = {
             token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special
         }
-        plain = type(backend).from_str(backend.to_str())
-        plain.encode_special_tokens = True
         self._backend = backend
-        self._literal = {token: _without_prefix(plain, text) for token, text in specials.items() if text}
+        before, backend.encode_special_tokens = backend.encode_special_tokens, True
+        try:
+            self._literal = {token: _without_prefix(backend, text) for token, text in specials.items() if text}
+        finally:
+            backend.encode_special_tokens = before
         # By their first characters: looking for one of a few prefixes costs a long text little.
         self._texts: dict[str, re.Pattern[str]] = {}
         for prefix in {text[:2] for text in specials.values() if text}:
@@ -125,9 +127,9 @@ class LiteralContent:
         return any(prefix in text and pattern.search(text) for prefix, pattern in self._texts.items())
 
 
-def _without_prefix(plain: Any, text: str) -> list[int]:
+def _without_prefix(backend: Any, text: str) -> list[int]:
     """Ids of a text, less the space that some tokenizers put before every text."""
-    encoding = plain.encode(text, add_special_tokens=False)
+    encoding = backend.encode(text, add_special_tokens=False)
     ids: list[int] = encoding.ids
     space = len(ids) > 1 and encoding.tokens[0] in ("\u2581", "\u0120") and not text[0].isspace()
     return ids[1:] if space else ids

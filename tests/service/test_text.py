@@ -204,6 +204,20 @@ def test_a_directory_that_is_no_model_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_code_of_a_models_repository_is_not_run(tmp_path: Path) -> None:
+    """And nobody is asked on a terminal whether to run it."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "none of ours"}))
+    described = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Mine: pass\n")
+    with pytest.raises(ModelError, match="needs code from the model's repository") as caught:
+        Tokenizer(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()
+
+
 async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     backend = Backend(models.BPE())
     backend.decoder = decoders.ByteLevel()
