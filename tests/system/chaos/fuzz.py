@@ -47,6 +47,7 @@ DOCUMENTED = {
     ("504", "deadline_exceeded"),
 }
 STREAM_ENDS = {"deadline_exceeded", "cancelled", "shutting_down", "stream_gone"}
+UNSOUND_S = 0.5  # so long a client whose HTTP is not in order waits for an answer
 OPTIONS = {
     "scripted": ["--executor=scripted", "--scripted-step-ms=1"],
     "tiny": ["--dtype=float32", "--threads=1"],
@@ -123,12 +124,11 @@ async def fire(shot: Shot, port: int) -> bytes:
             if shot.leave_after == 0:
                 await asyncio.sleep(shot.pause_s)
                 return b""
-            if not shot.sound:
-                with contextlib.suppress(OSError):
-                    writer.write_eof()
             got = bytearray()
-            while (shot.leave_after < 0 or len(got) < shot.leave_after) and (block := await reader.read(65536)):
-                got += block
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if shot.sound else UNSOUND_S):
+                    while (shot.leave_after < 0 or len(got) < shot.leave_after) and (block := await reader.read(65536)):
+                        got += block
             return bytes(got)
         except ConnectionError:
             return b""
