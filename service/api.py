@@ -22,6 +22,11 @@ from service.config import GatewayConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
+NON_FINITE_BYTES = 256 * 1024  # a broken body up to this size is parsed again, to name the field that is no number
+
+MAX_PARTS = 16_384  # content parts of all messages of a request
+MAX_TOOL_CALLS = 4096  # tool calls of all messages of a request
+
 CLASSES = {"high": -1, "normal": 0, "low": 1}  # the names of priorities; within a tenant the lower goes first
 
 _TYPES = {
@@ -225,6 +230,8 @@ def decode(body: bytes, kind: type[Any]) -> Any:
 
 def _non_finite(body: bytes) -> str | None:
     """The top-level field holding a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
+    if len(body) > NON_FINITE_BYTES or not (b"NaN" in body or b"Infinity" in body):
+        return None
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -352,9 +359,10 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
     """The four forms of `prompt` as a list of texts or token id lists, none of them empty."""
     prompts: list[Any]
-    if isinstance(given, str) or (given and all(type(item) is int for item in given)):
+    kinds = set() if isinstance(given, str) else set(map(type, given))
+    if isinstance(given, str) or kinds == {int}:
         prompts = [given]
-    elif len({type(item) for item in given}) <= 1:
+    elif len(kinds) <= 1:
         prompts = list(given)
     else:
         raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
@@ -386,10 +394,14 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
     )
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
     """Messages as chat templates want them: content a string, absent fields absent.  Raises Refusal."""
     if not messages:
         raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
+    _count("messages", len(messages), config.max_messages)
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    _count("messages[].content", parts, MAX_PARTS)
+    _count("messages[].tool_calls", sum(len(message.tool_calls or ()) for message in messages), MAX_TOOL_CALLS)
     plain = []
     for at, message in enumerate(messages):
         name = f"messages[{at}]"
@@ -444,7 +456,7 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     return ValidRequest(
         prompts=[],
-        messages=plain_messages(asked.messages),
+        messages=plain_messages(asked.messages, config),
         max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
         echo=False,
         chat=True,
@@ -459,6 +471,22 @@ class EngineLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     block_size: int  # tokens
     total_blocks: int
+
+
+def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
+    """A prompt of `prompt` tokens (`least`: or more) does not fit into the model's context."""
+    more = "at least " if least else ""
+    message = (
+        f"{param}: the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
+        f"{more}{prompt} in the prompt and {asked} to generate"
+    )
+    return _bad("context_length_exceeded", message, param, longest, prompt + asked)
+
+
+def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
+    """The texts or token ids of one request are more than a gateway takes at once."""
+    message = f"{param}: at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
+    return _bad("too_many_tokens", message, param, limit, given)
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
@@ -483,11 +511,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
         asked = 1 if valid.max_tokens is None else valid.max_tokens
         if len(ids) + asked > longest:
-            message = (
-                f"{param}: the model's context is {longest} tokens, but {len(ids) + asked} were asked for: "
-                f"{len(ids)} in the prompt and {asked} to generate"
-            )
-            raise _bad("context_length_exceeded", message, param, longest, len(ids) + asked)
+            raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
             message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
             raise _bad("kv_cache_exceeded", message, param, pool, len(ids) + asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -324,6 +325,10 @@ def test_continuous_usage_counts_up() -> None:
     assert counts == [1, 2, 3]
 
 
+def whole_answer(written: Format, pieces: list[Piece]) -> Any:
+    return json.loads(b"".join(asyncio.run(written.whole(pieces))))
+
+
 def logprob(value: float, *top: tuple[int, float]) -> TokenLogprob:
     return TokenLogprob(value, list(top))
 
@@ -335,7 +340,7 @@ def test_completion_logprobs_with_echo() -> None:
         Piece(0, "", [3], [logprob(-1.0, (3, -1.0))], [0], prompt_logprobs=[logprob(-2.0, (5, -0.1))]),
         Piece(0, "🙂", [4], [logprob(float("-inf"), (1, 0.0))], [0], finish="length"),
     ]
-    answer = json.loads(written.whole(pieces))
+    answer = whole_answer(written, pieces)
     choice = answer["choices"][0]
     assert choice["text"] == "<s>a🙂"
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "\ufffd", "\ufffd\ufffd"]
@@ -347,7 +352,7 @@ def test_completion_logprobs_with_echo() -> None:
 
 def test_chat_logprobs_carry_bytes() -> None:
     written = form(chat(logprobs=True, top_logprobs=2, return_token_ids=True))
-    answer = json.loads(written.whole([Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")]))
+    answer = whole_answer(written, [Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")])
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "a", "refusal": None}
     assert choice["logprobs"]["content"] == [
@@ -379,5 +384,5 @@ def test_streamed_and_whole_agree() -> None:
     for piece in pieces():
         for _, event in read(streamed.chunk(piece)):
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    whole = json.loads(form(completion(echo=True), prompts).whole(pieces()))
+    whole = whole_answer(form(completion(echo=True), prompts), pieces())
     assert [choice["text"] for choice in whole["choices"]] == texts == ["Pab", "Qxy"]

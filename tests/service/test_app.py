@@ -421,7 +421,7 @@ async def test_a_huge_body_is_refused_without_keeping_it(serve: Serve, chunked: 
     async with served.session.post("/v1/completions", data=upload(), headers=headers) as response:
         assert response.status == 413
         error = (await response.json())["error"]
-    assert (error["param"], error["limit"]) == ("body", 8 * 2**20)
+    assert (error["param"], error["limit"]) == ("body", 4 * 2**20)
     assert psutil.Process().memory_info().rss - before < 50 * 2**20
 
 

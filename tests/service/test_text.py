@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
-from service.text import INLINE_CHARS, ModelError, TextStream, Tokenizer, vocabulary_bytes
+from service.text import INLINE_BYTES, ModelError, TextStream, Tokenizer, vocabulary_bytes
 from tests.service.fakes import save
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
@@ -139,7 +139,7 @@ def request(**fields: object) -> ValidRequest:
 
 async def test_encoding_is_the_tokenizers_own(sentencepiece_tokenizer: Tokenizer) -> None:
     tokenizer = sentencepiece_tokenizer
-    long = "The quick brown fox. " * (INLINE_CHARS // 10)
+    long = "The quick brown fox. " * (INLINE_BYTES // 10)
     [short, longer] = await tokenizer.encode(request(prompt=["The fox", long]))
     assert short[0] == 1  # begin-of-sequence
     assert tokenizer.text_of(short) == "The fox"
