@@ -53,8 +53,9 @@ class Scan:
             return
         parts = data.split(b'"')
         outside = b"".join(parts[1 if self._in_string else 0 :: 2])
+        opened = (quotes + (not self._in_string)) // 2
         self._in_string ^= bool(quotes % 2)
-        self.structures += (quotes + 1) // 2 + outside.count(b"{") + outside.count(b"[")
+        self.structures += opened + outside.count(b"{") + outside.count(b"[")
         self.values += outside.count(b",")
 
 

@@ -386,3 +386,47 @@ def test_streamed_and_whole_agree() -> None:
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     whole = whole_answer(form(completion(echo=True), prompts), pieces())
     assert [choice["text"] for choice in whole["choices"]] == texts == ["Pab", "Qxy"]
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 2}, {"logprobs": 2}, {}])
+def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, completions and chats."""
+
+    def pieces() -> list[Piece]:
+        found = [logprob(-0.5, (1, -0.5), (3, -1.5)), logprob(float("-inf"), (1, 0.0)), logprob(-1.0)]
+        first = Piece(0, "ab", [1, 2, 1], found, [0, 1, 2], prompt_logprobs=[logprob(-2.0, (2, -1.0))])
+        return [first, Piece(0, "c", [3], found[:1], [3], finish="length")]
+
+    valid = completion(**fields) if fields else chat(logprobs=True, top_logprobs=2)
+    prompts = [Prompted([0, 3], "<s>a", [0, 3])]
+
+    async def streamed() -> list[Any]:
+        written, events = form(valid, prompts), []
+        for piece in pieces():
+            await written.prepare(piece)
+            events += list(read(written.chunk(piece)))
+        return events
+
+    at_once = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
+    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", 4)
+    in_turns = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
+    assert in_turns == at_once
+
+
+def test_messages_their_parts_and_tool_calls_are_counted() -> None:
+    config = GatewayConfig(max_messages=3)
+    message = {"role": "user", "content": "a"}
+
+    def asked(messages: list[Any]) -> ValidRequest:
+        return api.parse_chat(json.dumps({"model": "m", "messages": messages}).encode(), config, "m", 600.0)
+
+    assert len(asked([message] * 3).messages) == 3
+    refusal = refused(asked, [message] * 4)
+    assert (refusal.code, refusal.param, refusal.limit, refusal.given) == ("too_many", "messages", 3, 4)
+    part = {"type": "text", "text": "a"}
+    refusal = refused(asked, [{"role": "user", "content": [part] * (api.MAX_PARTS + 1)}])
+    assert (refusal.param, refusal.limit) == ("messages[].content", api.MAX_PARTS)
+    refusal = refused(asked, [{**message, "tool_calls": [{}] * (api.MAX_TOOL_CALLS + 1)}])
+    assert (refusal.param, refusal.limit) == ("messages[].tool_calls", api.MAX_TOOL_CALLS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -40,12 +41,13 @@ class Watched:
 
     async def send(self, one: Hostile, patience_s: float = 60.0) -> tuple[str, float]:
         """Status line (empty if the gateway cut the connection) and the longest stall meanwhile."""
+        data = await asyncio.to_thread(hostile.request, one, f"127.0.0.1:{self.port}")
         start = time.monotonic()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         status = b""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             try:
-                writer.write(hostile.request(one, f"127.0.0.1:{self.port}"))
+                writer.write(data)
                 await writer.drain()
             except ConnectionError:
                 pass  # refused while it was sent: the answer may be there nevertheless
@@ -59,7 +61,7 @@ class Watched:
 
     async def read_stream(self) -> None:
         """Keep one stream running, and note how long its tokens take."""
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 100_000, "stream": True}
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 30_000, "stream": True}
         async with (
             ClientSession() as session,
             session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body) as response,
@@ -76,14 +78,13 @@ class Watched:
 async def watched(
     redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int, tmp_path: Path, engine: EngineMaker
 ) -> AsyncIterator[Watched]:
-    """A long context, so that nothing is refused for its length alone before it was looked at."""
     watched, control = tmp_path / "watched", tmp_path / "control"
     command = [sys.executable, "-m", "tests.service.watched"]
     options = [str(byte_level_dir), "--redis-url", redis_server.url, "--namespace", namespace, "--port", str(port)]
     options += ["--served-name", "tiny", "--queue-wait-s", "30", "--drain-s", "1"]
     with _process([*command, str(watched), *options]), _process([*command, str(control)]):
         fake = engine(lambda generate, index: ([5] * generate.max_new_tokens, None), step_s=0.02)
-        fake.load_changes = {"max_model_len": 131_072, "total_blocks": 1_000_000, "free_blocks": 1_000_000}
+        fake.load_changes = {"max_model_len": 32_768, "total_blocks": 1_000_000, "free_blocks": 1_000_000}
         fake.room_tokens = 10_000_000
         async with fake, ClientSession() as session:
             await _ready(session, f"http://127.0.0.1:{port}/ready")
@@ -127,7 +128,8 @@ def _append(path: Path, line: str) -> None:
 @pytest.mark.timeout(600)
 async def test_no_body_stalls_the_event_loop(watched: Watched) -> None:
     too_long = []
-    for one in hostile.corpus(LIMIT_BYTES):
+    bodies = hostile.corpus(LIMIT_BYTES)
+    while (one := await asyncio.to_thread(next, bodies, None)) is not None:
         assert len(one.body) <= LIMIT_BYTES, one.name
         begun = time.monotonic()
         status, stall = await watched.send(one)
@@ -145,3 +147,19 @@ async def test_no_body_stalls_the_event_loop(watched: Watched) -> None:
             too_long.append(f"{one.path}, {one.name}: {stall * 1000:.0f} ms ({status})")
         assert not status.startswith("HTTP/1.1 5"), f"{one.path}, {one.name}: {status}"
     assert not too_long, "\n".join(too_long)
+
+
+@pytest.mark.timeout(300)
+async def test_no_answer_stalls_the_event_loop(watched: Watched) -> None:
+    """Log-probabilities of 12,000 prompt tokens with 20 alternatives each, whole and streamed: about 7 MiB."""
+    prompts = [[5] * 1500] * 8
+    asked = {"model": "tiny", "prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
+    for stream in (False, True):
+        body = json.dumps({**asked, "stream": stream}).encode()
+        one = Hostile(f"logprobs, stream={stream}", "/v1/completions", body)
+        stalls = []
+        for _ in range(TRIES):
+            status, stall = await watched.send(one)
+            assert status.startswith("HTTP/1.1 200")
+            stalls.append(stall)
+        assert min(stalls) <= LIMIT_S, f"{one.name}: {stalls}"
