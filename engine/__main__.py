@@ -22,7 +22,7 @@ from engine.flight import Recorder, header
 from engine.loop import BusThread, ConfigError, Engine
 from engine.telemetry import Page, PageError, Telemetry
 from engine.warming import warm
-from engine.wire import logs, ready, settings
+from engine.wire import files, logs, ready, settings
 from engine.wire.bus import BusDown
 from engine.wire.tracing import Tracing
 
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
+    files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=f"{socket.gethostname()}-{os.getpid()}")
 
