@@ -32,6 +32,7 @@ T = TypeVar("T")
 # Encoding and templates cost about a microsecond per four characters.  A request of more bytes goes to a thread: on the
 # event loop it would hold it for milliseconds.
 INLINE_BYTES = 4096
+LONG_BYTES = 256 * 1024  # requests beyond this share one thread, so that they never delay shorter ones for seconds
 TURN_TOKENS = 4096  # of one request become text before other requests have their turn: about 2 ms
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
@@ -178,6 +179,7 @@ class Tokenizer:
                 self._visible[token] = b""
         self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
         """Bytes of each token.  A model may have more rows than its tokenizer has tokens: such ids have none."""
@@ -233,7 +235,8 @@ class Tokenizer:
         milliseconds."""
         if size <= INLINE_BYTES:
             return work(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+        pool = self._pool if size <= LONG_BYTES else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **kwargs))
 
     async def encode(
         self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED

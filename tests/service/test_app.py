@@ -519,3 +519,22 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
         assert "data: [DONE]" in received
         writer.close()
         await writer.wait_closed()
+
+
+async def test_tokenize_and_detokenize_take_so_many_tokens(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """`max_prompt_tokens`, or the model's context where that is longer (512 here)."""
+    served = await serve(max_prompt_tokens=1000)
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await raw(served.session, "/detokenize", tokens=[5] * 1000)
+        assert (status, answer["prompt"]) == (200, byte_level_tokenizer.text_of([5] * 1000))
+        status, answer, _ = await raw(served.session, "/tokenize", prompt=answer["prompt"])
+        assert (status, answer["count"]) == (200, 1000)
+        for path, asked in (("/detokenize", {"tokens": [5] * 1001}), ("/tokenize", {"prompt": "$" * 1001})):
+            status, answer, _ = await raw(served.session, path, **asked)
+            error = answer["error"]
+            assert (status, error["code"], error["limit"], error["given"]) == (400, "too_many_tokens", 1000, 1001)
+        status, answer, _ = await raw(served.session, "/v1/completions", prompt=[[5] * 400] * 3, max_tokens=1)
+        assert (status, answer["error"]["code"], answer["error"]["given"]) == (400, "too_many_tokens", 1200)
