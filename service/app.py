@@ -439,7 +439,9 @@ class Gateway:
                 total=self._most_tokens(),
             )
             found = {"count": len(ids), "max_model_len": self._card()["max_model_len"], "tokens": ids}
-            return await self._write(request, [await self._step(size, msgspec.json.encode, found)])
+            encoded = await self._step(size, msgspec.json.encode, found)
+            async with self._deadline(self._config.default_timeout_s):
+                return await self._write(request, [encoded])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         most = self._most_tokens()
@@ -448,7 +450,9 @@ class Gateway:
                 size = len(body.data)
                 asked: api.DetokenizeBody = await self._step(size, api.decode, body.data, api.DetokenizeBody)
             text = await self._tokenizer.run(size, self._text, asked.tokens, most)
-            return await self._write(request, [await self._step(size, msgspec.json.encode, {"prompt": text})])
+            encoded = await self._step(size, msgspec.json.encode, {"prompt": text})
+            async with self._deadline(self._config.default_timeout_s):
+                return await self._write(request, [encoded])
 
     def _text(self, tokens: list[int], most: int) -> str:
         """The text of token ids.  Raises Refusal for more than `most`, and for ids that the tokenizer does not know."""

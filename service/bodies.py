@@ -19,8 +19,8 @@ from aiohttp import web
 from service.api import Refusal
 from service.config import GatewayConfig
 
-# Strings (keys included), objects and arrays of one body: 4,096 messages with a name and a content part each have
-# fewer.  So many take msgspec 10 ms.
+# Strings (keys included), objects and arrays of one body.  4,096 messages with one content part each have 57,000, and
+# msgspec decodes 65,536 in 10 ms.
 MAX_STRUCTURES = 65_536
 # Further values (numbers, true, false, null) of a body that carries no list of token ids.
 MAX_VALUES = 65_536

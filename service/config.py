@@ -162,7 +162,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory; the rest waits in Redis.")
     ] = 64
     max_open: Annotated[
-        int, Meta(ge=1, description="Requests open at once, slow readers included; beyond them the answer is 503.")
+        int, Meta(ge=1, description="Requests open at once, slow bodies and readers included; beyond them: 503.")
     ] = 16_384
     retain_s: Annotated[
         float,
