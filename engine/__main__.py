@@ -24,7 +24,7 @@ from engine.standby import low_priority, wait_for_turn, without_optional_package
 from engine.telemetry import Page, PageError, Telemetry
 from engine.warming import warm
 from engine.watchdog import Watchdog
-from engine.wire import logs, ready, settings
+from engine.wire import files, logs, ready, settings
 from engine.wire.bus import BusDown
 from engine.wire.tracing import Tracing
 
@@ -104,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
+    files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())
 

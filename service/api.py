@@ -23,6 +23,9 @@ from service.limits import LIMITS, broken, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
+NON_FINITE_BYTES = 256 * 1024  # a broken body up to this size is parsed again, to name the field that is no number
+
+
 CLASSES = {"high": -1, "normal": 0, "low": 1}  # the names of priorities; within a tenant the lower goes first
 
 _TYPES = {
@@ -269,6 +272,8 @@ def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
 
 def _non_finite(body: bytes) -> str | None:
     """The top-level field holding a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
+    if len(body) > NON_FINITE_BYTES or not (b"NaN" in body or b"Infinity" in body):
+        return None
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -421,9 +426,10 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
     """The four forms of `prompt` as a list of texts or token id lists, none of them empty."""
     prompts: list[Any]
-    if isinstance(given, str) or (given and all(type(item) is int for item in given)):
+    kinds = set() if isinstance(given, str) else set(map(type, given))
+    if isinstance(given, str) or kinds == {int}:
         prompts = [given]
-    elif len({type(item) for item in given}) <= 1:
+    elif len(kinds) <= 1:
         prompts = list(given)
     else:
         raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
@@ -455,10 +461,14 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
     )
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
     """Messages as chat templates want them: content a string, absent fields absent.  Raises Refusal."""
     if not messages:
         raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
+    check("messages", len(messages), config)
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    check("content parts", parts, config)
+    check("tool calls", sum(len(message.tool_calls or ()) for message in messages), config)
     plain = []
     for at, message in enumerate(messages):
         name = f"messages[{at}]"
@@ -513,7 +523,7 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     return ValidRequest(
         prompts=[],
-        messages=plain_messages(asked.messages),
+        messages=plain_messages(asked.messages, config),
         max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
         echo=False,
         chat=True,
@@ -529,6 +539,22 @@ class EngineLimits(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     total_blocks: int
     eos_ids: frozenset[int] = frozenset()  # tokens that end an answer; empty: not known
+
+
+def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
+    """A prompt of `prompt` tokens (`least`: or more) does not fit into the model's context."""
+    more = "at least " if least else ""
+    message = (
+        f"{param}: the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
+        f"{more}{prompt} in the prompt and {asked} to generate"
+    )
+    return _bad("context_length_exceeded", message, param, longest, prompt + asked)
+
+
+def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
+    """The texts or token ids of one request are more than a gateway takes at once."""
+    message = f"{param}: at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
+    return _bad("too_many_tokens", message, param, limit, given)
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
@@ -554,11 +580,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
         asked = 1 if valid.max_tokens is None else valid.max_tokens
         if len(ids) + asked > longest:
-            message = (
-                f"the model's context is {longest} tokens, but {len(ids) + asked} were asked for: "
-                f"{len(ids)} in the prompt and {asked} to generate"
-            )
-            raise _past("context", message, param, longest, len(ids) + asked)
+            raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
             message = f"the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
             raise _past("pool", message, param, pool, len(ids) + asked)

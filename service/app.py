@@ -25,24 +25,28 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestPayloadError
 
-from engine.wire import figures, logs, ready, settings
+from engine.wire import figures, files, logs, ready, settings
 from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
 from engine.wire.tracing import Tracing
 from service import admission, api, resume, sse, text
 from service.api import Refusal
+from service.bodies import Bodies, Body, require_json
 from service.config import GatewayConfig
+from service.connections import Connections
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
-from service.limits import LIMITS, shown
+from service.limits import LIMITS, VALUES, shown
 from service.pacing import StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
@@ -50,6 +54,8 @@ from service.tenants import Tenant, Tenants, TenantsError
 
 log = logging.getLogger("quire.gateway")
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
 
@@ -68,24 +74,16 @@ GC_THRESHOLDS = (10_000, 10, 5)
 LAST_WORDS_S = 30.0
 LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
 NO_REDIS = "Redis cannot be used; the log of this gateway says why"
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed and checked on a thread: Python changes threads every GIL_SWITCH_S
+GIL_SWITCH_S = (
+    0.001  # seconds that a thread may keep the event loop waiting for the interpreter; Python's own are 0.005
+)
+WRITE_BYTES = 256 * 1024  # of a long answer are written before other requests have their turn
 AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-def require_json(request: web.Request) -> None:
-    """Raises Refusal(415) unless the Content-Type is application/json; parameters are ignored.
-
-    A web page can send any other type, or none, to another site without asking that site first (CORS).  So a page could
-    make a server on its reader's own machine compute.  vLLM refuses the same."""
-    given = request.headers.get("Content-Type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        message = f"content-type: must be application/json, got '{shown(given)}'"
-        raise Refusal(
-            415, "unsupported_media_type", message, param="content-type", limit="application/json", given=given
-        )
 
 
 class Unanswered(Exception):
@@ -103,19 +101,36 @@ class Gateway:
         telemetry: Telemetry,
         tenants: Tenants,
         gateway: str,
+        open_files: int = files.MOST,
     ) -> None:
+        """`open_files`: how many files the process may have open, connections included."""
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._tenants, self._gateway = tenants, gateway
         self._model = config.served_name or text.served_name(config.model)
         self._created = int(time.time())
+        self.connections = Connections(config, open_files)
+        self._bodies = Bodies(config)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
         self._answering = 0
         self._quiet = asyncio.Event()  # set while nothing is being answered
         self._quiet.set()
         self._draining = False
         self._trouble: str | None = None  # as /ready logged it last
 
+    def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
+        """aiohttp's side of the API's port."""
+        return web.AppRunner(
+            self.app(),
+            access_log=None,
+            handler_cancellation=True,  # or a queued request whose client left is noticed only at the first write
+            shutdown_timeout=shutdown_timeout,
+            lingering_time=2.0,
+            keepalive_timeout=2 * self._config.keepalive_s,  # a connection of connections.py ends before
+            auto_decompress=False,  # see bodies.py
+        )
+
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._middleware], client_max_size=self._config.max_body_bytes)
+        app = web.Application(middlewares=[self._middleware])
         app.on_response_prepare.append(self._headers)
         app.add_routes(
             [
@@ -146,20 +161,27 @@ class Gateway:
     # -- the walk of a request
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self.answer(request, api.parse_completion, "cmpl-")
+        return await self.answer(request, api.parse_completion, "cmpl-", self._most_tokens())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, api.parse_chat, "chatcmpl-")
 
-    async def answer(self, request: web.Request, parse: Parse, prefix: str) -> web.StreamResponse:
+    async def answer(
+        self, request: web.Request, parse: Parse, prefix: str, max_values: int = VALUES
+    ) -> web.StreamResponse:
         """Answer a request, or go on with one that was made before: the client says so, or its Idempotency-Key does."""
-        if (last := request.headers.get("Last-Event-ID")) is not None:
-            had = Position.parse(last)
-            if not had.request_id.startswith(prefix):
-                raise Refusal(404, "stream_not_found", "no answer with this id here", given=had.request_id)
-            return await self.go_on(request, had.request_id, had)
-        body = await self._read(request)
-        once = resume.once(request.headers.get("Idempotency-Key"), request[OWNER], request.path, body)
+        with self._place():
+            if (last := request.headers.get("Last-Event-ID")) is not None:
+                had = Position.parse(last)
+                if not had.request_id.startswith(prefix):
+                    raise Refusal(404, "stream_not_found", "no answer with this id here", given=had.request_id)
+                return await self.go_on(request, had.request_id, had)
+            async with self._bodies.read(request, max_values) as body:
+                return await self._answer_body(request, body, parse, prefix)
+
+    async def _answer_body(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> web.StreamResponse:
+        key = request.headers.get("Idempotency-Key")
+        once = await self._step(len(body.data), resume.once, key, request[OWNER], request.path, body.data)
         if once is None:
             return await self.begin(request, body, parse, prefix)
         for _ in range(TWINS):
@@ -173,18 +195,21 @@ class Gateway:
         raise Refusal(503, "cancelled", "requests with this idempotency key keep being cancelled", retry_after_s=1.0)
 
     async def begin(
-        self, request: web.Request, body: bytes, parse: Parse, prefix: str, once: Once | None = None
+        self, request: web.Request, body: Body, parse: Parse, prefix: str, once: Once | None = None
     ) -> web.StreamResponse:
         """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`.
 
         Raises Before when another request with the key `once` was quicker."""
         config, streams, tenant = self._config, self._streams, request[TENANT]
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
-        valid = parse(body, config, self._model, timeout_s)
+        size = len(body.data)
+        valid = await self._step(size, parse, body.data, config, self._model, timeout_s)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
-        encoded = await self._tokenizer.encode(valid)
-        rooms = api.bound_logprobs(valid, encoded, api.fit(valid, encoded, limits), config)
+        most = self._most_tokens()
+        encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=most)
+        rooms = await self._step(size, api.fit, valid, encoded, limits)
+        rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
         cost = admission.Cost(
             prompt_tokens=prompt_tokens,
@@ -215,7 +240,7 @@ class Gateway:
             owner=request[OWNER],
             tenant=tenant.name,
             valid=valid,
-            prompts=self._tokenizer.prompted(valid, encoded),
+            prompts=await self._tokenizer.run(size, self._tokenizer.prompted, valid, encoded),
             model=self._model,
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
@@ -224,18 +249,20 @@ class Gateway:
         )
         form = record.form(request_id, self._tokenizer.table)
         resumable = once is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
+        kept = await self._step(size, record.encode)
         async with (
-            self._answer(valid.timeout_s),
+            self._deadline(valid.timeout_s),
             streams.open(
                 orders,
                 valid.timeout_s,
                 partial(self._admit, cost),
-                record=record.encode(),
+                record=kept,
                 once=once,
                 resumable=resumable,
             ) as opened,
         ):
             meter.admit()
+            body.release()
             return await self._deliver(request, valid, opened, form)
 
     async def go_on(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
@@ -254,7 +281,7 @@ class Gateway:
         counts = [count or 0 for count in had.tokens]
         left_s = max(0.0, (record.deadline_ms - streams.redis_ms()) / 1000)
         async with (
-            self._answer(left_s),
+            self._deadline(left_s),
             streams.join(
                 [f"{request_id}.{at}" for at in range(prompts)],
                 [counts[at * n : (at + 1) * n] for at in range(prompts)],
@@ -290,9 +317,10 @@ class Gateway:
                 raise
             raise Unanswered from None
 
-    @contextlib.asynccontextmanager
-    async def _answer(self, timeout_s: float) -> AsyncIterator[None]:
-        """Around whatever a client waits for.  Raises Refusal(503) when this gateway takes no more."""
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Around everything a client waits for, its body's arrival included.  Raises Refusal(503) when this gateway
+        takes no more."""
         if self._draining:
             raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
         if self._answering >= self._config.max_open:
@@ -301,14 +329,31 @@ class Gateway:
         self._answering += 1
         self._quiet.clear()
         try:
-            async with asyncio.timeout(timeout_s + LAST_WORDS_S):
-                yield
-        except TimeoutError:  # the answer is long over, but its client does not read it
-            raise ConnectionResetError("client does not read") from None
+            yield
         finally:
             self._answering -= 1
             if not self._answering:
                 self._quiet.set()
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, timeout_s: float) -> AsyncIterator[None]:
+        """Around an answer: raises ConnectionResetError when it is long over, but its client does not read it."""
+        try:
+            async with asyncio.timeout(timeout_s + LAST_WORDS_S):
+                yield
+        except TimeoutError:
+            raise ConnectionResetError("client does not read") from None
+
+    async def _step(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread."""
+        if size <= INLINE_BYTES:
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+
+    def _most_tokens(self) -> int:
+        """Tokens that one request may bring: `max_prompt_tokens`, or one whole context where that is longer."""
+        longest = min((load.max_model_len for load in self._streams.fleet.engines), default=0)
+        return max(self._config.max_prompt_tokens, longest)
 
     async def _deliver(
         self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
@@ -326,12 +371,22 @@ class Gateway:
                     answered += changed
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
-        response = web.Response(body=form.whole(answered), content_type="application/json")
+        response = await self._write(request, await form.whole(answered))
+        opened.sent(form.tokens)
+        return response
+
+    async def _write(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
+        """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
+        response = web.StreamResponse()
+        response.content_type, response.content_length = "application/json", sum(map(len, parts))
         if self._draining:
             response.force_close()
         await response.prepare(request)
+        for part in parts:
+            for at in range(0, len(part), WRITE_BYTES):
+                await response.write(part[at : at + WRITE_BYTES])
+                await asyncio.sleep(0)
         await response.write_eof()
-        opened.sent(form.tokens)
         return response
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -345,31 +400,12 @@ class Gateway:
         request_id = asked.request_id if asked is not None else given
         if had is not None and had.request_id != request_id:
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
-        return await self.go_on(request, request_id, had)
+        with self._place():
+            return await self.go_on(request, request_id, had)
 
     def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
         """admission.decide with this process's clock and dice."""
         return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
-
-    async def _read(self, request: web.Request) -> bytes:
-        """The body.  Raises Refusal(413) before reading a body announced too large, and while reading any other; and
-        Refusal(415) before reading a body that is not said to be JSON."""
-        limit, length = self._config.max_body_bytes, request.content_length
-        if length is not None and length > limit:
-            raise self._too_large(length)
-        require_json(request)
-        try:
-            return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large(f"more than {limit}") from None
-        except RequestPayloadError as error:
-            message = f"body: it does not match its headers: {' '.join(str(error).split())}"
-            raise Refusal(400, "invalid_body", message, param="body") from None
-
-    def _too_large(self, given: int | str) -> Refusal:
-        limit, row = self._config.max_body_bytes, LIMITS["body"]
-        message = f"body: at most {limit} bytes, got {given}"
-        return Refusal(row.status, row.code, message, param=row.field, limit=limit, given=given)
 
     # -- the small endpoints
 
@@ -393,26 +429,49 @@ class Gateway:
             "max_model_len": longest,
         }
 
-    async def tokenize(self, request: web.Request) -> web.Response:
-        asked: api.TokenizeBody = api.decode(await self._read(request), api.TokenizeBody, self._config)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
-        ids = await self._tokenizer.tokenize(
-            asked.prompt,
-            [] if asked.messages is None else api.plain_messages(asked.messages),
-            special=asked.add_special_tokens,
-            generation_prompt=asked.add_generation_prompt,
-        )
-        return _json({"count": len(ids), "max_model_len": self._card()["max_model_len"], "tokens": ids})
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        config = self._config
+        with self._place():
+            async with self._bodies.read(request) as body:
+                size = len(body.data)
+                asked: api.TokenizeBody = await self._step(size, api.decode, body.data, api.TokenizeBody, config)
+            if (asked.prompt is None) == (asked.messages is None):
+                raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
+            messages = asked.messages
+            ids = await self._tokenizer.tokenize(
+                asked.prompt,
+                [] if messages is None else await self._step(size, api.plain_messages, messages, config),
+                special=asked.add_special_tokens,
+                generation_prompt=asked.add_generation_prompt,
+                size=size,
+                total=self._most_tokens(),
+            )
+            found = {"count": len(ids), "max_model_len": self._card()["max_model_len"], "tokens": ids}
+            encoded = await self._step(size, msgspec.json.encode, found)
+            async with self._deadline(config.default_timeout_s):
+                return await self._write(request, [encoded])
 
-    async def detokenize(self, request: web.Request) -> web.Response:
-        asked: api.DetokenizeBody = api.decode(await self._read(request), api.DetokenizeBody, self._config)
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        config, most = self._config, self._most_tokens()
+        with self._place():
+            async with self._bodies.read(request, most) as body:
+                size = len(body.data)
+                asked: api.DetokenizeBody = await self._step(size, api.decode, body.data, api.DetokenizeBody, config)
+            text = await self._tokenizer.run(size, self._text, asked.tokens, most)
+            encoded = await self._step(size, msgspec.json.encode, {"prompt": text})
+            async with self._deadline(config.default_timeout_s):
+                return await self._write(request, [encoded])
+
+    def _text(self, tokens: list[int], most: int) -> str:
+        """The text of token ids.  Raises Refusal for more than `most`, and for ids that the tokenizer does not know."""
+        if len(tokens) > most:
+            raise api.too_many_tokens("tokens", most, len(tokens))
         last = len(self._tokenizer.table) - 1
-        for token in asked.tokens:
-            if not 0 <= token <= last:
-                message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
-                raise Refusal(400, "invalid_token_id", message, param="tokens", limit=last, given=token)
-        return _json({"prompt": self._tokenizer.text_of(asked.tokens, skip_special=False)})
+        if tokens and (min(tokens) < 0 or max(tokens) > last):
+            token = next(token for token in tokens if not 0 <= token <= last)
+            message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
+            raise Refusal(400, "invalid_token_id", message, param="tokens", limit=last, given=token)
+        return self._tokenizer.text_of(tokens, skip_special=False)
 
     async def health(self, request: web.Request) -> web.Response:
         """Is there anybody to compute?  A gateway without engines answers 503 but goes on."""
@@ -482,7 +541,11 @@ class Gateway:
         meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = 499  # the client left; nginx's number for it
         response: web.StreamResponse
+        connection = self.connections.of(request)
+        if connection is not None:
+            connection.begin()
         try:
+            self.connections.check(request)
             self._authenticate(request)
             response = await handler(request)
             status = response.status
@@ -507,7 +570,10 @@ class Gateway:
             status, response = failure.status, self._refuse(failure, meter)
         finally:
             meter.close(endpoint, status)
-        if self._draining or status in (413, 415):  # a body that was not read
+            if connection is not None:
+                connection.end()
+        unread = status in (408, 413, 415)  # a body that was not read
+        if self._draining or unread or (connection is not None and connection.probes_only):
             response.force_close()
         return response
 
@@ -589,23 +655,30 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     stalls = StallWatch(telemetry.record_stall)
     await streams.start()
     stalls.start()
-    gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id)
-    # handler_cancellation: without it a queued request whose client left is noticed only at the first write.
-    runner = web.AppRunner(
-        gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=2.0
+    before, allowed = files.raise_limit()
+    gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
+    log.info(
+        "open files: soft limit %s %d, which allows %d connections",
+        f"raised from {before} to" if allowed > before else "is",
+        allowed,
+        gateway.connections.limit,
     )
+    runner = gateway.runner()
     page = web.AppRunner(gateway.page(), access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
         if config.metrics_port:
             await page.setup()
-            await _listen(page, config.host, config.metrics_port, "--metrics-port")
-        site = await _listen(runner, config.host, config.port, "--port", shared=True)
-        log.info("gateway %s listens on %s:%d", gateway_id, config.host, site.port)
+            with _taken(config.host, config.metrics_port, "--metrics-port"):
+                await web.TCPSite(page, config.host, config.metrics_port).start()
+        assert runner.server is not None
+        with _taken(config.host, config.port, "--port"):
+            port = await gateway.connections.listen(runner.server, config.host, config.port)
+        log.info("gateway %s listens on %s:%d", gateway_id, config.host, port)
         started()
         await _first_of(stopping, streams.supervisor.gave_up)
         gateway.refuse_new()
-        await site.stop()
+        gateway.connections.stop_listening()
         if streams.supervisor.gave_up.is_set():
             why = streams.trouble
             await gateway.break_off(Finish("error", message="this gateway lost its token stream"))
@@ -640,15 +713,14 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int, flag: str, *, shared: bool = False) -> web.TCPSite:
-    """`shared`: other processes may listen there, too.  Raises StartError."""
-    site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shared)
+@contextlib.contextmanager
+def _taken(host: str, port: int, flag: str) -> Iterator[None]:
+    """Raises StartError when a port cannot be had."""
     try:
-        await site.start()
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartError(f"cannot listen on {host}:{port}: {reason}; see {flag}") from None
-    return site
 
 
 def main(argv: Sequence[str]) -> None:
@@ -667,6 +739,7 @@ def main(argv: Sequence[str]) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        sys.setswitchinterval(GIL_SWITCH_S)
         ready.tell()
 
     async def run() -> None:

@@ -70,8 +70,64 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = True
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest request body; 413 as soon as more is announced or arrives.")
-    ] = 8 * 1024 * 1024
+        int,
+        Meta(
+            ge=1024,
+            description="Largest request body, unzipped; 413 as soon as more is announced or arrives. The default "
+            "holds a prompt of 400,000 tokens. Each MiB of text holds the event loop for up to 7 ms.",
+        ),
+    ] = 4 * 1024 * 1024
+    max_bodies_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="MiB of request bodies in memory at once, each but for its first 16 KiB, from their arrival "
+            "until the request is queued; beyond them the answer is 503.",
+        ),
+    ] = 256
+    body_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds a request body may take to arrive; then the answer is 408. Raise it for large bodies "
+            "over slow lines: the default allows 4 MiB at 70 KiB/s.",
+        ),
+    ] = 60.0
+    header_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds a new connection may take to send a whole request head, and a kept one from the first "
+            "byte of the next; then it is closed.",
+        ),
+    ] = 15.0
+    keepalive_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds a connection may stay open without a request. Keep it longer than a proxy in front "
+            "does, which otherwise meets closed connections.",
+        ),
+    ] = 630.0
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Client connections at once, 15 KiB of memory each. The next one replaces the longest idle "
+            "one. If none is idle, only probes are answered, others are 503. Open files limit it further.",
+        ),
+    ] = 20_000
+    max_messages: Annotated[
+        int, Meta(ge=1, description="Messages in one chat request: the chat template runs 10 to 30 us for each.")
+    ] = 4096
+    max_prompt_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Tokens of all prompts of one request together, before truncation, and of one /tokenize or "
+            "/detokenize. One prompt may always have the model's whole context.",
+        ),
+    ] = 262_144
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
     max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
@@ -127,7 +183,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory; the rest waits in Redis.")
     ] = 64
     max_open: Annotated[
-        int, Meta(ge=1, description="Requests open at once, slow readers included; beyond them the answer is 503.")
+        int, Meta(ge=1, description="Requests open at once, slow bodies and readers included; beyond them: 503.")
     ] = 16_384
     retain_s: Annotated[
         float,

@@ -6,6 +6,7 @@ gateway can go on from there (`resume.py`).
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, Self
 
@@ -13,6 +14,9 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
+
+TURN_ALTERNATIVES = 4096  # of logprobs are encoded before other requests have their turn: about 3 ms
+ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -77,6 +81,7 @@ class Piece(msgspec.Struct):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
     finish: str | None = None  # "stop" or "length"; nothing follows
     stop_reason: str | int | None = None  # the stop string, or the client's own stop token
+    encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -237,7 +242,7 @@ class Format:
             entry["stop_reason"] = stop_reason
         if piece is not None:
             if piece.logprobs is not None:
-                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
+                entry["logprobs"] = piece.encoded or self._logprobs(piece, with_prompt=first)
             if self._valid.return_token_ids:
                 entry["token_ids"] = piece.token_ids
         tail = (
@@ -260,40 +265,71 @@ class Format:
 
     # -- the whole answer
 
-    def whole(self, pieces: list[Piece]) -> bytes:
-        """The body of a response that is not streamed, from every piece of every choice in order of arrival."""
+    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+        """The body of a response that is not streamed, in parts, from every piece of every choice in order of arrival.
+        Long logprobs are encoded in turns, like `prepare` does."""
         by_choice: list[list[Piece]] = [[] for _ in self._tokens]
         for piece in pieces:
             self._note(piece)
             by_choice[piece.choice].append(piece)
-        choices = [self._choice(at, parts) for at, parts in enumerate(by_choice)]
-        return b'%s,"choices":%s,"usage":%s}' % (
-            self._open,
-            msgspec.json.encode(choices),
-            msgspec.json.encode(self.usage()),
-        )
+        parts, separator = [self._open], b',"choices":['
+        for at, found in enumerate(by_choice):
+            joined = self._joined(at, found)
+            await self.prepare(joined, with_prompt=True)
+            parts += [separator, msgspec.json.encode(self._choice(joined, found[-1]))]
+            separator = b","
+        parts += [b'],"usage":', msgspec.json.encode(self.usage()), b"}"]
+        return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 
-    def _choice(self, choice: int, parts: list[Piece]) -> dict[str, Any]:
-        valid, last = self._valid, parts[-1]
-        text = "".join(part.text for part in parts)
-        whole = Piece(choice, text, [token for part in parts for token in part.token_ids])
+    def _joined(self, choice: int, parts: list[Piece]) -> Piece:
+        """All pieces of a choice as one."""
+        whole = Piece(
+            choice, "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
+        )
         whole.prompt_logprobs = parts[0].prompt_logprobs
-        if valid.sampling.logprobs >= 0:
+        if self._valid.sampling.logprobs >= 0:
             whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
             whole.offsets = [offset for part in parts for offset in part.offsets or ()]
-        entry: dict[str, Any] = {"index": choice}
+        return whole
+
+    def _choice(self, whole: Piece, last: Piece) -> dict[str, Any]:
+        valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
+        entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
-            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
+            entry["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
         else:
-            entry["text"] = self._prompts[choice // valid.n].text + text
-        entry["logprobs"] = None if whole.logprobs is None else self._logprobs(whole, with_prompt=True)
+            entry["text"] = prompt.text + whole.text
+        entry["logprobs"] = None
+        if whole.logprobs is not None:
+            entry["logprobs"] = whole.encoded or self._logprobs(whole, with_prompt=True)
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
-            entry["prompt_token_ids"] = self._prompts[choice // valid.n].token_ids
+            entry["prompt_token_ids"] = prompt.token_ids
         return entry
 
     # -- logprobs
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Encode the logprobs of a piece if they are long, TURN_ALTERNATIVES at a time; other requests have their turn
+        in between.  Nothing happens for a short one.  `with_prompt`: None for the next `chunk` of its choice."""
+        if piece.logprobs is None:
+            return
+        if with_prompt is None:
+            with_prompt = not self._started[piece.choice]
+        tokens, found, offsets = self._columns(piece, with_prompt=with_prompt)
+        step = max(1, TURN_ALTERNATIVES // (2 + max(0, self._valid.sampling.logprobs)))
+        if len(tokens) <= step:
+            return
+        columns: dict[str, list[bytes]] = {}
+        for at in range(0, len(tokens), step):
+            part = slice(at, at + step)
+            for name, values in self._entries(tokens[part], found[part], offsets[part]).items():
+                columns.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
+            await asyncio.sleep(0)
+        piece.encoded = msgspec.Raw(
+            b"{" + b",".join(b'"%s":[%s]' % (name.encode(), b",".join(c)) for name, c in columns.items()) + b"}"
+        )
 
     def _bytes(self, token: int) -> bytes:
         return self._vocabulary[token] if token < len(self._vocabulary) else b""
@@ -302,18 +338,26 @@ class Format:
         return self._bytes(token).decode("utf-8", "replace")
 
     def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
-        entries, ids = piece.logprobs or [], piece.token_ids
+        return self._entries(*self._columns(piece, with_prompt=with_prompt))
+
+    def _columns(self, piece: Piece, *, with_prompt: bool) -> tuple[list[int], list[TokenLogprob | None], list[int]]:
+        """Tokens, what is known of each, and where each begins in the text."""
+        tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
         if self._valid.chat:
-            return {"content": [self._chat_logprob(token, at) for token, at in zip(ids, entries, strict=True)]}
+            return tokens, found, []
         prompt = self._prompts[piece.choice // self._valid.n]
         shift = len(prompt.text)
-        tokens: list[int] = list(ids)
-        found: list[TokenLogprob | None] = list(entries)
         offsets = [shift + offset for offset in piece.offsets or ()]
         if with_prompt and self._valid.echo:
             # Nothing precedes a prompt's first token, so it has no probability.
             tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
             found = [None, *(piece.prompt_logprobs or []), *found]
+        return tokens, found, offsets
+
+    def _entries(self, tokens: list[int], found: list[TokenLogprob | None], offsets: list[int]) -> dict[str, list[Any]]:
+        if self._valid.chat:
+            pairs = zip(tokens, found, strict=True)
+            return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
         tops = [
             None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
             for token, at in zip(tokens, found, strict=True)

@@ -21,6 +21,12 @@ WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in eve
 SALT_CHARS = 256  # of cache_salt; only its digest travels
 KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
+CONTENT_PARTS = 16_384  # of all messages of a request
+TOOL_CALLS = 4096  # of all messages of a request
+# Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
+# msgspec decodes 65,536 in 10 ms.
+STRUCTURES = 65_536
+VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
 LONGEST_GIVEN = 64  # characters of a refused value that are repeated
 
 
@@ -64,6 +70,37 @@ class Broken(NamedTuple):
 
 LIMITS: dict[str, Limit] = {
     "body": Limit("body", "bytes", option="max_body_bytes", entries=True, code="body_too_large", status=413),
+    "body structures": Limit(
+        "body", "strings (keys included), objects and lists", high=STRUCTURES, entries=True, code="too_many"
+    ),
+    "body values": Limit(
+        "body", "other values where no token ids are expected", high=VALUES + STRUCTURES, entries=True, code="too_many"
+    ),
+    "body time": Limit(
+        "body", "seconds until all of it has arrived", option="body_timeout_s", code="body_timeout", status=408
+    ),
+    "bodies": Limit(
+        "body",
+        "MiB of all bodies that one gateway holds at a time",
+        option="max_bodies_mib",
+        entries=True,
+        code="too_many_bodies",
+        status=503,
+    ),
+    "messages": Limit("messages", "messages", option="max_messages", entries=True, code="too_many"),
+    "content parts": Limit(
+        "messages[].content", "content parts of all messages", high=CONTENT_PARTS, entries=True, code="too_many"
+    ),
+    "tool calls": Limit(
+        "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
+    ),
+    "tokens": Limit(
+        "prompt, messages, tokens",
+        "tokens of one request, before truncation; one prompt may have the model's whole context",
+        option="max_prompt_tokens",
+        entries=True,
+        code="too_many_tokens",
+    ),
     "prompt": Limit("prompt", "prompts", option="max_prompts", entries=True, code="too_many"),
     "context": Limit(
         "prompt",
@@ -118,6 +155,20 @@ LIMITS: dict[str, Limit] = {
     "timeout": Limit("timeout", "seconds", 0, option="max_timeout_s", above_low=True),
     "x-request-timeout": Limit("X-Request-Timeout", "seconds", 0, option="max_timeout_s", above_low=True),
     "idempotency-key": Limit("Idempotency-Key", "printable ASCII characters", 1, KEY_CHARS),
+    "head time": Limit(
+        "connection",
+        "seconds until a request's head has arrived; then the connection is closed",
+        option="header_timeout_s",
+        code="",
+    ),
+    "connections": Limit(
+        "connection",
+        "connections of one gateway; beyond them only probes are answered",
+        option="max_connections",
+        entries=True,
+        code="too_many_connections",
+        status=503,
+    ),
     "open": Limit(
         "connection",
         "requests that one gateway answers at a time",
@@ -166,7 +217,7 @@ def rows(config: GatewayConfig) -> list[tuple[str, str, str, str, str]]:
             limit.counts,
             limit.text(config) or f"set by {limit.set_by}",
             f"`--{limit.option.replace('_', '-')}`" if limit.option else "",
-            f"{limit.status} `{limit.code}`",
+            f"{limit.status} `{limit.code}`" if limit.code else "the connection is closed",
         )
         for limit in LIMITS.values()
     ]

@@ -15,21 +15,32 @@ import codecs
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from engine.wire.messages import Finish
-from service.api import Prompt, Refusal, ValidRequest
+from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.echo import aligned
 from service.format import Piece, Prompted
 from service.literal import LiteralContent
 from service.mailbox import Mailbox
 from service.streams import FORGOTTEN, OpenRequest
 
-# Encoding costs about a microsecond per four characters.  Beyond this it would hold the event loop for milliseconds.
-INLINE_CHARS = 4096
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Encoding and templates cost about a microsecond per four characters.  A request of more bytes goes to a thread: on the
+# event loop it would hold it for milliseconds.
+INLINE_BYTES = 4096
+LONG_BYTES = 256 * 1024  # requests beyond this share one thread, so that they never delay shorter ones for seconds
+TURN_TOKENS = 4096  # of one request become text before other requests have their turn: about 2 ms
+# Composition (NFC) joins at most this many characters into one: U+1F82 is four.
+COMPOSED_CHARS = 4
+# Steps of tokenizers that leave no character out, where `longest_token` says nothing else.
+KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
 
 class ModelError(Exception):
@@ -83,6 +94,75 @@ def _added(backend: Any) -> tuple[int, int]:
     return text, mask[::-1].index(0) if 0 in mask else 0
 
 
+def longest_token(backend: Any, table: list[bytes]) -> int | None:
+    """No token stands for more characters of a text than this; None where that cannot be said.
+
+    It can for byte-level and SentencePiece-style vocabularies that have a token for every byte, unless the tokenizer
+    drops characters or shortens the text before.  Bytes of a token are counted: characters are never more."""
+    model = backend.model
+    vocabulary = set(backend.get_vocab(with_added_tokens=False))
+    whole = vocabulary >= set(_byte_level_alphabet()) or (
+        getattr(model, "byte_fallback", False) and vocabulary >= {f"<0x{byte:02X}>" for byte in range(256)}
+    )
+    added = backend.get_added_tokens_decoder().values()
+    if not whole or backend.truncation is not None or any(one.lstrip or one.rstrip for one in added):
+        return None
+    longest = max(map(len, table))
+    for step in _steps(backend.normalizer) + _steps(backend.pre_tokenizer):
+        kind = step["type"]
+        shortens = kind == "Split" and step.get("behavior") == "Removed"
+        if kind == "Replace":
+            shortens = len(step["content"]) < len(step["pattern"].get("String", " " * 1000))
+        if shortens or kind not in KEEP_TEXT:
+            return None
+        if kind in ("NFC", "NFKC"):
+            longest *= COMPOSED_CHARS
+    return longest
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """What a normalizer or pre-tokenizer does in turn, sequences flattened."""
+    if part is None:
+        return []
+    found: list[dict[str, Any]] = []
+    waiting = [json.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        inner = step.get("normalizers") or step.get("pretokenizers")
+        if inner:
+            waiting += inner
+        else:
+            found.append(step)
+    return found
+
+
+class Room:
+    """How many tokens a request may still have.  Every prompt of it goes through `check` and `take`."""
+
+    def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
+        """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
+        self._longest, self._total, self._left = longest, total, total
+        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
+        self._asked = 1 if valid is None or valid.max_tokens is None else valid.max_tokens
+        self._param = "messages" if valid is not None and valid.chat else "prompt"
+
+    def check(self, tokens: int, *, least: bool = False) -> None:
+        """Raises Refusal when a prompt of so many tokens (`least`: or more) does not fit."""
+        if not self._cut and tokens + self._asked > self._longest:
+            raise too_long(self._param, self._longest, tokens, self._asked, least=least)
+        if tokens > self._left:
+            given = self._total - self._left + tokens
+            raise too_many_tokens(self._param, self._total, given, least=least)
+
+    def take(self, tokens: int) -> None:
+        """One prompt has so many tokens."""
+        self.check(tokens)
+        self._left -= tokens
+
+
+UNLIMITED = 2**62
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
 
@@ -114,7 +194,9 @@ class Tokenizer:
                 self._visible[token] = b""
         self._literal = LiteralContent(backend) if literal_content and self._hf.chat_template else None
         self._added = _added(backend)
+        self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
         """Bytes of each token.  A model may have more rows than its tokenizer has tokens: such ids have none."""
@@ -126,17 +208,34 @@ class Tokenizer:
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """The text of a whole sequence, as the tokenizer itself would decode it."""
-        text: str = self._backend.decode(tokens, skip_special_tokens=skip_special)
-        return text
+        # Of the two calls only the batch lets other threads run meanwhile.
+        [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
+        return str(text)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+    def _encode(self, text: str, *, special: bool, room: Room | None = None) -> list[int]:
+        """Token ids of a text.  Raises Refusal before encoding where it can't fit into `room`, or after."""
+        self._check_length(text, room)
+        # `encode` would give the same, but only the batch calls let other threads run meanwhile.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        if room is not None:
+            room.take(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
-    def _encode_prompt(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        return self._encode(prompt, special=special) if isinstance(prompt, str) else prompt
+    def _check_length(self, text: str, room: Room | None) -> None:
+        """Raises Refusal where a text has too many characters to fit into `room`, whatever its tokens are."""
+        if room is not None and self._longest_token is not None:
+            room.check(-(-len(text) // self._longest_token), least=True)
 
-    def _encode_chat(self, messages: list[dict[str, Any]], *, generation_prompt: bool = True) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, room: Room) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encode(prompt, special=True, room=room)
+        room.take(len(prompt))
+        return prompt
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]], room: Room | None = None, *, generation_prompt: bool = True
+    ) -> list[int]:
         """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
         if not self._hf.chat_template:
             message = "messages: this model has no chat template; use /v1/completions"
@@ -153,42 +252,58 @@ class Tokenizer:
             said = f": {error}" if type(error).__name__ == "TemplateError" else ""
             message = f"messages: the model's chat template refuses them{said}"
             raise Refusal(400, "chat_template_error", message, param="messages") from None
-        return self._literal.encode(text, spans) if self._literal and spans else self._encode(text, special=False)
+        if self._literal is None or not spans:
+            return self._encode(text, special=False, room=room)
+        self._check_length(text, room)
+        ids = self._literal.encode(text, spans)
+        if room is not None:
+            room.take(len(ids))
+        return ids
 
-    async def _off_loop(self, chars: int, work: Any) -> list[list[int]]:
-        """Run `work` here when it is short, else on a thread: the Rust tokenizer lets go of the interpreter."""
-        if chars <= INLINE_CHARS:
-            result: list[list[int]] = work()
-            return result
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
 
-    async def encode(self, valid: ValidRequest) -> list[list[int]]:
-        """Token ids of each prompt.  Raises Refusal when the chat template does not take the messages."""
-        chars = sum(len(prompt) for prompt in valid.prompts if isinstance(prompt, str))
-        chars += sum(len(message["content"]) for message in valid.messages)
+        What the tokenizer does there lets the event loop run.  Python code in between lets it run every few
+        milliseconds."""
+        if size <= INLINE_BYTES:
+            return work(*args, **kwargs)
+        pool = self._pool if size <= LONG_BYTES else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **kwargs))
+
+    async def encode(
+        self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED
+    ) -> list[list[int]]:
+        """Token ids of each prompt.  `size`: bytes of the request's body, where they are known.
+
+        `longest`: tokens of the model's context; `total`: tokens of all prompts together, before truncation.  Raises
+        Refusal when they do not fit, or when the chat template does not take the messages."""
+        room = Room(valid, longest, total)
 
         def work() -> list[list[int]]:
             if valid.chat:
-                return [self._encode_chat(valid.messages)]
-            return [self._encode_prompt(prompt) for prompt in valid.prompts]
+                return [self._encode_chat(valid.messages, room)]
+            return [self._encode_prompt(prompt, room) for prompt in valid.prompts]
 
-        encoded = await self._off_loop(chars, work)
+        encoded = await self.run(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             encoded = [ids[-keep:] for ids in encoded]
         return encoded
 
     async def tokenize(
-        self, prompt: str | None, messages: list[dict[str, Any]], *, special: bool, generation_prompt: bool
+        self,
+        prompt: str | None,
+        messages: list[dict[str, Any]],
+        *,
+        special: bool,
+        generation_prompt: bool,
+        size: int,
+        total: int,
     ) -> list[int]:
         """What POST /tokenize answers.  Raises Refusal like `encode`."""
-
-        def work() -> list[list[int]]:
-            if prompt is None:
-                return [self._encode_chat(messages, generation_prompt=generation_prompt)]
-            return [self._encode(prompt, special=special)]
-
-        chars = len(prompt or "") + sum(len(message["content"]) for message in messages)
-        return (await self._off_loop(chars, work))[0]
+        room = Room(None, UNLIMITED, total)
+        if prompt is None:
+            return await self.run(size, self._encode_chat, messages, room, generation_prompt=generation_prompt)
+        return await self.run(size, self._encode, prompt, special=special, room=room)
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
         """The prompts as the answer will speak of them; text and offsets only where `echo` needs them."""
@@ -385,7 +500,14 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
         return piece
 
     async for changed in opened:
-        yield [read(mailbox) for mailbox in changed]
+        pieces, tokens = [], 0
+        for mailbox in changed:
+            pieces.append(read(mailbox))
+            tokens += len(pieces[-1].token_ids)
+            if tokens > TURN_TOKENS:  # of a request with many choices that lags behind
+                tokens = 0
+                await asyncio.sleep(0)
+        yield pieces
 
 
 def served_name(model: str) -> str:

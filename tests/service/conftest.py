@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 
 from engine.wire import bus
 from engine.wire.bus import GatewaySide
@@ -68,15 +68,16 @@ async def serve(
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants)
         gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
-        runner = web.AppRunner(gateway.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        runner = gateway.runner(shutdown_timeout=0.5)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site.port}"
+        assert runner.server is not None
+        port = await gateway.connections.listen(runner.server, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{port}"
         session = ClientSession(base_url=url)
 
         async def close() -> None:
             await session.close()
+            gateway.connections.stop_listening()
             await runner.cleanup()
             await streams.stop()
             await side.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -16,6 +17,7 @@ from service import api
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
+from service.limits import CONTENT_PARTS, TOOL_CALLS
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))
@@ -375,6 +377,10 @@ def test_continuous_usage_counts_up() -> None:
     assert counts == [1, 2, 3]
 
 
+def whole_answer(written: Format, pieces: list[Piece]) -> Any:
+    return json.loads(b"".join(asyncio.run(written.whole(pieces))))
+
+
 def logprob(value: float, *top: tuple[int, float]) -> TokenLogprob:
     return TokenLogprob(value, list(top))
 
@@ -386,7 +392,7 @@ def test_completion_logprobs_with_echo() -> None:
         Piece(0, "", [3], [logprob(-1.0, (3, -1.0))], [0], prompt_logprobs=[logprob(-2.0, (5, -0.1))]),
         Piece(0, "🙂", [4], [logprob(float("-inf"), (1, 0.0))], [0], finish="length"),
     ]
-    answer = json.loads(written.whole(pieces))
+    answer = whole_answer(written, pieces)
     choice = answer["choices"][0]
     assert choice["text"] == "<s>a🙂"
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "\ufffd", "\ufffd\ufffd"]
@@ -398,7 +404,7 @@ def test_completion_logprobs_with_echo() -> None:
 
 def test_chat_logprobs_carry_bytes() -> None:
     written = form(chat(logprobs=True, top_logprobs=2, return_token_ids=True))
-    answer = json.loads(written.whole([Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")]))
+    answer = whole_answer(written, [Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")])
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "a", "refusal": None}
     assert choice["logprobs"]["content"] == [
@@ -430,5 +436,49 @@ def test_streamed_and_whole_agree() -> None:
     for piece in pieces():
         for _, event in read(streamed.chunk(piece)):
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    whole = json.loads(form(completion(echo=True), prompts).whole(pieces()))
+    whole = whole_answer(form(completion(echo=True), prompts), pieces())
     assert [choice["text"] for choice in whole["choices"]] == texts == ["Pab", "Qxy"]
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 2}, {"logprobs": 2}, {}])
+def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, completions and chats."""
+
+    def pieces() -> list[Piece]:
+        found = [logprob(-0.5, (1, -0.5), (3, -1.5)), logprob(float("-inf"), (1, 0.0)), logprob(-1.0)]
+        first = Piece(0, "ab", [1, 2, 1], found, [0, 1, 2], prompt_logprobs=[logprob(-2.0, (2, -1.0))])
+        return [first, Piece(0, "c", [3], found[:1], [3], finish="length")]
+
+    valid = completion(**fields) if fields else chat(logprobs=True, top_logprobs=2)
+    prompts = [Prompted([0, 3], "<s>a", [0, 3])]
+
+    async def streamed() -> list[Any]:
+        written, events = form(valid, prompts), []
+        for piece in pieces():
+            await written.prepare(piece)
+            events += list(read(written.chunk(piece)))
+        return events
+
+    at_once = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
+    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", 4)
+    in_turns = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
+    assert in_turns == at_once
+
+
+def test_messages_their_parts_and_tool_calls_are_counted() -> None:
+    config = GatewayConfig(max_messages=3)
+    message = {"role": "user", "content": "a"}
+
+    def asked(messages: list[Any]) -> ValidRequest:
+        return api.parse_chat(json.dumps({"model": "m", "messages": messages}).encode(), config, "m", 600.0)
+
+    assert len(asked([message] * 3).messages) == 3
+    refusal = refused(asked, [message] * 4)
+    assert (refusal.code, refusal.param, refusal.limit, refusal.given) == ("too_many", "messages", 3, 4)
+    part = {"type": "text", "text": "a"}
+    refusal = refused(asked, [{"role": "user", "content": [part] * (CONTENT_PARTS + 1)}])
+    assert (refusal.param, refusal.limit) == ("messages[].content", CONTENT_PARTS)
+    refusal = refused(asked, [{**message, "tool_calls": [{}] * (TOOL_CALLS + 1)}])
+    assert (refusal.param, refusal.limit) == ("messages[].tool_calls", TOOL_CALLS)

@@ -427,7 +427,7 @@ async def test_a_huge_body_is_refused_without_keeping_it(serve: Serve, chunked: 
     async with served.session.post("/v1/completions", data=upload(), headers=headers) as response:
         assert response.status == 413
         error = (await response.json())["error"]
-    assert (error["param"], error["limit"]) == ("body", 8 * 2**20)
+    assert (error["param"], error["limit"]) == ("body", 4 * 2**20)
     assert psutil.Process().memory_info().rss - before < 50 * 2**20
 
 
@@ -544,6 +544,7 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(serve: Serve) 
     served = await serve()
     for encoding in ("gzip", "deflate"):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Encoding: {encoding}\r\n"
+        head += "Content-Type: application/json\r\n"
         answer = await send_raw(served.url, f"{head}Content-Length: 5\r\n\r\nhello".encode())
         assert b" 400 " in answer.splitlines()[0]
         assert b'"code":"invalid_body"' in answer
@@ -567,3 +568,22 @@ def test_malformed_http_leaves_no_traceback_in_the_log() -> None:
         record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), (type(error), error, None))
         assert _without_traceback(record) == kept
     assert _without_traceback(logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), None))
+
+
+async def test_tokenize_and_detokenize_take_so_many_tokens(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """`max_prompt_tokens`, or the model's context where that is longer (512 here)."""
+    served = await serve(max_prompt_tokens=1000)
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await raw(served.session, "/detokenize", tokens=[5] * 1000)
+        assert (status, answer["prompt"]) == (200, byte_level_tokenizer.text_of([5] * 1000))
+        status, answer, _ = await raw(served.session, "/tokenize", prompt=answer["prompt"])
+        assert (status, answer["count"]) == (200, 1000)
+        for path, asked in (("/detokenize", {"tokens": [5] * 1001}), ("/tokenize", {"prompt": "$" * 1001})):
+            status, answer, _ = await raw(served.session, path, **asked)
+            error = answer["error"]
+            assert (status, error["code"], error["limit"], error["given"]) == (400, "too_many_tokens", 1000, 1001)
+        status, answer, _ = await raw(served.session, "/v1/completions", prompt=[[5] * 400] * 3, max_tokens=1)
+        assert (status, answer["error"]["code"], answer["error"]["given"]) == (400, "too_many_tokens", 1200)

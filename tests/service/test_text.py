@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
-from service.text import INLINE_CHARS, ModelError, TextStream, Tokenizer, vocabulary_bytes
+from service.text import INLINE_BYTES, ModelError, TextStream, Tokenizer, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
@@ -169,12 +170,93 @@ def request(**fields: object) -> ValidRequest:
 
 async def test_encoding_is_the_tokenizers_own(sentencepiece_tokenizer: Tokenizer) -> None:
     tokenizer = sentencepiece_tokenizer
-    long = "The quick brown fox. " * (INLINE_CHARS // 10)
+    long = "The quick brown fox. " * (INLINE_BYTES // 10)
     [short, longer] = await tokenizer.encode(request(prompt=["The fox", long]))
     assert short[0] == 1  # begin-of-sequence
     assert tokenizer.text_of(short) == "The fox"
     assert tokenizer.text_of(longer) == long
     assert await tokenizer.encode(request(prompt=[[5, 6, 7]], truncate_prompt_tokens=2)) == [[6, 7]]
+
+
+@given(text=TEXTS, special=st.booleans())
+def test_the_batch_call_gives_what_the_single_one_gives(tokenizer: Tokenizer, text: str, special: bool) -> None:
+    """Only the batch call lets other threads run meanwhile."""
+    for given_text in (text, f"<s>{text}</s>", text * 50):
+        expected_ids = tokenizer._backend.encode(given_text, add_special_tokens=special).ids
+        assert tokenizer._encode(given_text, special=special) == expected_ids
+    assert tokenizer.text_of(expected_ids) == tokenizer._backend.decode(expected_ids)
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.NFKC()])
+@given(text=st.text(alphabet="ab é\u0301\u0323\u1100\u1161\u11a8\u03b1\u0313\u0300\u0345ﷺ🙂", max_size=60))
+def test_no_token_stands_for_more_characters_than_the_longest(
+    byte_level_tokenizer: Tokenizer, normalizer: Any, text: str
+) -> None:
+    backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    longest = longest_token(backend, byte_level_tokenizer.table)
+    assert longest is not None
+    assert len(text) <= longest * len(backend.encode(text, add_special_tokens=False).ids)
+
+
+def test_where_a_tokenizer_leaves_text_out_nothing_is_said_of_its_tokens(
+    byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    assert longest_token(sentencepiece_tokenizer._backend, sentencepiece_tokenizer.table) is not None
+    table = byte_level_tokenizer.table
+
+    def changed(**parts: Any) -> int | None:
+        backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
+        for name, part in parts.items():
+            setattr(backend, name, part)
+        return longest_token(backend, table)
+
+    removed = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
+    assert changed() == max(map(len, table))
+    assert changed(normalizer=normalizers.Sequence([normalizers.NFC()])) == 4 * max(map(len, table))
+    assert changed(normalizer=normalizers.Strip()) is None
+    assert changed(normalizer=normalizers.Replace("ab", "a")) is None
+    assert changed(pre_tokenizer=removed) is None
+    assert changed(pre_tokenizer=pre_tokenizers.Whitespace()) is None
+    backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
+    backend.add_special_tokens([AddedToken("<x>", lstrip=True)])
+    assert longest_token(backend, table) is None
+
+
+class Never:
+    """In place of a tokenizer that must not be asked."""
+
+    def encode_batch_fast(self, texts: list[str], **options: object) -> list[object]:
+        raise AssertionError("a text that cannot fit was encoded")
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    byte_level_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(str(byte_level_dir))
+    longest = max(map(len, tokenizer.table))
+    text = "a" * (100 * longest)
+    assert len((await tokenizer.encode(request(prompt=text, max_tokens=1), longest=1 + len(text)))[0]) <= len(text)
+    monkeypatch.setattr(tokenizer, "_backend", Never())
+    with pytest.raises(Refusal) as caught:
+        await tokenizer.encode(request(prompt=text, max_tokens=1), longest=100, total=10**9)
+    assert (caught.value.code, caught.value.limit, caught.value.given) == ("context_length_exceeded", 100, 101)
+    cut = request(prompt=["b", text], truncate_prompt_tokens=5)
+    with pytest.raises(AssertionError):  # the first prompt fits
+        await tokenizer.encode(cut, longest=10, total=100)
+    cut = request(prompt=text, truncate_prompt_tokens=5)
+    with pytest.raises(Refusal) as caught:
+        await tokenizer.encode(cut, longest=10, total=99)
+    assert (caught.value.code, caught.value.limit, caught.value.given) == ("too_many_tokens", 99, 100)
+
+
+async def test_tokens_of_all_prompts_are_counted_together(byte_level_tokenizer: Tokenizer) -> None:
+    valid = request(prompt=[[5] * 60, [5] * 60], max_tokens=1)
+    assert len(await byte_level_tokenizer.encode(valid, longest=100, total=120)) == 2
+    with pytest.raises(Refusal) as caught:
+        await byte_level_tokenizer.encode(valid, longest=100, total=119)
+    assert (caught.value.code, caught.value.limit, caught.value.given) == ("too_many_tokens", 119, 120)
 
 
 async def test_the_chat_template_is_the_checkpoints_own(byte_level_tokenizer: Tokenizer) -> None:

@@ -1,0 +1,22 @@
+"""The limit of open files: every connection of a process is one."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+MOST = 1_048_576  # where the hard limit is infinite
+
+
+def raise_limit() -> tuple[int, int]:
+    """Raise the soft limit of open files to the hard one; returns it before and after.
+
+    Shells and service managers start processes with 1,024, which old programs need and which stops a server early."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else MOST, soft if soft != resource.RLIM_INFINITY else MOST
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return soft, wanted
+    return soft, soft

@@ -1,0 +1,164 @@
+"""Connections of the API's port: how many there may be, and how long one may be silent.
+
+aiohttp has no timeout for a request's head and no limit of connections.  So each connection gets a `Connection` in
+front of aiohttp's protocol.  It passes everything on, and closes what is silent for too long:
+
+    accepted --header_timeout_s--> head complete --> request (the body has its own timeout) --> answered
+                                        ^--header_timeout_s-- first byte of the next <--keepalive_s--'
+
+At `max_connections` the next one takes the place of the connection that has been without a request for longest.  If
+every connection has a request, RESERVE more are accepted for the probes alone (`/ping`, `/health`, `/ready`,
+`/metrics`), so that a full gateway does not look like a dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import cast
+
+from aiohttp import web
+
+from service.api import Refusal
+from service.config import GatewayConfig
+
+PROBES = ("/ping", "/health", "/ready", "/metrics")
+RESERVE = 64  # connections for probes, when every other one has a request
+OTHER_FILES = 128  # open files that are no clients: Redis, logs, libraries, sockets that listen
+READ_BYTES = 16 * 1024  # from one socket before others have their turn: tiny chunks cost aiohttp 4 microseconds each
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+ACCEPT = 64  # are accepted before others have their turn: one takes 0.1 ms
+
+
+class Connection(asyncio.Protocol):
+    """One client connection, in front of aiohttp's protocol."""
+
+    def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
+        self._all, self._inner = connections, inner
+        self._timer: asyncio.TimerHandle | None = None
+        self._begun = True  # bytes of a request are expected now, or have arrived: its head has header_timeout_s
+        self._entered = False  # counted, and known to aiohttp
+        self.probes_only = False
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._entered = self._all.enter(self)
+        if not self._entered:
+            self.transport.abort()
+            return
+        if hasattr(self.transport, "max_size"):
+            self.transport.max_size = READ_BYTES
+        self._inner.connection_made(transport)
+        self._wait(self._all.config.header_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._begun:  # of the next request on this connection
+            self._begun = True
+            self._wait(self._all.config.header_timeout_s)
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._all.leave(self)
+        if self._entered:
+            self._inner.connection_lost(exc)
+
+    def begin(self) -> None:
+        """The head of a request is complete."""
+        self._begun = True
+        self._stop_waiting()
+        self._all.idle.pop(self, None)
+
+    def end(self) -> None:
+        """The request is answered; another one may follow."""
+        if self.transport is not None and not self.transport.is_closing():
+            self._begun = False
+            self._all.idle[self] = None
+            self._wait(self._all.config.keepalive_s)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Connections:
+    """All client connections of a gateway."""
+
+    def __init__(self, config: GatewayConfig, open_files: int) -> None:
+        """`open_files`: how many the process may have."""
+        self.config = config
+        self.limit = max(1, min(config.max_connections, open_files - OTHER_FILES - RESERVE))
+        self.idle: dict[Connection, None] = {}  # those without a request, the longest idle first
+        self._by_transport: dict[asyncio.BaseTransport, Connection] = {}
+        self._server: asyncio.Server | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_transport)
+
+    async def listen(self, server: web.Server, host: str, port: int) -> int:
+        """Accept connections, and return their port; other processes may listen there, too.  Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self, server()), host, port, backlog=ACCEPT, reuse_port=True
+        )
+        for listening in self._server.sockets:  # asyncio accepts `backlog` connections in one turn of the loop
+            with contextlib.closing(socket.fromfd(listening.fileno(), listening.family, listening.type)) as same:
+                same.listen(BACKLOG)
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    def stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def of(self, request: web.BaseRequest) -> Connection | None:
+        """The request's connection; None when it is gone, or is not one of these."""
+        return self._by_transport.get(request.transport) if request.transport is not None else None
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raises Refusal(503) for a request that came over a connection of the reserve and is no probe."""
+        found = self.of(request)
+        if found is not None and found.probes_only and request.path not in PROBES:
+            message = f"this gateway has {self.limit} connections at a time"
+            raise Refusal(503, "too_many_connections", message, limit=self.limit, retry_after_s=1.0)
+
+    def enter(self, one: Connection) -> bool:
+        """Count a new connection; False when there is no room for it."""
+        assert one.transport is not None
+        if len(self) >= self.limit:
+            longest = next(iter(self.idle), None)
+            if longest is not None:
+                self.leave(longest)
+                longest.abort()
+            elif len(self) < self.limit + RESERVE:
+                one.probes_only = True
+            else:
+                return False
+        self._by_transport[one.transport] = one
+        self.idle[one] = None
+        return True
+
+    def leave(self, one: Connection) -> None:
+        self.idle.pop(one, None)
+        if one.transport is not None:
+            self._by_transport.pop(one.transport, None)
