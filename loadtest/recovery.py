@@ -6,7 +6,7 @@ MODEL is a directory, which gets the 42M model where it is empty, or a shape of 
 engine makes up on the device (`--load random`).  `quire serve` runs with one engine and its spare.  Each client
 streams long answers and checks the position that every event carries.  One round is two kills (SIGKILL):
 
-    first     every stream has --warm tokens, the spare of the engine is ready
+    first     the spare of the engine is ready, every stream has --warm tokens
     second    --second-after seconds after every stream resumed, often before the next spare is ready
 
 A stream's pause runs from its last token before the kill to its first token after it.  The parts of a restart are
@@ -222,6 +222,7 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         for _ in range(-(-options.kills // 2)):
+            await spare_ready(server, log)
             streams = [Stream() for _ in range(options.streams)]
             every += streams
             prompts = [[rng.randrange(3, vocab) for _ in range(options.prompt)] for _ in streams]
@@ -229,7 +230,6 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
                 asyncio.create_task(stream.read(session, server.url, prompt, options.tokens))
                 for stream, prompt in zip(streams, prompts, strict=True)
             ]
-            await spare_ready(server, log)
             for which in ("first", "second"):
                 if sum(map(len, rounds.values())) == options.kills:
                     break
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt, different for each stream")
-    parser.add_argument("--warm", type=int, default=50, help="tokens that each stream gets before a kill and after it")
+    parser.add_argument("--warm", type=int, default=100, help="tokens that each stream gets before a kill and after it")
     parser.add_argument("--tokens", type=int, default=1000, help="of each answer; a client then asks again")
     parser.add_argument("--kills", type=int, default=4, help="two in a round, each round with new streams")
     parser.add_argument("--second-after", type=float, default=4.0, help="seconds from the recovery to the second kill")

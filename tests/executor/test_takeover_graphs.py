@@ -108,8 +108,13 @@ def test_graphs_of_a_takeover_change_no_token(checkpoint: Checkpoint, taken_over
     in_service = list(Replayed.recorded)
     assert in_service
     assert not any(ran for _, ran in in_service), "nothing is run for the sake of a graph while requests are here"
+    assert isinstance(taken_over.executor, local.LocalExecutor)
+    assert taken_over.executor._worker is not None
+    cache = taken_over.executor._worker._flat
+    before = [tensor.clone() for tensor in cache]
     for _ in range(9):
         assert taken_over.executor.catch_up()
+    assert all(map(torch.equal, cache, before)), "rows that ended wrote where others find a prefix"
     assert round_of(taken_over, 1) == wanted[1]
     while taken_over.executor.catch_up():
         pass
