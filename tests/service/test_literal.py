@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.literal import LiteralContent
+from service.literal import WINDOW, LiteralContent
 from service.text import Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, byte_level
 
@@ -130,6 +130,15 @@ def test_names_and_tool_calls_are_content_too(tmp_path: Path) -> None:
     ids = tokenizer._encode_chat(messages)
     assert ids.count(END) == 1
     assert tokenizer.text_of(ids, skip_special=False) == rendered(tokenizer, messages)
+
+
+@pytest.mark.parametrize("before", [0, 1, WINDOW - 4, WINDOW - 3, WINDOW - 1, WINDOW, 3 * WINDOW - 2])
+@pytest.mark.parametrize("filler", ["a", "<", "</"])
+def test_a_special_token_is_found_wherever_it_stands(byte_level_tokenizer: Tokenizer, before: int, filler: str) -> None:
+    literal = LiteralContent(byte_level_tokenizer._backend)
+    text = (filler * before)[:before]
+    assert not literal._reads_special(text + "</s")
+    assert literal._reads_special(text + "</s>" + filler * 10)
 
 
 def test_marks_cannot_be_guessed(byte_level_tokenizer: Tokenizer) -> None:
