@@ -84,9 +84,13 @@ class Pacer:
             heapq.heapify(self._timers)
             self._cancelled = 0
 
-    def _arm(self) -> None:
+    def _disarm(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
+            self._handle = None
+
+    def _arm(self) -> None:
+        self._disarm()
         self._handle = asyncio.get_running_loop().call_at(self._timers[0][0], self._due)
 
     def _due(self) -> None:
@@ -103,11 +107,10 @@ class Pacer:
                     timer.callback = None
                     callback(*timer.args)
         finally:
+            self._disarm()  # a callback may have set a timer
             if self._timers and not left:
-                if self._handle is not None:  # a callback has set a timer
-                    self._handle.cancel()
                 self._handle = loop.call_soon(self._due)
-            elif self._timers and self._handle is None:
+            elif self._timers:
                 self._arm()
 
     def _turn(self) -> None:
