@@ -4,12 +4,14 @@ Streams end together: a load balancer goes, a deadline is common, the gateway dr
 tenths of a millisecond of work, and asyncio would run all of them in one turn, in which no token moves.
 
     sockets  --at most TURN_EVENTS a turn-->  handlers cancelled by clients that left
-    timers, token batches  --Pacer, at most TURN_CALLS a turn-->  handlers woken
+    timers, token batches  --Pacer, at most TURN_CALLS a turn-->  deadlines, handlers woken
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import selectors
 import time
 from collections import deque
@@ -18,15 +20,37 @@ from typing import Any
 
 TURN_CALLS = 32  # handlers woken in one turn of the loop
 TURN_EVENTS = 32  # sockets looked at in one turn
+CLOCK_S = 1e-6  # the event loop may run a timer early by as much
 WATCH_S = 0.01  # between two looks at the clock
+
+
+class Timer:
+    """A callback that waits for its time."""
+
+    __slots__ = ("_pacer", "args", "callback")
+
+    def __init__(self, pacer: Pacer, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._pacer = pacer
+        self.callback: Callable[..., None] | None = callback
+        self.args = args
+
+    def cancel(self) -> None:
+        """Harmless when the callback has run."""
+        if self.callback is not None:
+            self.callback, self.args = None, ()
+            self._pacer.forget_one()
 
 
 class Pacer:
     """Runs callbacks in order, at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
 
-    A callback may run after the reason for it is gone, so it must look for itself."""
+    A callback of run() may run after the reason for it is gone, so it must look for itself."""
 
     def __init__(self) -> None:
+        self._timers: list[tuple[float, int, Timer]] = []  # heap, by the event loop's time
+        self._numbers = itertools.count()
+        self._cancelled = 0  # of those in the heap
+        self._handle: asyncio.Handle | None = None  # for the first of them
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._left = TURN_CALLS  # in this turn
         self._armed = False
@@ -41,6 +65,53 @@ class Pacer:
             callback(*args)
         else:
             self._waiting.append((callback, args))
+
+    def call_at(self, when: float, callback: Callable[..., None], *args: Any) -> Timer:
+        """Run the callback once the event loop's time is `when`; of timers due together TURN_CALLS run in a turn.
+
+        asyncio's own timers all run in the turn in which they are due."""
+        timer = Timer(self, callback, args)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        if self._timers[0][2] is timer:
+            self._arm()
+        return timer
+
+    def forget_one(self) -> None:
+        """A timer was cancelled: it leaves the heap with others."""
+        self._cancelled += 1
+        if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
+            self._timers = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _disarm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._handle = asyncio.get_running_loop().call_at(self._timers[0][0], self._due)
+
+    def _due(self) -> None:
+        loop, left = asyncio.get_running_loop(), TURN_CALLS
+        self._handle = None
+        now = loop.time() + CLOCK_S
+        try:
+            while left and self._timers and self._timers[0][0] <= now:
+                _, _, timer = heapq.heappop(self._timers)
+                if (callback := timer.callback) is None:
+                    self._cancelled -= 1
+                else:
+                    left -= 1
+                    timer.callback = None
+                    callback(*timer.args)
+        finally:
+            self._disarm()  # a callback may have set a timer
+            if self._timers and not left:
+                self._handle = loop.call_soon(self._due)
+            elif self._timers:
+                self._arm()
 
     def _turn(self) -> None:
         self._left = TURN_CALLS

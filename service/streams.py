@@ -32,7 +32,7 @@ from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import Backlog, Mailbox
-from service.pacing import Pacer
+from service.pacing import Pacer, Timer
 from service.supervision import Supervisor, Task
 from service.telemetry import Telemetry
 
@@ -73,7 +73,7 @@ class Order:
         self.unfinished = set(range(n))  # continuations whose Finish has not come
         self.running = set(range(n))  # those of them that nobody has told an engine to stop
         self.delivered = [0] * n  # output tokens of each that went out to a client, by the reader that is furthest
-        self.timer: asyncio.TimerHandle | None = None  # once nobody reads it
+        self.timer: Timer | None = None  # once nobody reads it
 
     def ended(self, index: int) -> None:
         """An engine has said its last word on a continuation."""
@@ -109,14 +109,14 @@ class OpenRequest:
         self._nudged = False  # `_wake` is done, or will be in one of the loop's next turns
         self._moved = False
         self._last_news = self.loop.time()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[Timer] = []
 
     def start(self, deadline: float, heartbeat_s: float) -> None:
         """`deadline` in the event loop's time."""
         self._heartbeat_s = heartbeat_s
         self._timers = [
-            self.loop.call_at(deadline, self._streams.pacer.run, self.end_all, Finish("deadline")),
-            self.loop.call_later(heartbeat_s, self._beat),
+            self._streams.pacer.call_at(deadline, self.end_all, Finish("deadline")),
+            self._streams.pacer.call_at(self.loop.time() + heartbeat_s, self._beat),
         ]
 
     @property
@@ -218,7 +218,8 @@ class OpenRequest:
             self._last_news = self.loop.time()
             silent = 0.0
             self._nudge()
-        self._timers[1] = self.loop.call_later(self._heartbeat_s - silent, self._beat)
+        due = self.loop.time() + self._heartbeat_s - silent
+        self._timers[1] = self._streams.pacer.call_at(due, self._beat)
 
 
 class Streams:
@@ -418,13 +419,7 @@ class Streams:
 
     def _start_timer(self, order: Order, seconds: float, action: Callable[[Order], None]) -> None:
         """Call action(order) after `seconds`, unless the timer is stopped before."""
-
-        def due() -> None:
-            if order.timer is timer:
-                order.timer = None
-                action(order)
-
-        timer = order.timer = asyncio.get_running_loop().call_later(seconds, self.pacer.run, due)
+        order.timer = self.pacer.call_at(asyncio.get_running_loop().time() + seconds, action, order)
 
     def _stop_timer(self, order: Order) -> None:
         if order.timer is not None:

@@ -13,7 +13,6 @@ import pytest
 
 from engine.wire.bus import GatewaySide
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
-from engine.wire.tokenlog import Said
 from service.config import GatewayConfig
 from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, StallWatch, new_event_loop
 from service.streams import Streams
@@ -114,26 +113,49 @@ async def test_streams_that_end_at_once_wake_few_handlers_in_a_turn(end: Callabl
     await streams.stop()
 
 
-async def test_a_reader_that_comes_while_its_request_is_about_to_be_given_up_keeps_it() -> None:
-    """The timer has run and its callback waits for a turn, when the client comes back."""
-    wire = Wire()
-    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, resume_s=0.05), Telemetry("g"))
-    await streams.start()
-    request = Generate("r.0", "g", [1], 9, Sampling(), int(time.time() * 1000) + 60_000)
-    async with streams.open([request], 60, anyway, resumable=True):
-        pass
-    order = streams._orders["r.0"]
-    for _ in range(3 * TURN_CALLS):  # so that nothing runs at once
-        streams.pacer.run(lambda: None)
-    assert order.timer is not None
-    order.timer._run()  # type: ignore[attr-defined]  # now due
-    assert wire.cancelled == []
-    wire.logs["r.0"] = [Said([])]
-    async with streams.join(["r.0"], [[0]], "", 60):
-        await asyncio.sleep(0.1)
-        assert wire.cancelled == []
-        assert order.readers
-    await streams.stop()
+async def test_timers_run_in_order_few_a_turn_and_a_cancelled_one_not_even_when_it_is_due() -> None:
+    pacer, turns, ran, loop = Pacer(), Turns(), list[int](), asyncio.get_running_loop()
+    when: Counter[int] = Counter()
+    due = loop.time() + 0.05
+
+    def note(number: int) -> None:
+        ran.append(number)
+        when[turns.number] += 1
+        if number == 0:
+            timers[MANY - 1].cancel()  # it is due, and waits for its turn
+
+    timers = [pacer.call_at(due, note, number) for number in range(MANY)]
+    late = pacer.call_at(due + 60, note, -1)
+    soon = pacer.call_at(loop.time() + 0.01, note, -2)  # before those that were there
+    for timer in timers[1:300]:
+        timer.cancel()
+        timer.cancel()
+    await settled(lambda: len(ran) == MANY - 299)
+    assert ran == [-2, 0, *range(300, MANY - 1)]
+    assert max(when.values()) <= TURN_CALLS
+    soon.cancel()  # it has run
+    late.cancel()
+    await asyncio.sleep(0.01)
+    assert len(ran) == MANY - 299
+
+
+async def test_cancelled_timers_do_not_pile_up_and_one_that_raises_stops_no_other() -> None:
+    pacer, ran, loop = Pacer(), list[int](), asyncio.get_running_loop()
+    for _ in range(10_000):
+        pacer.call_at(loop.time() + 600, ran.append, 0).cancel()
+    assert len(pacer._timers) <= 300
+    errors: list[str] = []
+    loop.set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
+
+    def fail() -> None:
+        pacer.call_at(loop.time(), ran.append, 2)
+        raise ValueError("a bug")
+
+    now = loop.time()
+    pacer.call_at(now, fail)
+    pacer.call_at(now + 0.01, ran.append, 1)
+    await settled(lambda: sorted(ran) == [1, 2])
+    assert errors == ["a bug"]
 
 
 def test_a_loop_looks_at_few_sockets_a_turn() -> None:
