@@ -137,10 +137,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ge=1,
             description="Log probabilities in one answer: tokens, with echo also prompt tokens, times n times "
             "(alternatives + 1). An entry takes about 12 bytes in Redis, and 200 to 600 in a gateway where the "
-            "answer is not streamed. The default, 150 MiB at most, scores 131,072 prompt tokens with one alternative "
-            "each.",
+            "answer is not streamed. The default, 75 MiB at most, scores 65,536 prompt tokens with one alternative "
+            "each; far more would hold the event loop for over 50 ms when they arrive.",
         ),
-    ] = 262_144
+    ] = 131_072
     max_stop_strings: Annotated[int, Meta(ge=0, description="Each costs a search in every token's text.")] = 16
     max_stop_chars: Annotated[
         int, Meta(ge=1, description="Length of one stop string: that much text may be held back.")

@@ -223,7 +223,8 @@ async def test_zipped_bodies_are_read(serve: Serve, engine: EngineMaker, encodin
 async def test_a_broken_transfer_is_the_clients_error(serve: Serve, headers: str, body: bytes, expected: int) -> None:
     served = await serve()
     async with raw(served) as client:
-        client.send(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode() + body[:100])
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}\r\n"
+        client.send(head.encode() + body[:100])
         assert (await client.answer())[0] == expected
 
 

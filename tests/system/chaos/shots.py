@@ -6,7 +6,7 @@ a change here.  Then some are mutated: wrong types, absurd numbers, missing and 
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import random
 import types
@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 
 from service.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.service.hostile import corpus
 
 VOCAB = 100
+CORPUS_BYTES = 64 * 1024  # of each body of the corpus: larger ones are the stall test's
 MODEL = "tiny"
 POSTS: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
@@ -297,9 +299,7 @@ def _nasty(dice: random.Random, depth: int) -> Any:
     return {dice.choice(("5", "9" * 5000, "٣", "-1", " 5")): dice.choice(NUMBERS)}
 
 
+@functools.cache
 def extra_bodies() -> list[tuple[str, bytes]]:
-    """(path, body) of the corpus of hostile bodies, `BODIES` in tests/service/hostile.py, where there is one."""
-    if importlib.util.find_spec("tests.service.hostile") is None:
-        return []
-    found = importlib.import_module("tests.service.hostile")
-    return list(getattr(found, "BODIES", ()))
+    """(path, body) of the corpus of hostile bodies, each within CORPUS_BYTES."""
+    return [(one.path, one.body) for one in corpus(CORPUS_BYTES) if not one.headers]

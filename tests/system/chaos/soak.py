@@ -25,7 +25,7 @@ from typing import get_args
 from engine.core.limits import Admission
 from engine.core.swapping import Preempt
 from tests.core.oracle import VOCAB
-from tests.core.test_scheduler import FAR, PREFIXES, SchedulerMachine
+from tests.core.test_scheduler import BAD_SEED, FAR, PREFIXES, SchedulerMachine
 
 EPISODE = (50, 600)  # operations, least and most
 SAY_S = 10.0  # between two lines of progress
@@ -107,12 +107,13 @@ class Episode:
             tail=[dice.randint(1, VOCAB - 1) for _ in range(dice.randint(0, 12))],
             new=dice.randint(1, 30),
             n=dice.randint(1, 3),
-            seed=dice.randint(0, 3),
+            seed=dice.choice([0, 1, 2, 3] * 4 + [BAD_SEED]),
             salt=dice.choice(["", "tenant"]),
             ignore_eos=dice.random() < 0.5,
             life=dice.choice([FAR, FAR, 40]),
             priority=dice.choice([0, 0, 5]),
             tenant=dice.choice([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
+            prompt_logprobs=dice.choice([-1, -1, 0]),
         )
 
     def _submit(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -13,19 +12,12 @@ from tests.system.chaos.fuzz import fuzz, judge, table
 from tests.system.chaos.shots import Shooter, Shot
 
 
-def absurd_number(shot: Shot) -> bool:
-    """Numbers that the gateway still answers with a 500."""
-    return re.search(rb"\d{19,}|1e\+?308|1e-320", b"".join(shot.parts)) is not None
-
-
 @pytest.mark.system
 @pytest.mark.timeout(300)
 async def test_hostile_clients_break_nothing(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as server:
         # The limit on stalls is generous: this machine may be slow.
-        found = await fuzz(
-            tmp_path, server, requests=600, seed=1, model="scripted", stall_s=0.5, known=absurd_number, say=print
-        )
+        found = await fuzz(tmp_path, server, requests=600, seed=1, model="scripted", stall_s=0.5, say=print)
     print(table(found))
     assert not found.failures
     assert found.requests > 500
