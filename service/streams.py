@@ -46,6 +46,7 @@ Admit = Callable[[Fleet, bool], int]
 
 SETTLE_S = 10.0  # after an order was withdrawn, its engine's last word is waited for so long
 SETTLE_COUNT = 100  # orders that are written to the ledger at once
+ATTACH_COUNT = 64  # orders whose logs are asked for at once, after Redis may have lost something
 RESEND_S = 10.0  # after Redis has lost tokens, their engine's next exchange is waited for so long
 FORGOTTEN = Finish("error", message="Redis has lost this request: send it again")
 
@@ -580,13 +581,17 @@ class Streams:
     async def _listen_again(self) -> None:
         """Others have taken this gateway for dead (it was stopped, or Redis was away), or Redis has lost what it had
         acknowledged: what its requests have said meanwhile is in their logs.  Who has none there is told."""
-        for order in [order for order in self._orders.values() if order.readers and order.unfinished]:
-            queued = [reader for reader, _ in order.readers if reader.started]  # the others' submit is under way
-            found = await self._bus.attach(order.id)
-            for index, said in enumerate(found.continuations if found is not None else ()):
-                order.put(Delta(order.id, len(said.token_ids), [], said.finish, index))
-            for reader in queued if found is None else ():
-                reader.end_all(FORGOTTEN)
+        orders = [order for order in self._orders.values() if order.readers and order.unfinished]
+        for at in range(0, len(orders), ATTACH_COUNT):  # one after the other, 16,000 took longer than a heartbeat may
+            await asyncio.gather(*map(self._listen_again_to, orders[at : at + ATTACH_COUNT]))
+
+    async def _listen_again_to(self, order: Order) -> None:
+        queued = [reader for reader, _ in order.readers if reader.started]  # the others' submit is under way
+        found = await self._bus.attach(order.id)
+        for index, said in enumerate(found.continuations if found is not None else ()):
+            order.put(Delta(order.id, len(said.token_ids), [], said.finish, index))
+        for reader in queued if found is None else ():
+            reader.end_all(FORGOTTEN)
 
     async def _keep(self) -> None:
         """What is over and still read must not leave the log under its reader."""

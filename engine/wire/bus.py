@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, tries before it raises BusDown
 PROBE_S = 0.2  # how long a probe for writes tries: the next one follows soon
-REPLY_S = 5.0  # an engine's exchange takes a silent connection for dead after this, and tries on a new one
+REPLY_S = 3.0  # an engine's exchange takes a silent connection for dead after this, and tries on a new one
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two tries; half of each is random
 GIVE_UP_S = 30.0  # an endless try ends in BusDown once it has met one error for so long that time may never mend
 BLOCK_MS = 5_000  # a gateway's longest wait for the next batch, and an engine's for the bell, in one command

@@ -16,8 +16,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientError, ClientSession
+from redis import Redis
 
+from engine.wire.embedded import EmbeddedRedis
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, settled
 
@@ -63,6 +65,28 @@ def test_what_prevents_a_start_is_one_line(
     assert last.startswith("quire gateway: ")
     assert reason in last
     assert all(" quire.bus WARNING " in line for line in before), errors  # at most a word on what it waited for
+
+
+@pytest.mark.system
+async def test_a_gateway_that_cannot_read_its_tokens_ends(
+    launch: Callable[..., subprocess.Popen[str]], port: int, redis_server: EmbeddedRedis, namespace: str
+) -> None:
+    """What stands in the place of its token stream is none, which no other try mends."""
+    with Redis.from_url(redis_server.url) as redis:
+        redis.set(f"{{{namespace}}}:out:broken", "no stream")
+    process = launch("--gateway-id", "broken")
+    url = f"http://127.0.0.1:{port}"
+    async with ClientSession() as session:
+        statuses = set[int]()
+        while process.poll() is None:
+            with contextlib.suppress(ClientError):
+                async with session.get(f"{url}/ping") as response:
+                    statuses.add(response.status)
+            await asyncio.sleep(0.2)
+    _, errors = process.communicate(timeout=30)
+    assert statuses == {200, 503}  # first it tries again, then its liveness probe says so
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("quire gateway: the token reader failed: ")
 
 
 def test_a_taken_port_is_one_line(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
