@@ -14,6 +14,7 @@ from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import BusThread, Engine, LocalBox, Report
 from engine.watchdog import Watchdog
 from engine.wire.bus import Claimed
+from engine.wire.clock import RedisClock
 from engine.wire.messages import EngineLoad, Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -93,7 +94,7 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     sent = []
 
     class Side:
-        queue_share = 0.0
+        queue_share, clock = 0.0, RedisClock()
 
         async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> Claimed:
             sent.append((finished, load.yield_tokens, room))

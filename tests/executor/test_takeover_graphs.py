@@ -78,7 +78,7 @@ def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
     assert isinstance(engine.executor, local.LocalExecutor)
     made = engine.executor._worker
     assert made is not None
-    made._logits = torch.zeros(MAX_SEQS, VOCAB)
+    made._graph_logits = torch.zeros(MAX_SEQS, VOCAB)
     made._sizes, made._batch.shapes = ladder(MAX_SEQS), mixed_ladder(MAX_SEQS, STEP_TOKENS)
     made._make_graphs()
     made._second_use = SecondUse()

@@ -492,7 +492,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     served = await serve()
-    tokens = 8000  # about two kilobytes each with their logprobs: several times what socket buffers hold
+    tokens = 6000  # about two kilobytes each with their logprobs: several times what socket buffers hold
     async with engine(says(byte_level_tokenizer)) as fake:
         fake.load_changes = {"max_model_len": 10_000}
         fake.burst = 50

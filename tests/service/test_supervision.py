@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 
 from engine.wire.embedded import EmbeddedRedis
 from service import supervision
-from service.app import Unserviceable, serve
+from service.app import NO_REDIS, Unserviceable, serve
 from service.config import GatewayConfig
 from service.supervision import Supervisor, Task
 from tests.service.fakes import settled
@@ -39,7 +39,7 @@ async def test_a_gateway_without_its_reader_is_dead_to_its_probes_and_ends(
                 await asyncio.sleep(0.02)
             async with session.get("/ready") as answer:
                 assert answer.status == 503
-                assert "the token reader failed: WRONGTYPE" in (await answer.json())["reason"]
+                assert (await answer.json())["reason"] == NO_REDIS
         assert not serving.done()
         monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
         with pytest.raises(Unserviceable, match="the token reader failed: WRONGTYPE") as caught:
