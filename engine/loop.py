@@ -473,7 +473,7 @@ class BusThread:
 
     def stop(self, *, died: bool = False) -> None:
         """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
-        client has seen it, and whoever takes over says it again.  `died`: see EngineSide.close()."""
+        client has seen it, and the engine that takes over sends it again.  `died`: see EngineSide.close()."""
         self._died = died
         self._stopping = True
         self._ring()

@@ -74,7 +74,7 @@ class Order:
         self.unfinished = set(range(n))  # continuations whose Finish has not come
         self.running = set(range(n))  # those of them that nobody has told an engine to stop
         self.delivered = [0] * n  # output tokens of each that went out to a client, by the reader that is furthest
-        self.timer: Timer | None = None  # once nobody reads it
+        self.timer: Timer | None = None  # runs while it has no reader
 
     def ended(self, index: int) -> None:
         """An engine has said its last word on a continuation."""
@@ -571,7 +571,7 @@ class Streams:
             self._troubles.pop("ledger", None)
         except BusDown as error:
             self._troubles["ledger"] = str(error)
-        if "submit" in self._troubles:  # nobody submits until it is cleared
+        if "submit" in self._troubles:  # requests are refused until it is cleared
             try:
                 await self._bus.probe()
                 del self._troubles["submit"]

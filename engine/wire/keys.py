@@ -101,7 +101,7 @@ for somebody who does not come, even PROMISE_MS late, is promised to others.
 The token log.  What a client may have seen stands in the log, or in the tail of the engine that said it, and nothing
 else does.  The exchange that appends a TokenBatch to a gateway's stream appends it to the tail as well, in one atomic
 step.  Once in TAIL exchanges, or TAIL_BYTES, the engine sends all that its requests have said meanwhile, each in one
-piece, and that replaces the tail.  Whoever reads a log first enters in it what the tails have.  Every piece says at
+piece, and that replaces the tail.  A reader of a log first appends what the tails have.  Every piece says at
 which output position it begins: what the log has already is skipped, and where it would leave a hole nothing is done
 at all.
 

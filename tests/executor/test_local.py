@@ -105,7 +105,7 @@ def test_too_little_memory_for_one_sequence(checkpoint: Callable[[str], Path]) -
 def test_an_impossible_request_leaves_the_prefix_cache_alone(
     executor: Executor, checkpoint: Callable[[str], Path], impossible: Sampling
 ) -> None:
-    """As the engine serves it, from request to answer: whoever asks for the impossible harms only itself."""
+    """As the engine serves it, from request to answer: an impossible request harms only itself."""
     config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, max_seqs=4, check_books=True)
     llm, prompt = LLM.over(config, executor), list(range(10, 110))
     [first] = llm.generate([prompt], max_new_tokens=3)

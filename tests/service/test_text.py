@@ -287,7 +287,7 @@ def test_a_directory_that_is_no_model_is_one_line(tmp_path: Path) -> None:
 
 
 def test_code_of_a_models_repository_is_not_run(tmp_path: Path) -> None:
-    """And nobody is asked on a terminal whether to run it."""
+    """transformers does not ask on a terminal whether to run it."""
     folder, ran = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "none of ours"}))

@@ -1,4 +1,4 @@
-"""A name that leads to another server, while connections to the old one stay open and answer: nobody stays behind."""
+"""A name that leads to another server, while connections to the old one stay open and answer: every connection follows."""
 
 from __future__ import annotations
 

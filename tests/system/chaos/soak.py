@@ -51,7 +51,7 @@ class Episode:
     """One scheduler from its start to its last request."""
 
     def __init__(self, seed: str, operations: Counter[str]) -> None:
-        """`operations` counts what is done, for whoever reports it."""
+        """`operations` counts what is done."""
         self._operations = operations
         self.dice = random.Random(seed)
         self.machine = SchedulerMachine()
