@@ -44,6 +44,7 @@ BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none fo
 ENGINE_GRACE_S = 5.0  # its gateways have gone by then: what is left has lost its clients, and may wait in the queue
 ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
 POLL_S = 0.2
+KEEPERS_S = 5.0  # after its child has ended, a keeper has so long to end the spare
 # With so few cores the next spare starts once the engine that takes over is up: its imports take seconds of a core.
 # With more it starts at once, to be ready for a second death that soon follows the first.
 FEW_CORES = 2
@@ -275,10 +276,7 @@ class Child:
             try:
                 await self._keep(ear)
             finally:
-                if self._spare is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        self._spare.kill()
-                    await self._spare.wait()
+                await self._end_spare()
 
     async def _keep(self, ear: ready.Ear) -> None:
         failures, first, known = 0, True, False
@@ -299,7 +297,21 @@ class Child:
                 raise GivenUp(f"the {self._name} {how} {failures} times in a row")
             pause = min(BACKOFF_S[0] * 2 ** min(failures - 1, 10), BACKOFF_S[1]) if failures else 0.0
             print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _end_spare(self) -> None:
+        """Kill the spare, and wait until the event loop has let go of its pipe."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            spare.kill()
+        await spare.wait()
+        assert spare.stdin is not None
+        spare.stdin.close()
+        with contextlib.suppress(OSError):
+            await spare.stdin.wait_closed()
 
     async def _start(self, ear: ready.Ear, *words: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -322,6 +334,7 @@ class Child:
         with contextlib.suppress(OSError):  # it may still prepare, at a lower priority than ours
             os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
         spare.stdin.write(b"now\n")
+        spare.stdin.close()
         return spare
 
     async def _watch(self, process: asyncio.subprocess.Process, ear: ready.Ear) -> tuple[int, bool]:
@@ -394,6 +407,8 @@ class Supervisor:
             # Gateways first: they finish the streams they have, for which they need the engine; it needs Redis.
             await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
             await self._engine.stop()
+            # Each keeper ends with its processes.  Cancelled earlier it would leave a spare to a closed event loop.
+            await asyncio.wait(keepers, timeout=KEEPERS_S)
             for task in keepers:
                 task.cancel()
             await asyncio.gather(*keepers, *helpers, stop, return_exceptions=True)

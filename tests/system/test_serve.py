@@ -132,15 +132,17 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         serve.communicate()
 
 
-def test_a_spare_takes_over_and_is_replaced() -> None:
-    serve = subprocess.Popen(
-        [*QUIRE, "serve", "--port=0", "--executor=scripted"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        serve = subprocess.Popen(
+            [*QUIRE, "serve", "--port=0", "--executor=scripted"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
 
     def engines() -> list[int]:
         """Those alive, the spare last."""
@@ -174,6 +176,9 @@ def test_a_spare_takes_over_and_is_replaced() -> None:
         serve.send_signal(signal.SIGTERM)
         assert serve.wait(60) == 0
         assert not any(psutil.pid_exists(pid) for pid in again)
+        says = log.read_text()
+        assert "Traceback" not in says, says
+        assert "is closed" not in says, says
     finally:
         serve.kill()
         serve.wait()
