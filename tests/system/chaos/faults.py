@@ -62,10 +62,12 @@ async def kill_gateway(world: World, fault: Fault) -> None:
     if not found:
         raise Missed
     gateway = found[int(fault.dice * len(found)) % len(found)]
+    world.doors.gateways_ending += 1
     gateway.kill()
     world.doors.gateway_kills += 1
     await until(lambda: not gateway.is_running())
-    world.doors.gateway_kills += 1  # who was still let in has gone with it
+    world.doors.gateway_kills += 1  # streams that it still accepted meanwhile have ended with it
+    world.doors.gateways_ending -= 1
 
 
 @contextlib.contextmanager

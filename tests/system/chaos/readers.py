@@ -32,6 +32,7 @@ class Doors:
     near: list[str]
     far: list[str]
     gateway_kills: int = 0  # so far: a plain stream that breaks meanwhile has an excuse
+    gateways_ending: int = 0  # killed, and not seen gone yet: they may still accept a connection
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Reader:
                 wait_s = PAUSE_S
             except (aiohttp.ClientError, ConnectionError) as error:
                 if not self.resumable:
-                    if self._doors.gateway_kills > kills:
+                    if self._doors.gateway_kills > kills or self._doors.gateways_ending:
                         tally.with_gateway += 1
                     else:
                         tally.failures.append(f"{self._name}: a plain stream broke: {error!r}")
