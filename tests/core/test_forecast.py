@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine import sim
 from engine.core.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge, peak
 from engine.core.outlook import CAUTION
+from tests.core.pace import python_s
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float = 0.89) -> int:
@@ -87,9 +88,10 @@ def test_a_thousand_sequences_take_less_than_a_millisecond() -> None:
         demand.bound()
         best_more = min(best_more, time.process_time() - begin)
     print(f"peak {best_peak * 1e3:.2f} ms, bound {best_bound * 1e3:.2f} ms, one more {best_more * 1e6:.0f} us")
-    assert best_peak < 0.001
-    assert best_bound < 0.001
-    assert best_more < 0.00005
+    unit = python_s()  # 10,000 turns of a plain loop: about 0.45 ms where each of the first two takes 0.8 ms
+    assert best_peak < 3 * unit
+    assert best_bound < 3 * unit
+    assert best_more < 0.15 * unit
 
 
 # ---------------------------------------------------------------------------------------------------------- the lengths

@@ -22,6 +22,7 @@ from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
+from tests.core.pace import python_s
 
 FAR = 2**60
 
@@ -950,5 +951,5 @@ def steady_step_seconds(rows: int) -> float:
 
 
 def test_a_steady_step_is_planned_in_time_of_what_changes() -> None:
-    """256 decoding rows: plan and commit cost < 0.5 ms of CPU time."""
-    assert steady_step_seconds(256) < 0.0005
+    """256 decoding rows: plan and commit cost as much CPU time as 12,000 turns of a plain loop: some 0.5 ms."""
+    assert steady_step_seconds(256) < 1.2 * python_s()
