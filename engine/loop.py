@@ -287,7 +287,7 @@ class Engine:
             self._pace.pause()
 
     def _step_failed(self, error: StepError) -> None:
-        """Put back what was seated.  Clients are told a fixed sentence; the cause is for the log."""
+        """Put all running sequences back.  Clients get a fixed sentence, the log gets the cause."""
         self.telemetry.failed()
         count, guilty = self.core.step_failed()
         ended = f"; request {guilty} ended: it failed twice at the same position" if guilty else ""

@@ -545,16 +545,16 @@ def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool =
     """A prompt of `prompt` tokens (`least`: or more) does not fit into the model's context."""
     more = "at least " if least else ""
     message = (
-        f"{param}: the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
+        f"the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
         f"{more}{prompt} in the prompt and {asked} to generate"
     )
-    return _bad("context_length_exceeded", message, param, longest, prompt + asked)
+    return _past("context", message, param, longest, prompt + asked)
 
 
 def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
     """The texts or token ids of one request are more than a gateway takes at once."""
-    message = f"{param}: at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
-    return _bad("too_many_tokens", message, param, limit, given)
+    message = f"at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
+    return _past("tokens", message, param, limit, given)
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:

@@ -217,7 +217,7 @@ def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
     seq = next(seq for seq in rig.core.waiting if seq.host)
     rig.fail()
     computed = sum(each.lost for each in rig.core.live())
-    assert 0 < seq.lost < computed  # what was seated is computed again, too
+    assert 0 < seq.lost < computed  # running sequences are computed again, too
     assert rig.host.available == 40
     assert rig.core.swapping.sequences == 0
     rig.run()
