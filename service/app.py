@@ -39,7 +39,7 @@ from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
 from engine.wire.tracing import Tracing
-from service import admission, api, resume, sse, text
+from service import admission, api, memory, resume, sse, text
 from service.api import Refusal
 from service.bodies import Bodies, Body, require_json
 from service.config import GatewayConfig
@@ -47,7 +47,7 @@ from service.connections import Connections
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
 from service.limits import LIMITS, VALUES, shown
-from service.pacing import StallWatch, new_event_loop
+from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
@@ -67,9 +67,6 @@ OWNER = web.RequestKey("owner", str)  # digest of the key that asks
 # Ends that are no answer.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 TWINS = 3  # requests under one idempotency key that may turn out to have come to nothing before their retry gives up
-# Of the garbage collector.  With Python's own 700 a batch of 1,000 deltas counts as old by the time it is dealt with,
-# so that all open requests were walked through every few seconds: 100 to 800 ms at 1,000 of them, and no token moved.
-GC_THRESHOLDS = (10_000, 10, 5)
 # Seconds past its deadline that a client may take to read the end of its answer, before its connection is cut.
 LAST_WORDS_S = 30.0
 LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
@@ -657,6 +654,8 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     stalls.start()
     before, allowed = files.raise_limit()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
+    collector = QuietCollector(lambda: len(gateway.connections))
+    collector.start()
     log.info(
         "open files: soft limit %s %d, which allows %d connections",
         f"raised from {before} to" if allowed > before else "is",
@@ -688,6 +687,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         await runner.cleanup()
         await page.cleanup()
         stalls.stop()
+        collector.stop()
         await streams.stop()
         await bus.close()
         await asyncio.to_thread(tracing.close)
@@ -729,6 +729,7 @@ def main(argv: Sequence[str]) -> None:
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
+    memory.return_large_blocks()
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models nobody uses here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

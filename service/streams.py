@@ -46,6 +46,7 @@ Admit = Callable[[Fleet, bool], int]
 
 SETTLE_S = 10.0  # after an order was withdrawn, its engine's last word is waited for so long
 SETTLE_COUNT = 100  # orders that are written to the ledger at once
+DELIVER_COUNT = 1000  # deltas dealt with in one turn of the event loop, which takes up to 10 ms
 ATTACH_COUNT = 64  # orders whose logs are asked for at once, after Redis may have lost something
 RESEND_S = 10.0  # after Redis has lost tokens, their engine's next exchange is waited for so long
 FORGOTTEN = Finish("error", message="Redis has lost this request: send it again")
@@ -499,7 +500,11 @@ class Streams:
         """The only consumer of this gateway's token stream.  Started again it sees what it had not dealt with."""
         async with contextlib.aclosing(self._bus.batches()) as batches:
             async for batch in batches:
-                self.deliver(batch)
+                first, *later = batch.split(DELIVER_COUNT)
+                self.deliver(first)
+                for part in later:
+                    await asyncio.sleep(0)  # other tasks of the event loop run
+                    self.deliver(part)
 
     def deliver(self, batch: TokenBatch) -> None:
         """Spread one step's tokens over the mailboxes.  Deltas of orders that are over are dropped."""

@@ -148,6 +148,13 @@ class TokenBatch(msgspec.Struct, frozen=True):
     deltas: list[Delta]
     load: EngineLoad | None = None
 
+    def split(self, count: int) -> list[TokenBatch]:
+        """Return batches of at most `count` deltas in the same order, at least one; the last one has the load."""
+        if len(self.deltas) <= count:
+            return [self]
+        parts = [self.deltas[at : at + count] for at in range(0, len(self.deltas), count)]
+        return [TokenBatch(self.engine, part, self.load if part is parts[-1] else None) for part in parts]
+
 
 class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that requests begin with, kept so that an engine may compute their keys and values before it serves."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
 
 from engine.wire.bus import GatewaySide
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
+from service import pacing
 from service.config import GatewayConfig
-from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, StallWatch, new_event_loop
+from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, QuietCollector, StallWatch, new_event_loop
 from service.streams import Streams
 from service.telemetry import Telemetry
-from tests.service.fakes import settled
+from tests.service.fakes import a_load, settled
 from tests.service.test_streams import Wire, anyway
 
 MANY = 1000
@@ -113,6 +116,26 @@ async def test_streams_that_end_at_once_wake_few_handlers_in_a_turn(end: Callabl
     await streams.stop()
 
 
+async def test_a_batch_of_many_deltas_is_dealt_with_in_several_turns() -> None:
+    wire = Wire()
+    streams = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01), Telemetry("g"))
+    await streams.start()
+    turns, sizes = Turns(), dict[int, int]()
+    deliver = streams.deliver
+
+    def counted(batch: TokenBatch) -> None:
+        sizes[turns.number] = sizes.get(turns.number, 0) + len(batch.deltas)
+        deliver(batch)
+
+    streams.deliver = counted  # type: ignore[method-assign]
+    heard = a_load(time_ms=77)
+    wire.incoming.put_nowait(TokenBatch("e0", [Delta(f"r{at}.0", 0, [5]) for at in range(2500)], heard))
+    await settled(lambda: sum(sizes.values()) == 2500)
+    assert list(sizes.values()) == [1000, 1000, 500]
+    assert streams.fleet.engines[0].engine == heard.engine
+    await streams.stop()
+
+
 async def test_timers_run_in_order_few_a_turn_and_a_cancelled_one_not_even_when_it_is_due() -> None:
     pacer, turns, ran, loop = Pacer(), Turns(), list[int](), asyncio.get_running_loop()
     when: Counter[int] = Counter()
@@ -202,3 +225,73 @@ async def test_a_stall_is_seen_with_what_this_process_did_in_it() -> None:
     assert late >= 0.28
     assert busy <= 0.1
     watch.stop()
+
+
+class Ring:
+    """Garbage that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def gateway_collector() -> Iterator[None]:
+    """Python's garbage collector as a gateway process sets it."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*pacing.GC_THRESHOLDS)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("gateway_collector")
+def test_no_full_collection_while_the_objects_of_many_requests_are_made() -> None:
+    """16,000 open requests have a million objects; the automatic collections look at some ten thousand each."""
+    walked: Counter[int] = Counter()
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            walked[about["generation"]] += 1
+            walked[-1] = max(walked[-1], sum(len(gc.get_objects(one)) for one in range(about["generation"] + 1)))
+
+    gc.callbacks.append(note)
+    try:
+        kept = [[number] for number in range(1_000_000)]
+    finally:
+        gc.callbacks.remove(note)
+    assert len(kept) == 1_000_000
+    assert walked[1] > 10
+    assert not walked[2]
+    assert walked[-1] < 50_000
+
+
+@pytest.mark.usefixtures("gateway_collector")
+async def test_a_full_collection_waits_until_few_connections_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "QUIET_S", 0.001)
+    open_now = pacing.QUIET_CONNECTIONS + 1
+    looks = 0
+
+    def connections() -> int:
+        nonlocal looks
+        looks += 1
+        return open_now
+
+    ring = Ring()
+    freed = weakref.ref(ring)
+    gc.collect(1)  # it is old now: only a full collection finds it
+    del ring
+    collector = QuietCollector(connections)
+    collector.start()
+    try:
+        await settled(lambda: looks > 3)
+        assert freed() is not None
+        open_now -= 1
+        await settled(lambda: freed() is None)
+        seen = looks
+        await asyncio.sleep(0.02)
+        assert looks == seen  # nothing has grown old since: nothing to look for
+    finally:
+        collector.stop()
