@@ -18,8 +18,8 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from engine.common import settings  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
-from engine.wire import settings  # noqa: E402
 from service import limits  # noqa: E402
 from service.cli import ServeConfig  # noqa: E402
 from service.config import GatewayConfig  # noqa: E402

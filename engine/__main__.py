@@ -14,19 +14,19 @@ from pathlib import Path
 
 import msgspec
 
+from engine.common import logs, open_files, readiness, settings
+from engine.common.tracing import Tracing
 from engine.config import EngineConfig
-from engine.core.blocks import BooksError
+from engine.core.blocks import AccountingError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
-from engine.flight import Recorder, header
+from engine.hot_prefixes import warm
 from engine.loop import BusThread, ConfigError, Engine
+from engine.metrics import Page, PageError, Telemetry
+from engine.recorder import Recorder, header
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
-from engine.telemetry import Page, PageError, Telemetry
-from engine.warming import warm
 from engine.watchdog import Watchdog
-from engine.wire import files, logs, ready, settings
 from engine.wire.bus import BusDown
-from engine.wire.tracing import Tracing
 
 log = logging.getLogger("quire.engine")
 
@@ -83,7 +83,7 @@ def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
 def failed(error: Exception) -> int:
     """Tell the operator in one line why the engine ends; an unexpected exception leaves its traceback in the log.  The
     exit status."""
-    if isinstance(error, BooksError):
+    if isinstance(error, AccountingError):
         line = f"the books of the KV blocks don't balance, which is a bug: {error}"
     elif isinstance(error, (BusDown, ExecutorLost)):  # another process took this engine's name, or the GPU is gone
         line = str(error)
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
-    files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
+    open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         log.info("started: %s", watch)
         telemetry.started(watch.laps, takeover=config.standby)
-        ready.tell()
+        readiness.notify_ready()
         if config.step_timeout_s:
             watchdog.start()
         engine.run()

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `engine.wire.settings.load` fills it from flags, environment and a file."""
+    """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[str, Meta(description="Directory or hub name of a checkpoint; empty: the small built-in one.")] = (
         ""
@@ -181,7 +181,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str,
         Meta(
             description="File that arrivals (lengths, no text), decisions and step times are recorded in, for "
-            "python -m engine.sim --replay; a new one at each start. Empty: none."
+            "python -m engine.tools simulate --replay; a new one at each start. Empty: none."
         ),
     ] = ""
     flight_log_mib: Annotated[

@@ -27,18 +27,18 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.blocks import BlockPool, BooksError, DoubleFree, HostPool, Leak
-from engine.core.costs import Costs
+from engine.core.blocks import AccountingError, BlockPool, DoubleFree, HostPool, Leak
 from engine.core.limits import Event, Limits, Outputs, Totals
+from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
-from engine.flight import Recorder, Seen
-from engine.telemetry import Telemetry
-from engine.warming import Noted
+from engine.hot_prefixes import PrefixUses
+from engine.metrics import Telemetry
+from engine.recorder import Recorder, Seen
 from engine.wire.bus import BusDown, EngineSide
 from engine.wire.clock import RedisClock, steady_ms
+from engine.wire.hot_prefix_store import Reuse
 from engine.wire.keys import STALE_MS
-from engine.wire.manifest import Reuse
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 
 log = logging.getLogger("quire.engine")
@@ -87,7 +87,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         caching=config.prefix_cache and config.allocation == "paged",
         note_discarded=config.poison_free_blocks,
     )
-    return Scheduler(pool, limits, HostPool(executor.host_blocks), Costs(executor.swap_bytes_per_s))
+    return Scheduler(pool, limits, HostPool(executor.host_blocks), StepCostModel(executor.swap_bytes_per_s))
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -184,7 +184,7 @@ class Engine:
         )
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self._pace = Pace()
-        self._noted = Noted(config.block_size)
+        self._noted = PrefixUses(config.block_size)
         self._flight = flight
         self._clock = clock or steady_ms
         self._prompts: deque[int] = deque()  # prompt tokens of each step in flight
@@ -207,7 +207,7 @@ class Engine:
         kept = self._inbox, self._outbox, self.telemetry, self._noted, self._accepted, self.core.totals
         box = LocalBox(on_delta)
         self._inbox = self._outbox = box
-        self.telemetry, self._noted = Telemetry(), Noted(self.config.block_size)
+        self.telemetry, self._noted = Telemetry(), PrefixUses(self.config.block_size)
         self.core.totals = Totals()
         try:
             yield box
@@ -304,10 +304,10 @@ class Engine:
         """Audit the books of the blocks, or a sample of them; `names`: who ordered it.  Raises BooksError where the
         engine is configured to stop then, after it has said so to the world."""
         auditor, totals = self.core.auditor, self.core.totals
-        found: BooksError | None = None
+        found: AccountingError | None = None
         try:
             auditor.whole() if whole else auditor.sample()
-        except BooksError as error:
+        except AccountingError as error:
             found = error
             if isinstance(error, Leak):
                 totals.leaks += 1

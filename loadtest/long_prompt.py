@@ -31,7 +31,7 @@ def main() -> None:
     if not (options.directory / "config.json").exists():
         make_llama_42m(options.directory, CONTEXT)
     asked = ["--long-prompt", str(options.tokens), "--long-prompt-steps", str(options.steps), "--kv-blocks", "6000"]
-    command = [sys.executable, "-m", "engine.bench", str(options.directory), *asked]
+    command = [sys.executable, "-m", "engine.tools", "bench", str(options.directory), *asked]
     said = subprocess.run(command, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     figures = {name: round(value, 3) for name, value in json.loads(said).items() if name != "first_token_at"}
     print(json.dumps(figures, indent=1))

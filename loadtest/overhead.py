@@ -79,7 +79,7 @@ async def run_served(port: int, jobs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def run_offline(checkpoint: Path, requests: Path, flags: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "engine.bench", "--requests", str(requests), *flags, str(checkpoint)]
+    command = [sys.executable, "-m", "engine.tools", "bench", "--requests", str(requests), *flags, str(checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=machine.ROOT)
     figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return {key: figures[key] for key in ("tokens_per_s", "ttft_p50_ms")}

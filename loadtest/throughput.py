@@ -90,7 +90,17 @@ def run(command: list[str]) -> dict[str, float]:
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
     # Nobody reads along, here or at the peers': prompts need not make way for anybody's next token.
     offline = ["--itl-stretch", "0"]
-    return [sys.executable, "-m", "engine.bench", "--requests", str(requests), *offline, *options, str(directory)]
+    return [
+        sys.executable,
+        "-m",
+        "engine.tools",
+        "bench",
+        "--requests",
+        str(requests),
+        *offline,
+        *options,
+        str(directory),
+    ]
 
 
 def peer(python: str, name: str, directory: Path, requests: Path, *options: str) -> list[str]:

@@ -34,11 +34,11 @@ import msgspec
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestPayloadError
 
-from engine.wire import figures, files, logs, ready, settings
-from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Twin
+from engine.common import histograms, logs, open_files, readiness, settings
+from engine.common.tracing import Tracing
+from engine.wire.bus import BusDown, DuplicateRequest, Fleet, GatewaySide, IdempotencyKey
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
-from engine.wire.tracing import Tracing
 from service import admission, api, memory, resume, sse, text
 from service.api import Refusal
 from service.bodies import Bodies, Body, require_json
@@ -47,9 +47,9 @@ from service.connections import Connections
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
 from service.limits import LIMITS, VALUES, shown
+from service.metrics import Meter, Telemetry
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
-from service.telemetry import Meter, Telemetry
 from service.tenants import Tenant, Tenants, TenantsError
 
 log = logging.getLogger("quire.gateway")
@@ -98,7 +98,7 @@ class Gateway:
         telemetry: Telemetry,
         tenants: Tenants,
         gateway: str,
-        open_files: int = files.MOST,
+        open_files: int = open_files.MOST,
     ) -> None:
         """`open_files`: how many files the process may have open, connections included."""
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
@@ -192,7 +192,7 @@ class Gateway:
         raise Refusal(503, "cancelled", "requests with this idempotency key keep being cancelled", retry_after_s=1.0)
 
     async def begin(
-        self, request: web.Request, body: Body, parse: Parse, prefix: str, once: Once | None = None
+        self, request: web.Request, body: Body, parse: Parse, prefix: str, once: IdempotencyKey | None = None
     ) -> web.StreamResponse:
         """The whole gateway in one breath.  Every `Refusal` on the way becomes a response in `_middleware`.
 
@@ -298,7 +298,7 @@ class Gateway:
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
                 raise
 
-    async def _again(self, request: web.Request, once: Once, twin: Twin) -> web.StreamResponse:
+    async def _again(self, request: web.Request, once: IdempotencyKey, twin: DuplicateRequest) -> web.StreamResponse:
         """The answer to an earlier request under the same key.  Raises Unanswered where there will be none; the key is
         free then."""
         if not twin.same_body:
@@ -513,7 +513,7 @@ class Gateway:
         )
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": figures.build()["version"]})
+        return _json({"version": histograms.build()["version"]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -652,7 +652,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     stalls = StallWatch(telemetry.record_stall)
     await streams.start()
     stalls.start()
-    before, allowed = files.raise_limit()
+    before, allowed = open_files.raise_limit()
     gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
     collector = QuietCollector(lambda: len(gateway.connections))
     collector.start()
@@ -741,7 +741,7 @@ def main(argv: Sequence[str]) -> None:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(GIL_SWITCH_S)
-        ready.tell()
+        readiness.notify_ready()
 
     async def run() -> None:
         stopping = asyncio.Event()

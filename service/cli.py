@@ -23,10 +23,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from engine.common import readiness, settings
+from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError, die_with_parent
 from engine.config import EngineConfig
-from engine.wire import ready, settings
 from engine.wire.bus import BusDown, GatewaySide
-from engine.wire.embedded import EmbeddedRedis, EmbeddedRedisError, die_with_parent
 from service.config import GatewayConfig
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
@@ -272,13 +272,13 @@ class Child:
         """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
         the first FAILURES starts if it was never up.  One that has been up is started again for ever, at once where it
         was up to the last: whatever it lacks now, Redis perhaps, may come back."""
-        with ready.Ear() as ear:
+        with readiness.ReadinessListener() as ear:
             try:
                 await self._keep(ear)
             finally:
                 await self._end_spare()
 
-    async def _keep(self, ear: ready.Ear) -> None:
+    async def _keep(self, ear: readiness.ReadinessListener) -> None:
         failures, first, known = 0, True, False
         while not self._stopping.is_set():
             spare = self._promoted()
@@ -313,14 +313,14 @@ class Child:
         with contextlib.suppress(OSError):
             await spare.stdin.wait_closed()
 
-    async def _start(self, ear: ready.Ear, *words: str) -> asyncio.subprocess.Process:
+    async def _start(self, ear: readiness.ReadinessListener, *words: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *self._words,
             *words,
             stdin=subprocess.PIPE if words else subprocess.DEVNULL,
             stdout=sys.stderr,
-            env={**os.environ, ready.VARIABLE: ear.address},
+            env={**os.environ, readiness.VARIABLE: ear.address},
             process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
             preexec_fn=die_with_parent(),
         )
@@ -337,7 +337,7 @@ class Child:
         spare.stdin.close()
         return spare
 
-    async def _watch(self, process: asyncio.subprocess.Process, ear: ready.Ear) -> tuple[int, bool]:
+    async def _watch(self, process: asyncio.subprocess.Process, ear: readiness.ReadinessListener) -> tuple[int, bool]:
         """Until it ends: its status, and whether it had been up.  Once it is up a spare is started, if there is none: a
         first start shall not compete with it."""
         ending = asyncio.create_task(process.wait())

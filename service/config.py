@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `engine.wire.settings.load` fills it from flags, environment and a file."""
+    """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[str, Meta(description="Directory or hub name: its tokenizer and chat template are used.")] = ""
     served_name: Annotated[str, Meta(description="Name clients use; empty: the model's own.")] = ""

@@ -11,7 +11,7 @@ from array import array
 import msgspec
 
 from engine.wire.messages import Delta, Finish, TokenLogprob
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 
 MAILBOX_BYTES = 8 * 1024  # of what waits for a slow reader of one choice, beside a first delta however large
 TOKEN_BYTES = 4
@@ -125,7 +125,7 @@ class Mailbox:
         """How many to read from the log at a time, so that they fit here."""
         return max(REFILL_TOKENS, MAILBOX_BYTES // _weight(1, self._sample))
 
-    def refill(self, said: Said | None) -> None:
+    def refill(self, said: LoggedOutput | None) -> None:
         """Of a mailbox that is `behind`: what the log has from `at` on; None: it has nothing any more."""
         if said is None:
             self.fail(Finish("error", message="the answer is not kept any longer"))
@@ -135,7 +135,7 @@ class Mailbox:
         else:
             self._fill(said)
 
-    def _fill(self, said: Said) -> None:
+    def _fill(self, said: LoggedOutput) -> None:
         """Nothing waits; this follows on `at`."""
         self.next = max(self.next, self.at + len(said.token_ids))
         if self.at == 0:
@@ -145,7 +145,7 @@ class Mailbox:
         if said.token_ids:
             self._keep(said.token_ids, said.logprobs)
 
-    def resume(self, said: Said, had: int) -> None:
+    def resume(self, said: LoggedOutput, had: int) -> None:
         """Begin after the first `had` tokens of what was said so far.  Deltas may have come meanwhile."""
         self.take()
         self.had, self.at, self.next = said.token_ids[:had], had, max(self.next, had)

@@ -17,7 +17,7 @@ import secrets
 
 import msgspec
 
-from engine.wire.bus import Once
+from engine.wire.bus import IdempotencyKey
 from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
 from service.limits import KEY_CHARS
@@ -75,7 +75,7 @@ def new_id(prefix: str, now_ms: int) -> str:
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
 
 
-def once(key: str | None, owner: str, path: str, body: bytes) -> Once | None:
+def once(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
     """What an Idempotency-Key header stands for: scoped to the API key; the same request is one with the same path and
     body, byte for byte.  None without a header.  Raises Refusal."""
     if key is None:
@@ -83,7 +83,7 @@ def once(key: str | None, owner: str, path: str, body: bytes) -> Once | None:
     if not re.fullmatch(rf"[\x21-\x7e]{{1,{KEY_CHARS}}}", key):
         message = f"idempotency-key: must be 1 to {KEY_CHARS} printable ASCII characters"
         raise Refusal(400, "invalid_value", message, param="idempotency-key", limit=KEY_CHARS, given=len(key))
-    return Once(_digest(owner.encode(), key.encode()), _digest(path.encode(), body))
+    return IdempotencyKey(_digest(owner.encode(), key.encode()), _digest(path.encode(), body))
 
 
 def _digest(*parts: bytes) -> str:

@@ -23,8 +23,8 @@ from aiohttp import web
 
 from service.api import Refusal
 from service.format import Format, Piece
+from service.metrics import Meter
 from service.streams import HandedOver
-from service.telemetry import Meter
 
 log = logging.getLogger("quire.gateway")
 

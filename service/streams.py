@@ -24,17 +24,17 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.wire.bus import BusDown, Fleet, GatewaySide, Once, Queue, Twin
+from engine.wire.bus import BusDown, DuplicateRequest, Fleet, GatewaySide, IdempotencyKey, Queue
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import Backlog, Mailbox
+from service.metrics import Telemetry
 from service.pacing import Pacer, Timer
 from service.supervision import Supervisor, Task
-from service.telemetry import Telemetry
 
 log = logging.getLogger("quire.gateway")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class HandedOver(ConnectionError):
 class Before(Exception):
     """Nothing was queued: a request with the same idempotency key came first."""
 
-    def __init__(self, twin: Twin) -> None:
+    def __init__(self, twin: DuplicateRequest) -> None:
         super().__init__(twin.request_id)
         self.twin = twin
 
@@ -167,7 +167,7 @@ class OpenRequest:
         if mailbox.put(delta):
             self._notify(mailbox)
 
-    def resume(self, prompt: int, said: list[Said], had: Sequence[int]) -> None:
+    def resume(self, prompt: int, said: list[LoggedOutput], had: Sequence[int]) -> None:
         """Begin one prompt's choices after the tokens its client has had of them."""
         for index, (continuation, count) in enumerate(zip(said, had, strict=True)):
             mailbox = self.mailboxes[prompt * self._n + index]
@@ -296,7 +296,7 @@ class Streams:
         admit: Admit,
         *,
         record: bytes = b"",
-        once: Once | None = None,
+        once: IdempotencyKey | None = None,
         resumable: bool = False,
     ) -> AsyncIterator[OpenRequest]:
         """A context in which the requests run; one for each prompt, all with the same `n`.
@@ -326,7 +326,7 @@ class Streams:
         found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
-    async def twin(self, once: Once) -> Twin | None:
+    async def twin(self, once: IdempotencyKey) -> DuplicateRequest | None:
         """The request that came first with this idempotency key, if any.  Raises Refusal(503)."""
         return await self._ask(self._bus.twin(once))
 
@@ -334,7 +334,7 @@ class Streams:
         """See GatewaySide.audit.  Raises Refusal(503)."""
         return await self._ask(self._bus.audit(patience_s))
 
-    async def release(self, once: Once, twin: Twin) -> None:
+    async def release(self, once: IdempotencyKey, twin: DuplicateRequest) -> None:
         """Forget that `twin` came first: its answer is not to be had.  Raises Refusal(503)."""
         await self._ask(self._bus.release(once, twin.request_id))
 
@@ -440,7 +440,7 @@ class Streams:
                 self._telemetry.record_usage(usage)
             del self._settled[: len(settled)]
 
-    async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, once: Once | None) -> None:
+    async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, once: IdempotencyKey | None) -> None:
         """Queue one client's requests, all or none, if `admit` lets them.  Raises Refusal: its own, or 503; Before."""
         returning = False
         for _ in range(ATTEMPTS):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.wire.embedded import EmbeddedRedis, server_binaries, server_binary
+from engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
 from tests.checkpoints import make_checkpoint
 
 # How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and

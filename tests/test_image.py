@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor import ops
 from engine.executor.models import builtin
-from engine.wire.embedded import EmbeddedRedis
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port

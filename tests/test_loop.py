@@ -16,6 +16,7 @@ from engine.core.blocks import DoubleFree
 from engine.core.limits import Outputs
 from engine.core.plan import StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
+from engine.llm import LLM
 from engine.loop import (
     AUDIT_SHARE,
     Audit,
@@ -29,8 +30,7 @@ from engine.loop import (
     build_scheduler,
     merged,
 )
-from engine.offline import LLM
-from engine.wire.bus import Claimed
+from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 
@@ -219,10 +219,12 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
         queue_share = 0.0
         clock = RedisClock()
 
-        async def exchange(self, batches: Any, finished: Any, *_: Any) -> Claimed:
+        async def exchange(self, batches: Any, finished: Any, *_: Any) -> ExchangeReply:
             sent.append(([delta.id for _, batch in batches for delta in batch.deltas], finished))
             first = len(sent) == 1
-            return Claimed([Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first)
+            return ExchangeReply(
+                [Generate("a", "g", [5], 6, Sampling(), 0)] if first and again else [], [], ["a"] * first
+            )
 
     def say(*names: str, dropped: int, finished: tuple[str, ...] = ()) -> Report:
         report = Report(EngineLoad("e", "m", "f", *[1] * 10), 0, 0, 0, dropped)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine import __main__ as engine_main
+from engine.common import settings
 from engine.config import EngineConfig
 from engine.executor.errors import ModelLoadError
-from engine.wire import settings
 from engine.wire.bus import BusDown
 from service import app, cli
 from service.config import GatewayConfig

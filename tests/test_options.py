@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.wire import settings
+from engine.common import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("options", ROOT / ".ci" / "options.py")

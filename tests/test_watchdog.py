@@ -13,7 +13,7 @@ from engine.core.limits import Outputs
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import BusThread, Engine, LocalBox, Report
 from engine.watchdog import Watchdog
-from engine.wire.bus import Claimed
+from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import EngineLoad, Generate, Sampling
 
@@ -96,9 +96,9 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     class Side:
         queue_share, clock = 0.0, RedisClock()
 
-        async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> Claimed:
+        async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
             sent.append((finished, load.yield_tokens, room))
-            return Claimed([], [])
+            return ExchangeReply([], [])
 
     report = Report(EngineLoad("e", "m", "f", *[1] * 10, yield_tokens=50), 100, 10, 0)
     for died in (False, True):

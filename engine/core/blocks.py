@@ -35,15 +35,15 @@ class OutOfBlocks(Exception):
     """allocate() was asked for more blocks than are available; nothing was taken."""
 
 
-class BooksError(Exception):
+class AccountingError(Exception):
     """The books do not balance; names the block.  Always a bug of ours, never of a client."""
 
 
-class Leak(BooksError):
+class Leak(AccountingError):
     """Blocks that nobody has and nobody will get: lost until a restart."""
 
 
-class DoubleFree(BooksError):
+class DoubleFree(AccountingError):
     """A block that somebody has was given back, or will be too early: the next to get it would write into it, too."""
 
 
@@ -207,7 +207,7 @@ class BlockPool:
                 raise Leak(f"block {block} is neither held nor idle, and not among the free ones")
         self.balance(sum(named.values()))
         if len(self._index) != self.total - self._digest.count(None):
-            raise BooksError("the index finds a block that is not sealed")
+            raise AccountingError("the index finds a block that is not sealed")
 
     def balance(self, named: int) -> None:
         """Audit the sums: each block has one place, and all tables together name `named`.  O(1).  Raises BooksError."""
@@ -230,11 +230,11 @@ class BlockPool:
         if refs < 0 or (refs and block in self._idle):
             raise DoubleFree(f"block {block} has {refs} references and is {'idle' if refs > 0 else 'owed'}")
         if digest is not None and self._index.get(digest) != block:
-            raise BooksError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
+            raise AccountingError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
         if digest is None and block in self._idle:
-            raise BooksError(f"block {block} is idle but holds nothing that can be found")
+            raise AccountingError(f"block {block} is idle but holds nothing that can be found")
         if digest is not None and not refs and block not in self._idle:
-            raise BooksError(f"block {block} can be found but is neither held nor idle")
+            raise AccountingError(f"block {block} can be found but is neither held nor idle")
 
     def inspect_free(self, place: int) -> None:
         """Audit the block at one place among the free ones, modulo their number.  O(1).  Raises BooksError."""
@@ -306,7 +306,7 @@ class HostPool:
                 kind = Leak if places[block] + held == 0 else DoubleFree
                 raise kind(f"host block {block} stands {places[block]} times in free, held: {held}")
         if len(named) > len(self._held):
-            raise BooksError(f"host blocks {sorted(named.keys() - self._held)} do not exist")
+            raise AccountingError(f"host blocks {sorted(named.keys() - self._held)} do not exist")
         self.balance(sum(named.values()))
 
     def balance(self, named: int) -> None:

@@ -19,15 +19,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from itertools import takewhile
 
-from engine.core.audit import Auditor
-from engine.core.blocks import BlockPool, BooksError, HostPool
-from engine.core.costs import FIRST, Costs
-from engine.core.fairness import Shares, Tenants
+from engine.core.accounting import Auditor
+from engine.core.blocks import AccountingError, BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Event, Limits, Milestone, Outputs, Totals
-from engine.core.outlook import Outlook
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
-from engine.core.pressure import Pressure
+from engine.core.policy.admission_forecast import AdmissionForecast
+from engine.core.policy.fairness import Shares, Tenants
+from engine.core.policy.growth import GrowthPolicy
+from engine.core.policy.step_cost import FIRST, StepCostModel
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
@@ -42,7 +42,7 @@ class Scheduler:
     """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, costs: Costs | None = None
+        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, costs: StepCostModel | None = None
     ) -> None:
         """`host`: where preempted sequences may leave what they computed; none: everything is computed again.
 
@@ -51,8 +51,8 @@ class Scheduler:
             raise ValueError("static allocation needs a pool without a prefix cache")
         self.pool = pool
         self.limits = limits
-        self.costs = costs or Costs()
-        self.outlook = Outlook(pool, limits)
+        self.costs = costs or StepCostModel()
+        self.outlook = AdmissionForecast(pool, limits)
         self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.step = 0  # of the last plan issued
         self.committed = 0  # the last step whose result is in
@@ -83,7 +83,7 @@ class Scheduler:
         self._deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self._finished: list[str] = []
         self._events: list[Event] = []
-        self._pressure, self._pressure_step = Pressure(()), 0  # on the pool, and the step to look at it again
+        self._pressure, self._pressure_step = GrowthPolicy(()), 0  # on the pool, and the step to look at it again
         self._tenants = Tenants()
         self._favour_step = 0  # the step to look again for somebody to favour
         self._advanced: set[int] = set()  # ids of the sequences that this plan names: they can't leave in the same one
@@ -271,7 +271,7 @@ class Scheduler:
     def commit(self, result: StepResult) -> None:
         """Take a step's tokens.  Results come in the order of their plans."""
         if result.step != self.committed + 1:
-            raise BooksError(f"result of step {result.step} after step {self.committed}")
+            raise AccountingError(f"result of step {result.step} after step {self.committed}")
         self.committed = result.step
         self._measure(result)
         seats, deltas, block_size, generated = self._seats, self._deltas, self.pool.block_size, 0
@@ -431,7 +431,7 @@ class Scheduler:
 
     def _make_way(self) -> Sequence | None:
         """Who starts before all others, because its tenant holds less than its share; others have yielded as far as it
-        needs that.  None: nobody, or nobody yet.  See engine/core/fairness.py."""
+        needs that.  None: nobody, or nobody yet.  See engine/core/policy/fairness.py."""
         self._row_awaited = False
         if not self._tenants.contend or not self.waiting or self.limits.allocation == "static":
             return None
@@ -684,7 +684,7 @@ class Scheduler:
             return True
         if self._pressure_step <= self.step:
             rows = [s for s in self._holders() if s.stops]
-            self._pressure = Pressure((len(s.table), self.outlook.greatest(s) - len(s.table)) for s in rows)
+            self._pressure = GrowthPolicy((len(s.table), self.outlook.greatest(s) - len(s.table)) for s in rows)
             self._pressure_step = self.step + 1 + len(rows) // PRESSURE_ROWS
         return left >= 0 and self._pressure.may_take(len(seq.table), left)
 

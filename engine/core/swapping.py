@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from engine.core.blocks import BlockPool, BooksError, HostPool
-from engine.core.costs import Costs
+from engine.core.blocks import AccountingError, BlockPool, HostPool
+from engine.core.policy.step_cost import StepCostModel
 from engine.core.sequence import Sequence
 
 Preempt = Literal["recompute", "swap", "auto"]
@@ -29,7 +29,9 @@ Preempt = Literal["recompute", "swap", "auto"]
 class Swapping:
     """Owns the host's blocks, the tables of those who are swapped, and the copies of the plan that is being made."""
 
-    def __init__(self, pool: BlockPool, host: HostPool, costs: Costs, preempt: Preempt, block_bytes: int) -> None:
+    def __init__(
+        self, pool: BlockPool, host: HostPool, costs: StepCostModel, preempt: Preempt, block_bytes: int
+    ) -> None:
         """`block_bytes`: keys and values of a block, all layers."""
         self.host = host
         self.sequences = 0  # swapped now
@@ -96,7 +98,7 @@ class Swapping:
         live = list(live)
         self.host.check([seq.host for seq in live])
         if self.sequences != sum(bool(seq.host) for seq in live):
-            raise BooksError(f"{self.sequences} sequences are counted as swapped")
+            raise AccountingError(f"{self.sequences} sequences are counted as swapped")
 
     def _blocks(self, seq: Sequence) -> int:
         return -(-seq.computed // self._pool.block_size)

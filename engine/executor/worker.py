@@ -53,7 +53,7 @@ class Pending:
 
     step: int
     rows: tuple[int, ...] = ()  # that sample
-    heard: Said | None = None  # of the rows, in their order
+    heard: StepOutput | None = None  # of the rows, in their order
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one row
@@ -77,7 +77,7 @@ class Worker:
         # What a step says, in one copy: tokens, then a byte for each with its outcome (engine/executor/sampling.py).
         said = torch.zeros(9 * max_seqs, dtype=torch.uint8, device=device)
         heard = [torch.zeros(9 * max_seqs, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(GPU_DEPTH + 1)]
-        self._said, self._heard = Said(said, max_seqs), [Said(each, max_seqs) for each in heard]
+        self._said, self._heard = StepOutput(said, max_seqs), [StepOutput(each, max_seqs) for each in heard]
         self._clocks = [Stopwatch(self._gpu) for _ in heard]
         self._launches = 0
         # Where graphs leave the logits.
@@ -451,7 +451,7 @@ class Stopwatch:
         return seconds
 
 
-class Said:
+class StepOutput:
     """Views of one buffer: what a step says of its rows, in their order."""
 
     def __init__(self, both: Tensor, rows: int) -> None:

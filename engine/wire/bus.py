@@ -24,9 +24,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from engine.wire import tokenlog
+from engine.wire import token_log
 from engine.wire.clock import RedisClock
-from engine.wire.manifest import Manifest
+from engine.wire.hot_prefix_store import Manifest
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import (
@@ -50,7 +50,7 @@ from engine.wire.scripts import (
     TWIN,
     Script,
 )
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 from engine.wire.withdrawals import Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
@@ -82,7 +82,7 @@ class Fleet(msgspec.Struct, frozen=True):
     queued_tokens: int  # their prompt tokens, times nothing: siblings share the prompt
     time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
-    tenants: dict[str, Turn] = {}  # those with something queued
+    tenants: dict[str, TenantQueue] = {}  # those with something queued
     # The reader had not been heard of for long, so what it listened to may go elsewhere; or Redis has lost something,
     # or may have, for its data has a new history: it was restarted, or a replica promoted.
     forgotten: bool = False
@@ -93,7 +93,7 @@ class Fleet(msgspec.Struct, frozen=True):
     heard_ms: dict[str, int] = {}
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TenantQueue(msgspec.Struct, frozen=True):
     """How a tenant with something in the queue stands."""
 
     queued_tokens: int  # its prompt tokens nobody has claimed yet
@@ -108,18 +108,18 @@ class Queue(msgspec.Struct, frozen=True):
     queued: int
     queued_tokens: int
     room_tokens: int
-    tenants: dict[str, Turn]
-    twin: Twin | None = None  # nothing was queued: this request came before, under the same idempotency key
+    tenants: dict[str, TenantQueue]
+    twin: DuplicateRequest | None = None  # nothing was queued: this request came before, under the same idempotency key
 
 
-class Once(msgspec.Struct, frozen=True):
+class IdempotencyKey(msgspec.Struct, frozen=True):
     """An idempotency key: the first request to bring it is computed, every later one shares its answer."""
 
     key: str  # digest of the client's key and of whoever may use it
     body: str  # digest of all that must be equal for two requests to be the same
 
 
-class Twin(msgspec.Struct, frozen=True):
+class DuplicateRequest(msgspec.Struct, frozen=True):
     """The request that came first under an idempotency key."""
 
     request_id: str  # of the first of its prompts
@@ -140,7 +140,7 @@ class Attached(msgspec.Struct, frozen=True):
     """A request as its log has it."""
 
     record: bytes  # what submit() was given with it; empty but for the first of a client's prompts
-    continuations: list[Said]
+    continuations: list[LoggedOutput]
 
 
 class Quarantined(msgspec.Struct, frozen=True):
@@ -153,7 +153,7 @@ class Quarantined(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of the verdict
 
 
-class Terms(msgspec.Struct, frozen=True):
+class RetryTerms(msgspec.Struct, frozen=True):
     """On which a refused request is told when to return."""
 
     pace: float  # prompt tokens that the engines start per second, > 0
@@ -164,7 +164,7 @@ class Terms(msgspec.Struct, frozen=True):
     least_shares: tuple[float, float]
 
 
-class Claimed(msgspec.Struct, frozen=True):
+class ExchangeReply(msgspec.Struct, frozen=True):
     """What one exchange brought an engine."""
 
     generates: list[Generate]
@@ -174,7 +174,7 @@ class Claimed(msgspec.Struct, frozen=True):
     lost: list[str] = []
     # For those of `generates` that an earlier engine has begun, by id: every continuation so far.  They go on from
     # there: the next Delta of one without a Finish has first == len(token_ids); one with a Finish says nothing more.
-    resumed: dict[str, list[Said]] = {}
+    resumed: dict[str, list[LoggedOutput]] = {}
     audits: list[str] = []  # ids: audit the books, all of them, and say audited()
 
 
@@ -398,7 +398,11 @@ class GatewaySide:
         self._history = history
 
     async def submit(
-        self, *requests: Generate, excess_tokens: int | None = None, record: bytes = b"", once: Once | None = None
+        self,
+        *requests: Generate,
+        excess_tokens: int | None = None,
+        record: bytes = b"",
+        once: IdempotencyKey | None = None,
     ) -> Queue:
         """Queue the prompts of one client's request, durably, all or none, and ring the engines.
 
@@ -433,7 +437,7 @@ class GatewaySide:
         except BusDown:
             self._withdrawals.add(*((request.id, -1) for request in requests))
             raise
-        tenants = _read_turns(*turns)
+        tenants = _read_tenant_queues(*turns)
         return Queue(
             bool(accepted),
             queued,
@@ -443,7 +447,7 @@ class GatewaySide:
             _read_twin(twin, once),
         )
 
-    async def promise(self, *requests: Generate, terms: Terms, broken: bool = False) -> int | None:
+    async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
         """When the prompts of one client's request, just refused, may come again: ms from now, whole seconds of them
         for a new promise, and the rest of an earlier one for who is too early.  0: it was promised this moment, so
         let it in, and if that can't be, ask again with `broken`, for a new promise.  None: so much is promised that its
@@ -464,13 +468,13 @@ class GatewaySide:
         asked = (requests[0].tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
         return hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
 
-    async def twin(self, once: Once) -> Twin | None:
+    async def twin(self, once: IdempotencyKey) -> DuplicateRequest | None:
         """The request that came first under this key, as submit() would find it; None: it would be the first.
 
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
         return _read_twin(await self._link.script(TWIN, once.key), once)
 
-    async def release(self, once: Once, request_id: str) -> None:
+    async def release(self, once: IdempotencyKey, request_id: str) -> None:
         """`request_id` is not to be the first under this key any longer: its answer is not to be had.  Raises BusDown
         after PATIENCE_S."""
         await self._link.script(RELEASE, once.key, request_id)
@@ -487,15 +491,15 @@ class GatewaySide:
         if reply is None:
             return None
         record, found = reply
-        return Attached(record, [tokenlog.read(*one) for one in found])
+        return Attached(record, [token_log.read(*one) for one in found])
 
-    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+    async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
         """At most `count` tokens of what one continuation has said from output position `first` on; None as for
         attach().  The finish comes with its last token.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.script(LOG, request_id, index, first, count)
         if reply is None:
             return None
-        return tokenlog.read(*reply)
+        return token_log.read(*reply)
 
     async def keep(self, request_ids: list[str]) -> None:
         """The logs of these requests, which are over, stay for another `retain_s`.  Raises BusDown after PATIENCE_S."""
@@ -615,7 +619,7 @@ class GatewaySide:
         loads, time_ms, queued, room_tokens, turns, known, oldest_ms, quarantined, heard = reply
         self.clock.sample(sent, time_ms)
         engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
-        tenants = _read_turns(*turns)
+        tenants = _read_tenant_queues(*turns)
         forgotten, self._forgotten = self._forgotten or not known, False
         return Fleet(
             engines,
@@ -631,18 +635,18 @@ class GatewaySide:
         )
 
 
-def _read_turns(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) -> dict[str, Turn]:
+def _read_tenant_queues(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) -> dict[str, TenantQueue]:
     names, counters = scored[::2], scored[1::2]
     return {
-        name.decode(): Turn(int(queued), float(counter), float(weight))
+        name.decode(): TenantQueue(int(queued), float(counter), float(weight))
         for name, counter, queued, weight in zip(names, counters, tokens, weights, strict=True)
     }
 
 
-def _read_twin(found: list[bytes | None], once: Once | None) -> Twin | None:
+def _read_twin(found: list[bytes | None], once: IdempotencyKey | None) -> DuplicateRequest | None:
     if once is None or not found or found[0] is None or found[1] is None:
         return None
-    return Twin(found[0].decode(), found[1].decode() == once.body)
+    return DuplicateRequest(found[0].decode(), found[1].decode() == once.body)
 
 
 # -------------------------------------------------------------------------------------------------------- the engine
@@ -665,7 +669,7 @@ class EngineSide:
         self._epoch = "0"  # of the lease; another one at Redis means that it lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # what it holds, as far as it knows: id -> who pays for its tokens
-        self._journal = tokenlog.Journal()
+        self._journal = token_log.Journal()
         self._routes: dict[str, list[str]] = {}  # id -> who listens, where that is not the request's own gateway alone
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
@@ -699,7 +703,7 @@ class EngineSide:
         load: EngineLoad,
         room_tokens: int,
         room_requests: int,
-    ) -> Claimed:
+    ) -> ExchangeReply:
         """One round trip: append each (gateway, batch) to its stream and its tokens to the log, forget `finished`
         requests, renew the lease with `load`, charge the tenants for the batches' tokens, claim in the queue's order
         while prompts fit `room_tokens` and `room_requests` (0 claims none) and at most a fair share of the queue (all
@@ -728,14 +732,14 @@ class EngineSide:
         self._forget(finished)
         works, orders, queued, engines, _ = reply
         self.queue_share = queued / max(1, engines)
-        claimed = Claimed([], [], lost)
+        claimed = ExchangeReply([], [], lost)
         for payload, listeners, outputs in works:
             request = self._decode(payload)
             claimed.generates.append(request)
             self._tenants[request.id] = request.tenant
             if listeners.decode() != request.gateway:
                 self._route(request.id, listeners.decode())
-            so_far = [tokenlog.read(tokens, finish) for tokens, finish in outputs]
+            so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]
             self._journal.hold(request.id, [len(said.token_ids) for said in so_far])
             if any(said.token_ids or said.finish for said in so_far):
                 claimed.resumed[request.id] = so_far

@@ -83,7 +83,7 @@ back to exactly where it stood.  Between tenants the one with the smallest count
 they are claimed, + OUTPUT_COST * output tokens, as they are produced) / weight.  A tenant that had nothing waiting is
 lifted to the smallest counter of those that have, or to that of the last to leave when nobody has: idleness saves
 nothing up.  Whoever is first is served while there is room, so no room stays empty.
-Where an engine has none its load says for whom others would yield there, and how much (engine/core/fairness.py).
+Where an engine has none its load says for whom others would yield there, and how much (engine/core/policy/fairness.py).
 
 Reservations.  What is queued is what is booked: an engine's exchange says how much room it has, less what it claims in
 it, and submit queues only while all that is queued stays within all that room plus the excess its caller allows.  Both

@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.core.blocks import BlockPool, BooksError, OutOfBlocks, chain_digest, root_digest
+from engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
 from tests.core.test_scheduler import SchedulerMachine
 
 
@@ -148,10 +148,10 @@ def test_first_finishing_sibling_does_not_free_what_others_use() -> None:
 def test_check_catches_a_missing_decrement_and_a_double_free() -> None:
     pool = BlockPool(4, 16)
     table = pool.allocate(2)
-    with pytest.raises(BooksError, match=f"block {min(table)} counts 1 references, 0 tables"):
+    with pytest.raises(AccountingError, match=f"block {min(table)} counts 1 references, 0 tables"):
         pool.check([])
     pool.release(table)
-    with pytest.raises(BooksError, match="released more often"):
+    with pytest.raises(AccountingError, match="released more often"):
         pool.release(table)
 
 
@@ -215,5 +215,5 @@ def test_the_property_tests_see_a_broken_decrement(
     """A16, the property tests themselves under test: with BlockPool.release broken they must fail."""
     monkeypatch.setattr(BlockPool, "release", broken)
     search = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
-    with pytest.raises((AssertionError, BooksError, KeyError)):
+    with pytest.raises((AssertionError, AccountingError, KeyError)):
         run_state_machine_as_test(machine, settings=search)

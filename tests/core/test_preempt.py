@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.blocks import BooksError
+from engine.core.blocks import AccountingError
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, State
 from tests.core.test_scheduler import Rig
@@ -279,10 +279,10 @@ def test_the_audit_sees_a_host_block_in_no_table_and_one_in_two() -> None:
     rig.core.auditor.whole()
     kept = seq.host
     seq.host = [*kept[:-1], kept[0]]
-    with pytest.raises(BooksError, match=f"host block {kept[0]} is in 2 tables and held"):
+    with pytest.raises(AccountingError, match=f"host block {kept[0]} is in 2 tables and held"):
         rig.core.auditor.whole()
     seq.host = kept[:-1]
-    with pytest.raises(BooksError, match=f"waiting, holds {len(kept) - 1} host blocks, not {len(kept)}"):
+    with pytest.raises(AccountingError, match=f"waiting, holds {len(kept) - 1} host blocks, not {len(kept)}"):
         rig.core.auditor.whole()
     seq.host = kept
     rig.core.auditor.whole()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.blocks import BlockPool, HostPool
-from engine.core.costs import Costs
 from engine.core.isolation import FAILED_TWICE
 from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
+from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
@@ -82,7 +82,7 @@ class Rig:
     def start(self) -> None:
         blocks, size, max_seqs, depth, host_blocks = self._shape
         self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
-        self.host, self.costs = HostPool(host_blocks), Costs(swap_bytes_per_s=64e3)
+        self.host, self.costs = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
         self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.executor.errors import UnsupportedModel
 from engine.executor.local import LocalExecutor
 from engine.executor.models.hf import load_model
-from engine.offline import LLM
+from engine.llm import LLM
 from engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
 from tests.executor.driver import CPU, Driver

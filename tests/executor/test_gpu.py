@@ -22,7 +22,7 @@ from engine.core.plan import Sampler, Slice, Start, StepPlan
 from engine.executor.base import StepError
 from engine.executor.local import load
 from engine.executor.models.hf import load_model
-from engine.offline import LLM
+from engine.llm import LLM
 from engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.executor.driver import Driver

@@ -10,7 +10,7 @@ from engine.core.plan import Sampler, Slice, Start, StepPlan
 from engine.executor.base import Executor, StepError
 from engine.executor.errors import NotEnoughMemory
 from engine.executor.local import load
-from engine.offline import LLM
+from engine.llm import LLM
 from engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 4, [])

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.executor.local import LocalExecutor
-from engine.offline import LLM
+from engine.llm import LLM
 from tests.checkpoints import VOCAB
 
 

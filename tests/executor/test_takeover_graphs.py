@@ -18,7 +18,7 @@ import torch
 from engine.config import EngineConfig
 from engine.executor import local, ops, worker
 from engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
-from engine.offline import LLM
+from engine.llm import LLM
 from engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB
 

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from engine.common import settings
 from engine.config import EngineConfig
-from engine.wire import settings
 from service.cli import PROCESSES
 from service.config import GatewayConfig
 from tests.helm.chart import CHART, VALUES, config, config_text, notes, only, pods, rendered, values

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.common.embedded_redis import server_binary
 from engine.executor import ops
-from engine.wire.embedded import server_binary
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.system.processes import ROOT, Process, ending
 from tests.system.stack import free_port

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from loadtest.askers import Asker
 from loadtest.figures import Slo, summarise
 from loadtest.replay import Options, replay

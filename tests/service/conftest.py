@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import bus
 from engine.wire.bus import GatewaySide
-from engine.wire.embedded import EmbeddedRedis
 from service.app import Gateway
 from service.config import GatewayConfig
+from service.metrics import Telemetry
 from service.streams import Streams
-from service.telemetry import Telemetry
 from service.tenants import Tenants
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Script, Served, byte_level, sentencepiece_like

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.bus import Fleet, Turn
+from engine.wire.bus import Fleet, TenantQueue
 from engine.wire.messages import EngineLoad
 from service.admission import Cost, Overloaded, ahead, decide, limits
 from service.api import Refusal
@@ -30,10 +30,10 @@ def busy(**changes: object) -> EngineLoad:
     return msgspec.structs.replace(load, **{"prompt_tokens": 5000, "generated_tokens": 5000, **changes})
 
 
-def fleet(*engines: EngineLoad, queued: int = 0, room: int = 0, **tenants: Turn) -> Fleet:
+def fleet(*engines: EngineLoad, queued: int = 0, room: int = 0, **tenants: TenantQueue) -> Fleet:
     """`queued`: prompt tokens of the nameless tenant."""
     if queued:
-        tenants[""] = Turn(queued, 0.0, 1.0)
+        tenants[""] = TenantQueue(queued, 0.0, 1.0)
     total = sum(turn.queued_tokens for turn in tenants.values())
     return Fleet(list(engines), len(tenants), total, NOW, room, tenants)
 
@@ -179,11 +179,11 @@ def test_without_a_known_pace_the_queue_holds_as_much_as_the_pool() -> None:
 
 
 def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
-    loud = Turn(100_000, 5000.0, 1.0)
+    loud = TenantQueue(100_000, 5000.0, 1.0)
     assert ahead(cost(100, tenant="quiet"), fleet(busy(), loud=loud)) == 100
     assert ahead(cost(100, tenant="quiet", weight=4.0), fleet(busy(), loud=loud)) == 25
     assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud)) == 100_000
-    behind = Turn(50, 4900.0, 1.0)  # it is 100 behind, so it goes first with all it has queued
+    behind = TenantQueue(50, 4900.0, 1.0)  # it is 100 behind, so it goes first with all it has queued
     assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud, quiet=behind)) == 100_050
     assert isinstance(outcome(cost(100, tenant="quiet"), fleet(busy(), loud=loud)), int)
     assert refused(cost(100, tenant="loud"), fleet(busy(), loud=loud)).status == 429
@@ -192,14 +192,14 @@ def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
 def test_a_tenant_below_its_share_is_not_refused_for_the_line_of_others() -> None:
     """The engine is full of the loud one, whose newest would yield; its own line counts, the others' does not."""
     full = busy(crowd=["loud"], yield_tokens=500, waiting=40, waiting_tokens=4000)
-    line = {"loud": Turn(20_000, 0.0, 1.0)}
+    line = {"loud": TenantQueue(20_000, 0.0, 1.0)}
     assert outcome(cost(100, tenant="quiet"), fleet(full, **line)) == 20_000 + 500
-    assert outcome(cost(100, tenant="quiet"), fleet(full, **line, quiet=Turn(400, 0.0, 1.0))) == 20_400 + 100
+    assert outcome(cost(100, tenant="quiet"), fleet(full, **line, quiet=TenantQueue(400, 0.0, 1.0))) == 20_400 + 100
     for asked, more in (
         (cost(100, tenant="loud"), {}),
         (cost(501, tenant="quiet"), {}),
-        (cost(100, tenant="quiet"), {"quiet": Turn(401, 0.0, 1.0)}),
-        (cost(100, tenant="quiet"), {"other": Turn(401, 0.0, 1.0)}),
+        (cost(100, tenant="quiet"), {"quiet": TenantQueue(401, 0.0, 1.0)}),
+        (cost(100, tenant="quiet"), {"other": TenantQueue(401, 0.0, 1.0)}),
     ):
         assert refused(asked, fleet(full, **line, **more)).status == 429
     assert refused(cost(100, tenant="quiet"), fleet(full, **line), now=NOW + 10_000).status == 429  # an old reading
@@ -209,7 +209,7 @@ def test_a_tenant_below_its_share_is_not_refused_for_the_line_of_others() -> Non
 
 def test_what_several_engines_would_yield_adds_up() -> None:
     one, two = (busy(crowd=crowd, yield_tokens=300, waiting_tokens=4000) for crowd in (["loud"], ["loud", "quiet"]))
-    line = {"loud": Turn(20_000, 0.0, 1.0)}
+    line = {"loud": TenantQueue(20_000, 0.0, 1.0)}
     assert outcome(cost(400, tenant="new"), fleet(one, two, **line)) == 20_000 + 600
     assert refused(cost(400, tenant="quiet"), fleet(one, two, **line)).status == 429
 
@@ -220,7 +220,7 @@ def test_limits_are_the_smallest_of_the_fleet() -> None:
 
 
 def test_a_decision_takes_less_than_50_microseconds() -> None:
-    turns = {f"t{i}": Turn(100 + i, 10.0 * i, 1.0) for i in range(20)}
+    turns = {f"t{i}": TenantQueue(100 + i, 10.0 * i, 1.0) for i in range(20)}
     view = fleet(*[busy(engine=f"e{i}", tokens_per_s=5.0) for i in range(4)], **turns)
     best = 1.0
     for _ in range(20):
@@ -253,7 +253,7 @@ LOADS = st.builds(
     st.integers(0, 6000),
     st.booleans(),
 )
-TURNS = st.builds(Turn, st.integers(1, 50_000), st.floats(0, 1e6), st.sampled_from((0.5, 1.0, 4.0)))
+TURNS = st.builds(TenantQueue, st.integers(1, 50_000), st.floats(0, 1e6), st.sampled_from((0.5, 1.0, 4.0)))
 FLEETS = st.builds(
     lambda engines, queued, room, tenants: fleet(*engines, queued=queued, room=room, **tenants),
     st.lists(LOADS, max_size=4),

@@ -15,8 +15,8 @@ from engine.core.blocks import BlockPool
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import Pace, Rate
-from engine.sim import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
-from engine.wire.bus import Fleet, Turn
+from engine.tools.simulate import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
+from engine.wire.bus import Fleet, TenantQueue
 from engine.wire.messages import Generate, Sampling
 from service.admission import Cost, Overloaded, decide
 from service.config import GatewayConfig
@@ -100,7 +100,7 @@ class Burst:
 
     def ask(self, number: int, now_ms: int) -> float | None:
         queued = sum(self.jobs[other].prompt_len for other in self.queue)
-        turns = {"": Turn(queued, 0.0, 1.0)} if self.queue else {}
+        turns = {"": TenantQueue(queued, 0.0, 1.0)} if self.queue else {}
         load = msgspec.structs.replace(self.load, time_ms=now_ms)
         fleet = Fleet([load], len(self.queue), queued, now_ms, self.room_tokens, turns)
         tokens = self.jobs[number].prompt_len

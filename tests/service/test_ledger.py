@@ -11,10 +11,10 @@ import pytest
 import redis
 from aiohttp import ClientError
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Usage
-from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Finish, Generate
-from service.telemetry import Telemetry
+from service.metrics import Telemetry
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 

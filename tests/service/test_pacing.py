@@ -17,9 +17,9 @@ from engine.wire.bus import GatewaySide
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
 from service import pacing
 from service.config import GatewayConfig
+from service.metrics import Telemetry
 from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, QuietCollector, StallWatch, new_event_loop
 from service.streams import Streams
-from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 from tests.service.test_streams import Wire, anyway
 

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import ClientError, ClientSession
 from redis import Redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, settled
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from service.text import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says

@@ -12,7 +12,7 @@ from service import api, sse
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
-from service.telemetry import Meter, Telemetry
+from service.metrics import Meter, Telemetry
 
 Turns = list[list[Piece] | Exception]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from service.config import GatewayConfig
 from tests.service import hostile
 from tests.service.conftest import ROOT

@@ -13,17 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import Attached, BusDown, Fleet, GatewaySide, Once, Queue, Terms, Twin, Usage
+from engine.wire.bus import (
+    Attached,
+    BusDown,
+    DuplicateRequest,
+    Fleet,
+    GatewaySide,
+    IdempotencyKey,
+    Queue,
+    RetryTerms,
+    Usage,
+)
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 from service import supervision
 from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
+from service.metrics import Telemetry
 from service.streams import FORGOTTEN, Before, Streams
-from service.telemetry import Telemetry
 from tests.service.fakes import a_load, settled
 
 
@@ -65,12 +75,12 @@ def test_a_gap_is_filled_from_the_log() -> None:
     assert mailbox.put(Delta("r", 2, [3], Finish("length")))
     assert drain(mailbox) == ([1], None)
     assert mailbox.behind
-    mailbox.refill(Said([2, 3], Finish("length")))
+    mailbox.refill(LoggedOutput([2, 3], Finish("length")))
     assert drain(mailbox) == ([2, 3], Finish("length"))
 
 
 def test_a_gap_that_the_log_cannot_fill_ends_in_an_error() -> None:
-    for said in (None, Said([])):
+    for said in (None, LoggedOutput([])):
         mailbox = Mailbox(0, Backlog(2**20))
         assert mailbox.put(Delta("r", 2, [], None))
         mailbox.refill(said)
@@ -99,8 +109,8 @@ class Wire:
         self.asked: list[int] = []
         self.down = self.full = False
         self.rounds = 0
-        self.twin: Twin | None = None
-        self.logs: dict[str, list[Said]] = {}
+        self.twin: DuplicateRequest | None = None
+        self.logs: dict[str, list[LoggedOutput]] = {}
         self.reads: list[tuple[str, int, int, int]] = []
         self.attached: list[str] = []
         self.settled: list[tuple[str, str, list[int]]] = []
@@ -112,7 +122,7 @@ class Wire:
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
     async def submit(
-        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: Once | None = None
+        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: IdempotencyKey | None = None
     ) -> Queue:
         if self.down or self.full:
             raise BusDown("full" if self.full else "gone")
@@ -124,7 +134,7 @@ class Wire:
             self.submitted += [request.id for request in requests]
         return Queue(accepted, 1, 3, 0, {})
 
-    async def promise(self, *requests: Generate, terms: Terms, broken: bool = False) -> int | None:
+    async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
         self.broken.append(broken)
         if self.down:
             raise BusDown("gone")
@@ -146,14 +156,14 @@ class Wire:
         found = self.logs.get(request_id)
         return Attached(b"record", found) if found is not None else None
 
-    async def log(self, request_id: str, index: int, first: int, count: int) -> Said | None:
+    async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
         self.reads.append((request_id, index, first, count))
         if request_id not in self.logs:
             return None
         said = self.logs[request_id][index]
         end = first + count
         finish = said.finish if end >= len(said.token_ids) else None
-        return Said(said.token_ids[first:end], finish, said.logprobs[first:end] if said.logprobs else None)
+        return LoggedOutput(said.token_ids[first:end], finish, said.logprobs[first:end] if said.logprobs else None)
 
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
         self.settled += delivered
@@ -193,7 +203,7 @@ def anyway(fleet: Fleet, returning: bool) -> int:
 
 def overloaded() -> Overloaded:
     refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
-    refusal.terms = Terms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
+    refusal.terms = RetryTerms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
     return refusal
 
 
@@ -421,13 +431,13 @@ async def test_only_a_submit_that_could_be_clears_what_a_submit_found(streams: S
 async def test_a_log_that_may_grow_again_is_503_and_one_that_ended_400(streams: Streams, wire: Wire) -> None:
     """Redis has lost the log's end: its client has 5 tokens, and comes back."""
     for finish, status, code in ((None, 503, "answer_incomplete"), (Finish("length"), 400, "invalid_event_id")):
-        wire.logs["r.0"] = [Said([1, 2, 3], finish)]
+        wire.logs["r.0"] = [LoggedOutput([1, 2, 3], finish)]
         with pytest.raises(Refusal) as caught:
             async with streams.join(["r.0"], [[5]], "t", 60):
                 pytest.fail("must not open")
         assert (caught.value.status, caught.value.code) == (status, code)
         assert (caught.value.retry_after_s is not None) == (status == 503)
-    wire.logs["r.0"] = [Said([1, 2, 3, 4, 5], None)]
+    wire.logs["r.0"] = [LoggedOutput([1, 2, 3, 4, 5], None)]
     async with streams.join(["r.0"], [[5]], "t", 60):
         pass
 
@@ -452,7 +462,7 @@ def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
         if mailbox.behind:
             part = said[mailbox.at : mailbox.at + 7]
             over = ended if mailbox.at + len(part) == len(said) else None
-            mailbox.refill(Said(part, over, probs(part)))
+            mailbox.refill(LoggedOutput(part, over, probs(part)))
         tokens, found, finish = mailbox.take()
         assert found == probs(tokens) or not tokens
         got.extend(tokens)
@@ -492,7 +502,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
             made.deliver(TokenBatch("e0", deltas))
             assert made.backlog.held <= 2**20
         assert made.backlog.held > 2**19
-        wire.logs = {request.id: [Said(tokens, Finish("length"))] for request in requests}
+        wire.logs = {request.id: [LoggedOutput(tokens, Finish("length"))] for request in requests}
         for one in opened:
             got: list[int] = []
             async for changed in one:
@@ -514,7 +524,7 @@ async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_misse
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
-        wire.logs["r.0"] = [Said([1, 2, 3], Finish("length"))]
+        wire.logs["r.0"] = [LoggedOutput([1, 2, 3], Finish("length"))]
         wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([2, 3], Finish("length"))
@@ -534,12 +544,12 @@ async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> 
 async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
     """The reader has heard how far its answer came; their engine sends again what the log lacks."""
     async with streams.open(orders(), 60, anyway) as opened:
-        wire.logs["r.0"] = [Said([])]
+        wire.logs["r.0"] = [LoggedOutput([])]
         await put(wire, Delta("r.0", 3, [4], Finish("length")))
         reading = asyncio.create_task(anext(opened))
         await settled(lambda: len(wire.reads) >= 3)
         assert not reading.done()
-        wire.logs["r.0"] = [Said([1, 2, 3, 4], Finish("length"))]
+        wire.logs["r.0"] = [LoggedOutput([1, 2, 3, 4], Finish("length"))]
         [mailbox] = await reading
         assert drain(mailbox) == ([1, 2, 3, 4], Finish("length"))
 
@@ -570,9 +580,9 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
 
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
-    wire.twin = Twin("q.0", True)
+    wire.twin = DuplicateRequest("q.0", True)
     with pytest.raises(Before) as caught:
-        async with streams.open(orders(), 60, anyway, once=Once("k", "b")):
+        async with streams.open(orders(), 60, anyway, once=IdempotencyKey("k", "b")):
             pytest.fail("must not open")
     assert caught.value.twin.request_id == "q.0"
     assert wire.cancelled == []

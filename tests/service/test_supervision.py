@@ -9,7 +9,7 @@ import pytest
 import redis
 from aiohttp import ClientSession
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from service import supervision
 from service.app import NO_REDIS, Unserviceable, serve
 from service.config import GatewayConfig

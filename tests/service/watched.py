@@ -62,17 +62,17 @@ def main() -> None:
     if not options:
         asyncio.run(watch(file))
         return
-    from engine.wire import ready
+    from engine.common import readiness
     from service import app
 
-    tell = ready.tell
+    tell = readiness.notify_ready
 
     def started() -> None:
         tell()
         watching.append(asyncio.get_running_loop().create_task(watch(file)))
 
     watching: list[asyncio.Task[None]] = []
-    ready.tell = started
+    readiness.notify_ready = started
     app.main(options)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from engine import __main__ as program
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ExecutorLost, ScriptedExecutor
-from engine.wire.bus import Claimed, EngineSide
+from engine.wire.bus import EngineSide, ExchangeReply
 
 
 class Deadly(ScriptedExecutor):
@@ -47,7 +47,7 @@ class Deadly(ScriptedExecutor):
 
 
 class DeadlyBus(EngineSide):
-    async def exchange(self, *args: Any) -> Claimed:
+    async def exchange(self, *args: Any) -> ExchangeReply:
         claimed = await super().exchange(*args)
         if any(Deadly.deadly in request.token_ids for request in claimed.generates):
             raise RuntimeError("the bus thread can't read this")

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from loadtest import machine
 from loadtest.checkpoint import make_llama_42m
 from loadtest.gateway import measure

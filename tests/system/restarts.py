@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from loadtest import machine
 from loadtest.checkpoint import make_llama_42m
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready

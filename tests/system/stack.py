@@ -21,8 +21,8 @@ import msgspec
 from engine.config import EngineConfig
 from engine.executor.base import Executor, ScriptedExecutor
 from engine.executor.local import load
+from engine.hot_prefixes import warm
 from engine.loop import BusThread, Engine
-from engine.warming import warm
 from service.app import serve
 from service.config import GatewayConfig
 

@@ -13,12 +13,12 @@ from typing import Any, get_args
 import aiohttp
 import pytest
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.limits import Admission
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import WATERMARK, Scheduler
 from engine.executor.base import Executor
 from engine.wire.bus import Fleet
-from engine.wire.embedded import EmbeddedRedis
 from engine.wire.messages import Generate
 from tests.system.processes import fleet_until
 from tests.system.stack import Stack

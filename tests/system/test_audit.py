@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.system.stack import Stack
 
 

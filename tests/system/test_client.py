@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import VOCAB, tokenizer
 from tests.system.processes import Process, ending
 from tests.system.stack import Stack

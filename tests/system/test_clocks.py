@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port

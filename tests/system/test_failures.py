@@ -19,9 +19,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.plan import StepPlan
 from engine.executor.worker import Pending, Worker
-from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.system.stack import Stack
 

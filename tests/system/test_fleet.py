@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Fleet
-from engine.wire.embedded import EmbeddedRedis
 from tests.checkpoints import VOCAB
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port

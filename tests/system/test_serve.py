@@ -195,9 +195,8 @@ async def test_what_was_up_once_is_started_for_ever(
     starts = tmp_path / "starts"
     code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(1)"
     if was_up:
-        code = (
-            f"import os; os.path.exists({str(starts)!r}) or __import__('engine.wire.ready').wire.ready.tell(); {code}"
-        )
+        notify = f"os.path.exists({str(starts)!r}) or readiness.notify_ready()"
+        code = f"from engine.common import readiness; import os; {notify}; {code}"
     child = cli.Child("engine", ["-c", code], 5.0)
     keeping = asyncio.create_task(child.keep())
     if was_up:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
 pytestmark = pytest.mark.system

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import redis
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Fleet, GatewaySide
-from engine.wire.embedded import EmbeddedRedis
 from service.format import Position
 from tests.checkpoints import VOCAB
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready

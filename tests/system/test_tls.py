@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
 

@@ -6,20 +6,20 @@ from __future__ import annotations
 import sys
 
 from engine import __main__ as program
-from engine.wire import tokenlog
+from engine.wire import token_log
 from engine.wire.messages import TokenBatch
 
 
-class Nothing(tokenlog.Journal):
+class Nothing(token_log.Journal):
     """Keeps nothing and enters nothing."""
 
     def add(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
         pass
 
-    def due(self, batches: list[tuple[str, TokenBatch]]) -> tokenlog.Entries:
-        return tokenlog.Entries([], b"", [], True, [])
+    def due(self, batches: list[tuple[str, TokenBatch]]) -> token_log.Entries:
+        return token_log.Entries([], b"", [], True, [])
 
 
 if __name__ == "__main__":
-    tokenlog.Journal = Nothing  # type: ignore[misc]
+    token_log.Journal = Nothing  # type: ignore[misc]
     sys.exit(program.main())

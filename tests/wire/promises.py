@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from engine.wire.bus import Terms
+from engine.wire.bus import RetryTerms
 from engine.wire.keys import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
 
 
@@ -33,7 +33,7 @@ class Book:
         self,
         name: str,
         tokens: int,
-        terms: Terms,
+        terms: RetryTerms,
         now: int,
         tenant: str = "",
         weight: float = 1.0,

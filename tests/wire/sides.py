@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engine.wire.bus import Claimed, EngineSide, GatewaySide
+from engine.wire.bus import EngineSide, ExchangeReply, GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
@@ -27,11 +27,13 @@ def batch(request_id: str, first: int, engine: str = "e1") -> TokenBatch:
     return TokenBatch(engine, [Delta(request_id, first, [first])])
 
 
-def ids(claimed: Claimed) -> list[str]:
+def ids(claimed: ExchangeReply) -> list[str]:
     return [request.id for request in claimed.generates]
 
 
-async def take(engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]) -> Claimed:
+async def take(
+    engine: EngineSide, name: str = "e1", tokens: int = PLENTY[0], requests: int = PLENTY[1]
+) -> ExchangeReply:
     return await engine.exchange([], [], load(name), tokens, requests)
 
 

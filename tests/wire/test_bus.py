@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import redis
 
-from engine.wire.bus import READ_DELTAS, BusDown, Claimed, EngineSide, GatewaySide
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.bus import READ_DELTAS, BusDown, EngineSide, ExchangeReply, GatewaySide
 from engine.wire.keys import OUTPUT_COST
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
@@ -29,7 +29,7 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     await gateway.submit(request)
     assert (fleet := await gateway.fleet()).queued == 1
     assert (fleet.queued_tokens, fleet.engines) == (12, [])
-    assert await take(engine) == Claimed([request], [])
+    assert await take(engine) == ExchangeReply([request], [])
     sent = [batch("a", 0), batch("a", 1)]
     await engine.exchange([("g1", sent[0])], [], load("e1"), 0, 0)
     await engine.exchange([("g1", sent[1])], ["a"], last := load("e1"), 0, 0)
@@ -255,8 +255,8 @@ async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
     for _ in range(2):
         await gateway.cancel("b")
     await gateway.cancel("never heard of")
-    assert await take(engine) == Claimed([], [Abort("b")])
-    assert await take(engine) == Claimed([], [])
+    assert await take(engine) == ExchangeReply([], [Abort("b")])
+    assert await take(engine) == ExchangeReply([], [])
 
 
 async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(bus: Bus) -> None:
@@ -275,7 +275,7 @@ async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(b
     await gateway.cancel("a")
     assert (await take(other, "e2")).aborts == [Abort("a")]
     await gateway.cancel("a", 1)
-    assert await take(other, "e2") == Claimed([], [])
+    assert await take(other, "e2") == ExchangeReply([], [])
 
 
 async def test_two_gateways_and_two_engines_share_one_queue(bus: Bus) -> None:
@@ -339,7 +339,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     assert (back.generates, sorted(back.lost)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
     await late.exchange([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
-    assert await take(other, "e2") == Claimed([], [])
+    assert await take(other, "e2") == ExchangeReply([], [])
 
 
 async def test_closing_or_reopening_an_engine_gives_back_what_it_held(bus: Bus) -> None:
@@ -421,7 +421,7 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
         got = await engine.exchange([("g1", batch("b", 0))], ["d"], load("e1"), 1000, 1)
         assert (ids(got), got.aborts) == (["e"], [Abort("c")])
         proxy.cut_after = b"EVALSHA"
-        assert await take(engine) == Claimed([], [])
+        assert await take(engine) == ExchangeReply([], [])
         await engine.exchange([("g1", batch("b", 1))], [], load("e1"), 0, 0)
         assert [one.deltas[0].first for one in await read(gateway, 2)] == [0, 1]
         await cut_gateway.close()

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import EngineSide, GatewaySide
-from engine.wire.embedded import EmbeddedRedis
 from engine.wire.keys import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
@@ -246,7 +246,7 @@ class Books(RuleBasedStateMachine):
         self.believed[name] |= set(expected)
         self.room[name] = room if len(expected) < requests else 0
         assert [request.id for request in claimed.generates] == expected
-        assert claimed.resumed == {one: [Said(self.log[one])] for one in expected if self.log[one]}
+        assert claimed.resumed == {one: [LoggedOutput(self.log[one])] for one in expected if self.log[one]}
         assert [order.id for order in claimed.aborts] == self.orders[name]
         self.orders[name] = []
 

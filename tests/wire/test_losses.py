@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from engine.wire.bus import Claimed, EngineSide, GatewaySide
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.bus import EngineSide, ExchangeReply, GatewaySide
 from engine.wire.keys import TAIL
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
-from engine.wire.tokenlog import Said
+from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read
 
 LENGTH = 100  # tokens of an answer
@@ -51,7 +51,7 @@ class Computing:
         tokens = [token(request_id, index, at) for at in range(first, end)]
         return Delta(request_id, first, tokens, Finish("length") if end == LENGTH else None, index, probs, 7)
 
-    async def exchange(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> Claimed:
+    async def exchange(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> ExchangeReply:
         """(request, continuation, tokens): nothing of those that are over."""
         deltas = [self.piece(*one) for one in pieces if self.at[one[0]][one[1]] < LENGTH]
         finished = [name for name, at in self.at.items() if min(at) == LENGTH]
@@ -60,18 +60,18 @@ class Computing:
         for name in [*finished, *claimed.lost]:
             self.at.pop(name, None)
         for request in claimed.generates:
-            so_far = claimed.resumed.get(request.id, [Said([])] * request.n)
+            so_far = claimed.resumed.get(request.id, [LoggedOutput([])] * request.n)
             for index, said in enumerate(so_far):
                 check(request.id, index, said, logprobs=False)
             self.at[request.id] = [LENGTH if said.finish else len(said.token_ids) for said in so_far]
         return claimed
 
-    async def say(self, count: int = 1, requests: int = 1000) -> Claimed:
+    async def say(self, count: int = 1, requests: int = 1000) -> ExchangeReply:
         pieces = [(name, index, count) for name, at in self.at.items() for index in range(len(at))]
         return await self.exchange(pieces, requests)
 
 
-def check(request_id: str, index: int, said: Said, *, logprobs: bool = True) -> None:
+def check(request_id: str, index: int, said: LoggedOutput, *, logprobs: bool = True) -> None:
     positions = range(len(said.token_ids))
     assert said.token_ids == [token(request_id, index, at) for at in positions]
     if logprobs and request_id.startswith("p"):
@@ -82,7 +82,7 @@ def check(request_id: str, index: int, said: Said, *, logprobs: bool = True) -> 
         assert (said.finish, len(said.token_ids)) == (Finish("length"), LENGTH)
 
 
-async def logged(gateway: GatewaySide, request_id: str) -> list[Said]:
+async def logged(gateway: GatewaySide, request_id: str) -> list[LoggedOutput]:
     found = await gateway.attach(request_id, listen=False)
     assert found is not None
     for index, said in enumerate(found.continuations):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import bus as wire
 from engine.wire.bus import BusDown
-from engine.wire.embedded import EmbeddedRedis
 from tests.system.chaos.proxy import Proxy
 from tests.wire.sides import Bus, batch, generate, ids, load, read, take
 

@@ -11,13 +11,13 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.wire.bus import GatewaySide, Terms
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.bus import GatewaySide, RetryTerms
 from engine.wire.keys import CAME_MS, CAME_S, PROMISE_MS
 from engine.wire.messages import Generate, Sampling
 from tests.wire.promises import Book
 
-TERMS = Terms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))
+TERMS = RetryTerms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))
 
 
 def asked(name: str, tokens: int = 10, tenant: str = "", weight: float = 1.0) -> Generate:
@@ -184,7 +184,7 @@ def test_the_script_does_what_the_book_does(
     shares: tuple[float, float],
     came: int,
 ) -> None:
-    terms, book = Terms(pace[0], pace[0] * pace[1], least_ms, 60_000, shares), Book()
+    terms, book = RetryTerms(pace[0], pace[0] * pace[1], least_ms, 60_000, shares), Book()
 
     async def run(gateway: GatewaySide) -> None:
         began = time.time_ns() // 1_000_000

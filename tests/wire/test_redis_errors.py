@@ -12,9 +12,9 @@ import pytest
 import redis
 from redis import exceptions
 
+from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import bus as wire
 from engine.wire.bus import BusDown, EngineSide
-from engine.wire.embedded import EmbeddedRedis
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import Script
 from tests.wire.sides import Bus, load

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 import redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.system.chaos.shots import Shooter, Shot
 from tests.system.ending import stalls

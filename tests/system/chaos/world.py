@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import redis
 
-from engine.wire.embedded import EmbeddedRedis
+from engine.common.embedded_redis import EmbeddedRedis
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors
 from tests.system.processes import Process, ending, wait_until_ready

@@ -1,0 +1,142 @@
+"""Offline mode: the same core and executor as the server, with no Redis and no HTTP.
+
+from engine.llm import LLM
+for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_tokens=32):
+    print(completion.texts)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import msgspec
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from engine.config import EngineConfig
+from engine.executor import local
+from engine.executor.base import Executor
+from engine.executor.models import builtin, hf
+from engine.loop import Engine, LocalBox
+from engine.wire.messages import FOREVER_MS, Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
+
+
+class Output(msgspec.Struct):
+    """One continuation."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: FinishReason = "error"
+    message: str = ""  # why, when finish_reason is "error"
+    logprobs: list[TokenLogprob] = []  # one a token, where asked for
+
+
+class Completion(msgspec.Struct):
+    """Everything generated for one prompt."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Output]  # n of them
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+class LLM:
+    """A loaded model.  Options are the fields of EngineConfig; a wrong one raises msgspec.ValidationError naming it.
+
+    `itl_stretch` and `step_target_s` are 0 unless given: answers are returned whole, so no step has to be short."""
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
+        config = all_cores(
+            msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
+        )
+        self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model or str(builtin.builtin()))))
+
+    @classmethod
+    def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:
+        """Over an executor that exists already.  Without a tokenizer prompts are token ids and texts stay empty."""
+        llm = cls.__new__(cls)
+        llm._open(config, executor, tokenizer)
+        return llm
+
+    def _open(self, config: EngineConfig, executor: Executor, tokenizer: Any) -> None:
+        self.config, self.executor, self.tokenizer = config, executor, tokenizer
+        self.unfinished: dict[str, Completion] = {}  # by request id, unfinished ones
+        self._open_outputs: dict[str, int] = {}  # how many of its outputs
+        self._box = LocalBox(self._take)
+        self.engine = Engine(config, executor, self._box, self._box)
+        self._ids = 0
+
+    def submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, *, max_new_tokens: int = 16, n: int = 1
+    ) -> Completion:
+        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done."""
+        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
+        self._ids += 1
+        request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n)
+        completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
+        self._open_outputs[request.id] = n
+        self._box.orders.append(request)
+        return completion
+
+    def step(self) -> None:
+        """One step of the engine, for everything queued."""
+        self.engine.turn()
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        max_new_tokens: int | Sequence[int] = 16,
+        n: int = 1,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Continue every prompt, all submitted at once; answers come in the order of the prompts.
+
+        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  Greedy unless told otherwise."""
+        prompts = list(prompts)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompts)
+        work = zip(prompts, sampling, max_new_tokens, strict=True)
+        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n) for prompt, how, limit in work]
+        with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
+            while not self.engine.core.idle or self._box.orders:
+                self.step()
+                bar.update(len(completions) - len(self.unfinished) - bar.n)
+        if self.tokenizer is not None:
+            for output in (output for completion in completions for output in completion.outputs):
+                output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return completions
+
+    def cancel(self) -> None:
+        """End whatever is unfinished."""
+        self._box.orders += [Abort(request) for request in self.unfinished]
+        while not self.engine.core.idle or self._box.orders:
+            self.step()
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _take(self, delta: Delta) -> None:
+        completion = self.unfinished[delta.id]
+        output = completion.outputs[delta.index]
+        output.token_ids += delta.token_ids
+        output.logprobs += delta.logprobs or []
+        if delta.first == 0:
+            completion.cached_tokens = delta.cached_tokens
+            completion.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish is not None:
+            output.finish_reason, output.message = delta.finish.reason, delta.finish.message
+            self._open_outputs[delta.id] -= 1
+            if not self._open_outputs[delta.id]:
+                del self._open_outputs[delta.id], self.unfinished[delta.id]
+
+
+def all_cores(config: EngineConfig) -> EngineConfig:
+    """Without a gateway and Redis beside it the engine may have the whole machine, unless told otherwise."""
+    return msgspec.structs.replace(config, threads=config.threads or os.cpu_count() or 1)

@@ -1,0 +1,25 @@
+"""Tools for developers and operators: `python -m engine.tools NAME [options]`.
+
+simulate   the scheduler on a virtual clock, or a recorded run again
+bench      throughput, latency and swap of one loaded model, without Redis and HTTP
+gpu-idle   how long a GPU is idle between decode steps
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = {"simulate": "simulate", "bench": "bench", "gpu-idle": "gpu_idle"}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in NAMES:
+        print(__doc__, file=sys.stderr)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    module = importlib.import_module(f"engine.tools.{NAMES[argv[0]]}")
+    return int(module.main(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

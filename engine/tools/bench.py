@@ -1,0 +1,332 @@
+"""Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
+
+    python -m engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
+    python -m engine.tools bench MODEL --swap 512          what a preemption costs by block size, swapped or recomputed
+    python -m engine.tools bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins
+    python -m engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same at each quarter of it
+
+and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
+a line, and "at_s" where a request comes later than at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from engine.common import settings
+from engine.config import EngineConfig
+from engine.executor import local
+from engine.executor.errors import ModelLoadError
+from engine.llm import LLM, Completion, all_cores
+from engine.loop import ConfigError
+from engine.wire.messages import Sampling
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+PROMPT, OUTPUT = 128, 256  # tokens of each sequence, where the time of a token is measured
+
+
+class Job(msgspec.Struct):
+    """One line of a file of requests."""
+
+    token_ids: list[int]
+    max_new_tokens: int
+    at_s: float = 0.0
+
+
+class Options(msgspec.Struct):
+    """What to measure."""
+
+    requests: Path | None
+    rounds: int
+    latency: list[int]  # batch sizes
+    compare_prefix_cache: bool
+    slots: bool
+    swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
+    long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
+    long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too
+
+
+def bench(config: EngineConfig, options: Options) -> dict[str, float]:
+    """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
+    begin = time.perf_counter()
+    llm = LLM.over(config, local.load(all_cores(config)))
+    figures = {"start_s": time.perf_counter() - begin}
+    vocab = llm.executor.info.vocab_size
+    llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
+    figures["first_token_at"] = time.time()  # unix; whoever started this process knows how long ago that was
+    llm.generate([prompt(16, vocab, seed) for seed in range(-5, -1)], GREEDY, max_new_tokens=8)
+    if options.requests:
+        jobs = [msgspec.json.decode(line, type=Job) for line in options.requests.read_bytes().splitlines()]
+        pool = llm.engine.core.pool
+        with_cache, without = [], []
+        for turn in range(options.rounds):
+            # Other ids in every round, or the prefix cache would know all prompts from the second one on.
+            jobs = [Job([(i + turn) % vocab for i in j.token_ids], j.max_new_tokens, j.at_s) for j in jobs]
+            with_cache.append(run(llm, jobs, slots=options.slots))
+            say(f"requests, round {turn + 1}: {with_cache[-1]}")
+            if options.compare_prefix_cache:
+                pool.caching = False
+                pool.forget_all()
+                without.append(run(llm, jobs, slots=False))
+                say(f"the same without prefix cache: {without[-1]}")
+                pool.caching = True
+        figures |= medians(with_cache)
+        figures |= {f"{name}_without_prefix_cache": value for name, value in medians(without).items()}
+    for batch in options.latency:
+        figures |= latency(llm, batch, vocab)
+    llm.close()
+    if options.swap:
+        figures |= swap(config, options.swap)
+    if options.long_prompt:
+        if options.long_prompt_steps:
+            figures |= stall_sampled(config, options.long_prompt, options.long_prompt_steps)
+        else:
+            figures |= stall(config, options.long_prompt)
+    return figures
+
+
+def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
+    """All requests, each from its `at_s` on.  `slots`: also how full the KV memory is; that costs time in each step."""
+    core = llm.engine.core
+    submitted: list[Completion] = []
+    silent: list[tuple[Job, Completion]] = []  # no token yet
+    firsts: list[float] = []  # seconds from `at_s` to the first token
+    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
+    preempted, steps = core.totals.preemptions, core.step
+    begin = time.perf_counter()
+    while llm.unfinished or len(submitted) < len(jobs):
+        now = time.perf_counter() - begin
+        while len(submitted) < len(jobs) and jobs[len(submitted)].at_s <= now:
+            job = jobs[len(submitted)]
+            submitted.append(llm.submit(job.token_ids, GREEDY, max_new_tokens=job.max_new_tokens))
+            silent.append((job, submitted[-1]))
+        llm.step()
+        if silent:
+            now = time.perf_counter() - begin
+            firsts += [now - job.at_s for job, completion in silent if completion.outputs[0].token_ids]
+            silent = [pair for pair in silent if not pair[1].outputs[0].token_ids]
+        if slots and core.step % 8 == 0:
+            used = core.used_slots()
+            filled, allocated = filled + used[0], allocated + used[1]
+            static += core.running * llm.executor.info.max_model_len
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(completion.outputs[0].token_ids) for completion in submitted)
+    firsts.sort()
+    figures = {
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "requests_per_s": len(jobs) / seconds,
+        "ttft_p50_ms": statistics.median(firsts) * 1e3,
+        "ttft_p99_ms": firsts[len(firsts) * 99 // 100] * 1e3,
+        "steps": core.step - steps,
+        "preemptions": core.totals.preemptions - preempted,
+    }
+    if slots:  # eta: paged over static allocation, the same sequences running
+        figures |= {"slots_filled": filled / max(1, allocated), "eta": allocated / max(1, static)}
+    return figures
+
+
+def latency(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
+    """The time of a token, (256 tokens - 1 token) / 255, and of the first one, `batch` sequences at once."""
+    first: list[float] = []
+    last: list[float] = []
+    for turn in range(6 if batch == 1 else 4):  # the first is to warm up
+        for count, times in ((1, first), (OUTPUT, last)):
+            group = (batch * 10 + turn) * OUTPUT + count  # no prompt comes twice: the prefix cache would know it
+            prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in range(batch)]
+            begin = time.perf_counter()
+            llm.generate(prompts, GREEDY, max_new_tokens=count)
+            times.append(time.perf_counter() - begin)
+    one, all_ = statistics.median(first[1:]), statistics.median(last[1:])
+    say(f"batch {batch}: {(all_ - one) / (OUTPUT - 1) * 1e3:.3f} ms a token, first {one * 1e3:.1f} ms")
+    return {
+        f"batch{batch}_ms_per_token": (all_ - one) / (OUTPUT - 1) * 1e3,
+        f"batch{batch}_first_token_ms": one * 1e3,
+        f"batch{batch}_tokens_per_s": batch * OUTPUT / all_,
+    }
+
+
+def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
+    """By block size: what it takes to move the blocks of `tokens` to the host's memory and back, and to compute them
+    again in one prompt; what "auto" would do."""
+    figures: dict[str, float] = {}
+    say("block size   GB/s   swap ms   recompute ms   auto")
+    for size in (8, 16, 32, 64):
+        config = msgspec.structs.replace(config, block_size=size, prefix_cache=False, preempt="auto")
+        executor = local.load(all_cores(config))
+        llm, info = LLM.over(config, executor), executor.info
+        times = []
+        for turn in range(6):  # the first is to warm up
+            begin = time.perf_counter()
+            llm.generate([prompt(tokens, info.vocab_size, seed=turn)], GREEDY, max_new_tokens=1)
+            times.append(time.perf_counter() - begin)
+        again = statistics.median(times[1:])
+        moved = 2 * -(-tokens // size) * size * info.kv_bytes_per_token
+        there_and_back = moved / executor.swap_bytes_per_s
+        pays = llm.engine.core.costs.swap_pays(moved, tokens)
+        rate, kind = executor.swap_bytes_per_s / 1e9, "swap" if pays else "recompute"
+        say(f"{size:>10} {rate:>6.2f} {there_and_back * 1e3:>9.2f} {again * 1e3:>14.2f}   {kind}")
+        figures |= {
+            f"swap{size}_gb_per_s": rate,
+            f"swap{size}_ms": there_and_back * 1e3,
+            f"recompute{size}_ms": again * 1e3,
+            f"auto{size}_swaps": float(pays),
+        }
+        llm.close()
+    return figures
+
+
+def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
+    """The time between tokens, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is
+    computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
+    normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
+    executor = local.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
+    figures: dict[str, float] = {}
+    llm = LLM.over(config, executor)
+    core = llm.engine.core
+    ways = {
+        "bounded": (config.itl_stretch, config.step_target_s, normal),
+        "budget": (0.0, 0.0, normal),
+        "unchunked": (0.0, 0.0, executor.step_tokens),
+    }
+    for turn in range(2):  # the first is to warm up
+        for name, (stretch, target_s, step_tokens) in ways.items():
+            core.limits = msgspec.structs.replace(
+                core.limits,
+                itl_stretch=stretch,
+                step_target_s=target_s,
+                step_tokens=step_tokens,
+                chunk_tokens=step_tokens,
+            )
+            alone, beside = beside_a_prompt(llm, length, rows, steps, seed=turn)
+            figures |= {
+                f"{name}_alone_p50_ms": alone[len(alone) // 2] * 1e3,
+                f"{name}_alone_p99_ms": alone[len(alone) * 99 // 100] * 1e3,
+                f"{name}_beside_p50_ms": beside[len(beside) // 2] * 1e3,
+                f"{name}_beside_p99_ms": beside[len(beside) * 99 // 100] * 1e3,
+                f"{name}_prompt_s": sum(beside),
+            }
+    llm.close()
+    return figures
+
+
+def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32) -> dict[str, float]:
+    """The time between tokens, p50 and p99, of `rows` sequences beside a prompt of `length` tokens, as configured: in
+    `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
+    their own contexts grow, too.  All together and, by position, each by itself."""
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
+    llm = LLM.over(config, local.load(all_cores(config)))
+    core, vocab = llm.engine.core, llm.executor.info.vocab_size
+    configured = core.limits
+    decode(llm, rows, seed=0)
+    # A first prompt is to warm up, and tells the scheduler what tokens cost.
+    llm.submit(prompt(max(1, length // 8), vocab, seed=-1), GREEDY, max_new_tokens=1)
+    while len(llm.unfinished) > rows:
+        llm.step()
+    answer = llm.submit(prompt(length, vocab, seed=-2), GREEDY, max_new_tokens=1).outputs[0]
+    llm.step()
+    joined = next(seq for seq in core.live() if seq.prompt_len == length)
+    figures: dict[str, float] = {}
+    all_alone: list[float] = []
+    all_beside: list[float] = []
+    for start in [*range(0, length, max(1, length // 4)), length - 8 * window]:
+        core.limits = msgspec.structs.replace(configured, itl_stretch=0.0, step_target_s=0.0)
+        while joined.computed < start and not answer.token_ids:
+            llm.step()
+        if answer.token_ids:  # a short one
+            break
+        core.limits = msgspec.structs.replace(configured, chunk_tokens=0)
+        alone = [timed(llm) for _ in range(window)]
+        core.limits, at = configured, joined.computed
+        beside = [timed(llm) for _ in range(window)]
+        all_alone += alone
+        all_beside += beside
+        here = percentiles(alone, "alone") | percentiles(beside, "beside")
+        here["prompt_tokens_a_step"] = (joined.computed - at) / window
+        say(f"at {at}: " + ", ".join(f"{name} {value:.1f}" for name, value in here.items()))
+        figures |= {f"at_{start}_{name}": value for name, value in here.items()}
+    llm.cancel()
+    llm.close()
+    figures |= percentiles(all_alone, "alone") | percentiles(all_beside, "beside")
+    return figures | {"beside_p99_over_alone_p99": figures["beside_p99_ms"] / figures["alone_p99_ms"]}
+
+
+def percentiles(seconds: list[float], name: str) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {f"{name}_p{p}_ms": ordered[len(ordered) * p // 100] * 1e3 for p in (50, 99)}
+
+
+def decode(llm: LLM, rows: int, seed: int) -> None:
+    """Have so many sequences decode for as long as they can."""
+    vocab, most = llm.executor.info.vocab_size, llm.executor.info.max_model_len - PROMPT
+    for row in range(rows):
+        llm.submit(prompt(PROMPT, vocab, seed=seed * 1000 + row), GREEDY, max_new_tokens=most)
+    for _ in range(20):
+        llm.step()
+
+
+def timed(llm: LLM) -> float:
+    """Seconds of a step."""
+    begin = time.perf_counter()
+    llm.step()
+    return time.perf_counter() - begin
+
+
+def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, sorted: of `rows` that decode, `steps` times; then until a long prompt has its first
+    token."""
+    decode(llm, rows, seed)
+    alone = sorted(timed(llm) for _ in range(steps))
+    joined = llm.submit(prompt(length, llm.executor.info.vocab_size, seed=seed - 1), GREEDY, max_new_tokens=1)
+    beside = []
+    while not joined.outputs[0].token_ids:
+        beside.append(timed(llm))
+        if joined.outputs[0].message:
+            raise ConfigError(joined.outputs[0].message)
+    llm.cancel()
+    return alone, sorted(beside)
+
+
+def prompt(length: int, vocab: int, seed: int) -> list[int]:
+    """Random ids, other ones for every seed."""
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in rounds) for name in (rounds or [{}])[0]}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """2 with one line on stderr when the model can't be loaded."""
+    name = "python -m engine.tools bench"
+    parser = argparse.ArgumentParser(prog=name, add_help=False)
+    parser.add_argument("--requests", type=Path)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--compare-prefix-cache", action="store_true")
+    parser.add_argument("--slots", action="store_true")
+    parser.add_argument("--swap", type=int, default=0)
+    parser.add_argument("--long-prompt", type=int, default=0)
+    parser.add_argument("--long-prompt-steps", type=int, default=0)
+    own, rest = parser.parse_known_args(argv)
+    config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    try:
+        print(msgspec.json.encode(bench(config, Options(**vars(own)))).decode())
+    except (ModelLoadError, ConfigError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,192 @@
+"""Who yields to whom, as arithmetic; and a quiet tenant beside a loud one, in a scheduler whose pool is full."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.limits import Admission
+from engine.core.policy.fairness import Shares
+from engine.core.sequence import Sequence, State
+from engine.wire.messages import Generate, Sampling
+from tests.core.test_scheduler import FAR, Rig
+
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5, "d": 0.3}
+
+
+def holder(tenant: str, blocks: int, order: int, *, priority: int = 0, **more: object) -> Sequence:
+    request = Generate(
+        f"r{order}", "gw", [1], 1, Sampling(), FAR, tenant=tenant, weight=WEIGHTS[tenant], priority=priority
+    )
+    return Sequence(
+        request, 0, (order, 0), frozenset(), 10, [1], table=list(range(blocks)), state=State.DECODING, **more
+    )  # type: ignore[arg-type]
+
+
+HOLDERS = st.lists(
+    st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(1, 20), st.booleans(), st.integers(-1, 1)), max_size=20
+).map(
+    lambda rows: [
+        holder(tenant, blocks, order, yielded=yielded, priority=priority)
+        for order, (tenant, blocks, yielded, priority) in enumerate(rows)
+    ]
+)
+
+
+def held(rows: list[Sequence], tenant: str) -> float:
+    """Blocks by weight."""
+    return sum(len(seq.table) for seq in rows if seq.request.tenant == tenant) / WEIGHTS[tenant]
+
+
+@given(HOLDERS, st.sampled_from(sorted(WEIGHTS)), st.integers(1, 30))
+def test_nobody_comes_to_hold_less_than_who_it_yields_to(rows: list[Sequence], tenant: str, need: int) -> None:
+    taker = holder(tenant, 0, 1000)
+    taken: list[Sequence] = []
+    for seq in Shares(rows).yielding_to(taker, need):
+        left = [other for other in rows if other not in taken]
+        richest = max(held(left, name) for name in WEIGHTS if any(_may(s, name) for s in left if name != tenant))
+        assert held(left, seq.request.tenant) == richest
+        assert all(seq.rank >= other.rank for other in left if _may(other, seq.request.tenant))
+        assert not seq.yielded
+        taken.append(seq)
+        left.remove(seq)
+        assert held(left, seq.request.tenant) >= held(rows, tenant) + need / WEIGHTS[tenant] - 1e-9
+
+
+def _may(seq: Sequence, tenant: str) -> bool:
+    return seq.request.tenant == tenant and not seq.yielded
+
+
+@given(HOLDERS, st.sampled_from(sorted(WEIGHTS)), st.integers(1, 30), st.integers(1, 30))
+def test_two_tenants_never_take_from_each_other_in_turn(
+    rows: list[Sequence], tenant: str, need: int, back: int
+) -> None:
+    order = count(1000)
+    taken = list(Shares(rows).yielding_to(holder(tenant, 0, next(order)), need))
+    after = [seq for seq in rows if seq not in taken] + [holder(tenant, need, next(order))]
+    for loser in {seq.request.tenant for seq in taken}:
+        again = Shares(after).yielding_to(holder(loser, 0, next(order)), back)
+        assert all(seq.request.tenant != tenant for seq in again)
+
+
+@given(HOLDERS)
+def test_the_crowd_is_who_holds_its_share_and_offers_no_more_than_it_holds(rows: list[Sequence]) -> None:
+    shares = Shares(rows)
+    crowd = shares.crowd()
+    if rows:
+        everybody = {seq.request.tenant for seq in rows}
+        richest = max(everybody, key=lambda name: held(rows, name))
+        assert richest in crowd
+        assert set(crowd) <= everybody
+        assert (
+            len(everybody) == 1
+            or min(everybody, key=lambda name: held(rows, name)) not in crowd
+            or (max(held(rows, name) for name in everybody) - min(held(rows, name) for name in everybody) < 1e-6)
+        )
+    assert 0 <= shares.for_another() <= sum(len(seq.table) for seq in rows if not seq.yielded)
+
+
+def test_who_is_alone_would_give_half_of_it_to_another() -> None:
+    shares = Shares([holder("a", 10, i) for i in range(8)])
+    assert shares.crowd() == ["a"]
+    assert shares.for_another() == 40
+    assert Shares([]).crowd() == []
+    assert Shares([]).for_another() == 0
+
+
+def flood(rig: Rig, requests: int) -> list[str]:
+    return [rig.add([5 + i % 30] * 8, 24, ignore_eos=True, seed=i, tenant="loud") for i in range(requests)]
+
+
+def step(rig: Rig, steps: int) -> None:
+    for _ in range(steps):
+        submitted = rig.submit()
+        if rig.executor.plans and (not submitted or len(rig.executor.plans) == rig.executor.depth):
+            rig.commit()
+
+
+@pytest.mark.parametrize("mode", ["forecast", "threshold", "watermark", "reserve", "none"])
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, knows: bool) -> None:
+    """Its prompt is in the next plan though the pool is full, whoever is before it; and everybody's text is right."""
+    rig = Rig(blocks=64, size=4, max_seqs=32, admission=mode, caching=False)
+    flood(rig, 40)
+    step(rig, 12)
+    quiet: list[str] = []
+    for i in range(3):
+        assert any(seq.state is State.WAITING for seq in rig.core.live())
+        quiet.append(rig.add([40 + i] * 8, 8, ignore_eos=knows, seed=i, tenant="quiet"))
+        rig.submit()
+        (seq,) = (seq for seq in rig.core.live() if seq.request.id == quiet[-1])
+        assert seq.row >= 0
+        assert any(piece.row == seq.row for piece in rig.plans[-1].slices)
+        if len(rig.executor.plans) == 2:
+            rig.commit()
+    assert rig.core.totals.preemptions >= rig.core.totals.yields
+    assert rig.core.totals.yields > 0 or mode in ("threshold", "none")  # there loud rows that grew have made the room
+    assert all("preempted" not in said for (name, _), said in rig.milestones.items() if name in quiet)
+    rig.run()
+    assert {finish.reason for finish in rig.finishes.values()} <= {"length", "stop"}
+    for said in (said for (name, _), said in rig.milestones.items() if rig.requests[name].tenant == "loud"):
+        assert mode not in ("forecast", "reserve") or said.count("preempted") <= 1
+
+
+def test_with_every_row_taken_the_newest_gives_up_its_row() -> None:
+    """The row has to cool first, and nobody else gets it meanwhile."""
+    rig = Rig(blocks=400, size=4, max_seqs=4)
+    loud = flood(rig, 6)
+    step(rig, 6)
+    quiet = rig.add([40] * 8, 8, ignore_eos=True, tenant="quiet")
+    step(rig, 4)
+    assert rig.answers[quiet, 0] or any(seq.request.id == quiet and seq.row >= 0 for seq in rig.core.live())
+    assert rig.core.totals.yields == 1
+    assert rig.milestones[loud[3], 0][-1] == "preempted"
+    rig.run()
+    assert rig.milestones[loud[3], 0].count("preempted") == 1
+
+
+def test_no_room_is_kept_and_nobody_yields_where_a_tenant_is_alone() -> None:
+    """Work-conserving: the plans are those of a nameless tenant."""
+    plans = []
+    for tenant in ("", "loud"):
+        rig = Rig(blocks=64, size=4, max_seqs=32, admission="forecast")
+        for i in range(40):
+            rig.add([5 + i % 30] * 8, 24, ignore_eos=True, seed=i, tenant=tenant)
+        rig.run()
+        assert rig.core.totals.yields == 0
+        plans.append(rig.plans)
+    assert plans[0] == plans[1]
+
+
+def test_a_tenant_at_its_share_waits_like_everybody() -> None:
+    """Two equal floods: each comes to hold half, and nobody yields to the other beyond that."""
+    rig = Rig(blocks=64, size=4, max_seqs=32, admission="forecast", caching=False)
+    for i in range(30):
+        for tenant in ("one", "two"):
+            rig.add([5 + i % 30] * 8, 24, ignore_eos=True, seed=i, tenant=tenant)
+    worst = 0
+    for _ in range(60):
+        step(rig, 1)
+        blocks = {"one": 0, "two": 0}
+        for seq in rig.core.live():
+            blocks[seq.request.tenant] += len(seq.table)
+        worst = max(worst, abs(blocks["one"] - blocks["two"]))
+    assert worst <= 2 * 8  # two sequences at their greatest length
+    assert rig.core.totals.yields <= 4
+    rig.run()
+
+
+def test_a_weight_counts_as_so_many_tenants() -> None:
+    rows = [holder("b", 10, i) for i in range(6)]
+    yielded = {weight: len(list(Shares(rows).yielding_to(_weighing(weight), 20))) for weight in (0.3, 1.0, 2.0)}
+    assert yielded[0.3] == 0
+    assert yielded[1.0] == 4
+    assert yielded[2.0] == 5
+
+
+def _weighing(weight: float) -> Sequence:
+    request = Generate("q", "gw", [1], 1, Sampling(), FAR, tenant="q", weight=weight)
+    return Sequence(request, 0, (99, 0), frozenset(), 10, [1])

@@ -1,0 +1,243 @@
+"""The metrics table: parsed as Prometheus would, with bounded labels; the span and the line in the log of a request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.common import logs
+from engine.common.tracing import Tracing
+from engine.wire.bus import Fleet, Usage
+from service import api
+from service.api import Refusal, ValidRequest
+from service.config import GatewayConfig
+from service.format import Piece
+from service.metrics import Meter, Telemetry
+from tests.service.fakes import a_load
+
+
+def samples(telemetry: Telemetry) -> dict[tuple[str, str], float]:
+    """(name, value of the label that is not `gateway` or a bucket) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(telemetry.expose().decode()):
+        for sample in family.samples:
+            assert sample.labels["gateway"] == "g"
+            rest = [value for name, value in sorted(sample.labels.items()) if name not in ("gateway", "le")]
+            found[sample.name, " ".join(rest)] = sample.value
+    return found
+
+
+def test_requests_and_refusals_are_counted() -> None:
+    telemetry = Telemetry("g")
+    telemetry.record_request("/v1/completions", 200)
+    telemetry.record_request("/v1/completions", 200)
+    telemetry.record_refusal("too_many")
+    got = samples(telemetry)
+    assert got["quire_requests_total", "/v1/completions 200"] == 2
+    assert got["quire_refusals_total", "too_many"] == 1
+
+
+def test_a_meter_records_one_request() -> None:
+    telemetry = Telemetry("g")
+    meter = Meter(telemetry, time.monotonic() - 2.0)
+    meter.admit()
+    meter.note(Piece(0, "", []))
+    meter.note(Piece(0, "a", [1]))
+    meter.note(Piece(0, "bcd", [2, 3, 4], finish="stop"))
+    meter.close("/v1/completions", 200)
+    got = samples(telemetry)
+    assert got["quire_output_tokens_total", ""] == 4
+    assert got["quire_time_to_first_token_seconds_count", ""] == 1
+    assert 2.0 <= got["quire_time_to_first_token_seconds_sum", ""] < 3.0
+    assert got["quire_inter_token_latency_seconds_count", ""] == 3
+    assert 2.0 <= got["quire_request_latency_seconds_sum", ""] < 3.0
+    Meter(telemetry, time.monotonic()).close("/v1/completions", 200)  # one that never got a token
+    assert samples(telemetry)["quire_time_to_first_token_seconds_count", ""] == 1
+
+
+def test_engines_come_and_go() -> None:
+    telemetry = Telemetry("g")
+    telemetry.record_fleet(Fleet([a_load("a", free_blocks=7), a_load("b")], queued=3, queued_tokens=30, time_ms=1))
+    got = samples(telemetry)
+    assert got["quire_engine_kv_blocks_free", "a tiny"] == 7
+    assert got["quire_queue_tokens", ""] == 30
+    telemetry.record_fleet(Fleet([a_load("b")], queued=0, queued_tokens=0, time_ms=1))
+    got = samples(telemetry)
+    assert ("quire_engine_kv_blocks_free", "a tiny") not in got
+    assert ("quire_engine_kv_blocks_free", "b tiny") in got
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def asked(**fields: Any) -> ValidRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hush"}], "max_tokens": 7, "seed": 3, **fields}
+    return api.parse_chat(json.dumps(body).encode(), GatewayConfig(), "m", 60.0)
+
+
+class Spans:
+    """A gateway's telemetry whose spans stay here."""
+
+    def __init__(self) -> None:
+        self._kept = InMemorySpanExporter()
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self._kept))
+
+    def telemetry(self, *, trace_prompts: bool = False) -> Telemetry:
+        return Telemetry("g", model="m", tracing=Tracing(self.provider), trace_prompts=trace_prompts)
+
+    def take(self) -> dict[str, dict[str, Any]]:
+        """name -> attributes, in the order they ended."""
+        found = {span.name: dict(span.attributes or {}) for span in self._kept.get_finished_spans()}
+        self._kept.clear()
+        return found
+
+
+@pytest.fixture
+def spans() -> Iterator[Spans]:
+    made = Spans()
+    yield made
+    made.provider.shutdown()
+
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
+    """What was logged so far."""
+    with caplog.at_level(logging.INFO):
+        yield lambda: [{"logger": one.name, **logs.fields(one)} for one in caplog.records]
+
+
+def test_an_answer_is_one_span_and_one_line(spans: Spans, lines: Lines) -> None:
+    meter = Meter(spans.telemetry(), time.monotonic() - 1.0, "mine-1")
+    context = meter.describe("chatcmpl-1", asked(), "acme", 12, 7, PARENT)
+    assert context.split("-")[1] == PARENT.split("-")[1]
+    assert context != PARENT
+    meter.admit()
+    meter.note(Piece(0, "", [1], cached_tokens=8))
+    meter.note(Piece(0, "an answer", [2, 3], finish="stop"))
+    meter.close("/v1/chat/completions", 200)
+    found = spans.take()
+    assert list(found) == ["admission", "chat m"]
+    said = found["chat m"]
+    assert said.pop("gen_ai.response.time_to_first_chunk") >= 1.0
+    assert said == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "quire",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.max_tokens": 7,
+        "gen_ai.request.temperature": 1.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.top_k": 0,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.choice.count": 1,
+        "gen_ai.request.stream": False,
+        "gen_ai.request.seed": 3,
+        "gen_ai.response.model": "m",
+        "gen_ai.response.id": "chatcmpl-1",
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.usage.input_tokens": 12,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 8,
+        "http.response.status_code": 200,
+        "quire.request_id": "mine-1",
+        "quire.tenant": "acme",
+    }
+    (line,) = lines()
+    assert 1.0 <= line.pop("first_token_s") <= line.pop("seconds") < 60
+    assert line.pop("token_s") >= 0
+    assert line == {
+        "logger": "quire.request",
+        "request_id": "mine-1",
+        "endpoint": "/v1/chat/completions",
+        "status": 200,
+        "outcome": "ok",
+        "id": "chatcmpl-1",
+        "tenant": "acme",
+        "prompt_tokens": 12,
+        "cached_tokens": 8,
+        "output_tokens": 3,
+        "finish": "stop",
+        "trace_id": PARENT.split("-")[1],
+    }
+
+
+def test_a_refusal_fails_both_of_its_spans(spans: Spans, lines: Lines) -> None:
+    meter = Meter(spans.telemetry(), time.monotonic(), "mine-1")
+    meter.describe("chatcmpl-1", asked(), "", 12, 7)
+    meter.fail(Refusal(429, "rate_limit_exceeded", "overloaded", retry_after_s=1.5))
+    meter.close("/v1/chat/completions", 429)
+    found = spans.take()
+    assert found["admission"] == {"error.type": "rate_limit_exceeded"}
+    assert found["chat m"]["error.type"] == "rate_limit_exceeded"
+    (line,) = lines()
+    assert (line["outcome"], line["error"], line["retry_after_s"]) == ("refused", "rate_limit_exceeded", 1.5)
+    assert line["tenant"] == "default"
+    assert "first_token_s" not in line
+
+
+def test_what_nobody_understood_has_a_line_and_probes_have_none(lines: Lines) -> None:
+    telemetry = Telemetry("g")
+    meter = Meter(telemetry, time.monotonic(), "mine-1")
+    meter.fail(Refusal(400, "invalid_json", "no"))
+    meter.close("/v1/completions", 400)
+    Meter(telemetry, time.monotonic(), "probe").close("/health", 200)
+    (line,) = lines()
+    assert (line["request_id"], line["outcome"], line["error"]) == ("mine-1", "invalid", "invalid_json")
+    assert "id" not in line
+    telemetry.record_usage(Usage("cmpl-1.0", "acme", generated=9, delivered=7, new=7))
+    usage = {"id": "cmpl-1.0", "tenant": "acme", "generated_tokens": 9, "delivered_tokens": 7}
+    assert lines()[1:] == [{"logger": "quire.usage", **usage}]
+
+
+@pytest.mark.parametrize("opted_in", [False, True])
+def test_text_is_in_traces_only_where_somebody_wants_it(opted_in: bool, spans: Spans, lines: Lines) -> None:
+    meter = Meter(spans.telemetry(trace_prompts=opted_in), time.monotonic())
+    meter.describe("chatcmpl-1", asked(n=2), "", 12, 7)
+    meter.admit()
+    for piece in (Piece(1, "b", [1]), Piece(0, "a", [1]), Piece(1, "bb", [2], finish="stop")):
+        meter.note(piece)
+    meter.close("/v1/chat/completions", 200)
+    said = spans.take()["chat m"]
+    assert "hush" not in str(lines())
+    if not opted_in:
+        assert not {"gen_ai.input.messages", "gen_ai.output.messages"} & said.keys()
+        assert "hush" not in str(said)
+        return
+
+    def message(role: str, content: str) -> dict[str, Any]:
+        return {"role": role, "parts": [{"type": "text", "content": content}]}
+
+    assert json.loads(said["gen_ai.input.messages"]) == [message("user", "hush")]
+    assert json.loads(said["gen_ai.output.messages"]) == [message("assistant", "a"), message("assistant", "bbb")]
+
+
+def test_a_client_that_comes_back_goes_on_in_its_first_trace(spans: Spans, lines: Lines) -> None:
+    telemetry = spans.telemetry()
+    meter = Meter(telemetry, time.monotonic(), "mine-2")
+    meter.describe("chatcmpl-2", asked(), "acme", 12, 7)  # under an idempotency key that another one had before
+    meter.resume("chatcmpl-1", asked(), 1, "acme", PARENT, "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    meter.note(Piece(0, "", [2, 3], finish="length"))
+    meter.close("/v1/chat/completions", 200)
+    found = spans.take()
+    assert list(found) == ["resume m"]
+    assert found["resume m"]["gen_ai.usage.output_tokens"] == 2
+    assert not {"gen_ai.usage.input_tokens", "gen_ai.request.max_tokens"} & found["resume m"].keys()
+    (line,) = lines()
+    assert (line["id"], line["resumed"], line["trace_id"]) == ("chatcmpl-1", True, PARENT.split("-")[1])
+    got = samples(telemetry)
+    assert got["quire_comebacks_total", ""] == 1
+    assert got["quire_tenant_tokens_total", "output acme"] == 2
+    assert got["quire_tenant_tokens_total", "prompt acme"] == 0

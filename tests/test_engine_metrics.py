@@ -1,0 +1,182 @@
+"""The engine's metrics and spans over the real loop and the scripted executor: no model, no Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.common.tracing import Tracing
+from engine.config import EngineConfig
+from engine.core.limits import Outputs, Totals
+from engine.core.plan import StepPlan, StepResult
+from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
+from engine.loop import Engine, LocalBox, Order, Resume
+from engine.metrics import PHASES, Telemetry
+from engine.wire.messages import EngineLoad, Generate, Sampling
+
+INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
+CONFIG = EngineConfig(max_seqs=8, step_tokens=64, chunk_tokens=16, check_books=True, engine_id="e0", admission="none")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass
+class Traced:
+    """An engine whose spans stay here."""
+
+    blocks: int = 64
+    config: EngineConfig = CONFIG
+    spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+
+    def __post_init__(self) -> None:
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        self.telemetry = Telemetry("e0", tracing=Tracing(self.provider))
+        self.box = LocalBox(lambda delta: None)
+        executor = ScriptedExecutor(INFO, self.blocks, host_blocks=self.blocks)
+        self.engine = Engine(self.config, executor, self.box, self.box, self.telemetry)
+
+    def run(self, *orders: Order) -> None:
+        self.box.orders += orders
+        while self.box.orders or not self.engine.core.idle:
+            self.engine.turn()
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        found = []
+        for span in self.spans.get_finished_spans():
+            assert span.parent is not None
+            assert span.context is not None
+            assert f"00-{span.context.trace_id:032x}-{span.parent.span_id:016x}-01" == PARENT
+            assert span.start_time is not None
+            assert span.end_time is not None
+            assert 0 <= span.start_time <= span.end_time
+            if span.name == name:
+                found.append(dict(span.attributes or {}))
+        return found
+
+    def samples(self) -> dict[str, float]:
+        """name and labels but the engine's own -> value."""
+        return {
+            " ".join(
+                [one.name, *(v for k, v in sorted(one.labels.items()) if k not in ("engine", "model_name", "le"))]
+            ): (one.value)
+            for family in text_string_to_metric_families(self.telemetry.expose().decode())
+            for one in family.samples
+        }
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    made = Traced()
+    yield made
+    made.provider.shutdown()
+
+
+def a_request(name: str = "r", prompt: int = 40, tokens: int = 5, *, traceparent: str = PARENT, n: int = 1) -> Generate:
+    sampling = Sampling(ignore_eos=True, seed=3)
+    return Generate(name, "g", [5] * prompt, tokens, sampling, 2**60, n=n, traceparent=traceparent)
+
+
+def test_a_request_is_a_queue_a_prefill_and_a_decode(traced: Traced) -> None:
+    traced.run(a_request(n=2), a_request("untraced", traceparent=""))
+    known = {"gen_ai.request.id": "r", "quire.engine": "e0", "quire.continuation": 0}
+    (queue,), (prefill,), decodes = (traced.named(name) for name in ("queue", "prefill", "decode"))
+    assert queue == {**known, "gen_ai.usage.cache_read.input_tokens": 0}
+    # 40 tokens in chunks of 16, from the first step on; five output tokens, the first of them in the prefill's last.
+    assert prefill == {**known, "gen_ai.usage.input_tokens": 40, "quire.first_step": 1, "quire.last_step": 3}
+    assert [one.pop("quire.continuation") for one in decodes] == [0, 1]
+    ended = {"gen_ai.usage.output_tokens": 5, "gen_ai.response.finish_reasons": ("length",)}
+    steps = {"quire.first_step": 4, "quire.last_step": 7}
+    assert decodes == [{"gen_ai.request.id": "r", "quire.engine": "e0", **ended, **steps}] * 2
+    assert traced.named("resume") == []
+    traced.spans.clear()
+    traced.run(a_request("again"))
+    assert traced.named("queue")[0]["gen_ai.usage.cache_read.input_tokens"] == 32
+
+
+def test_what_never_starts_has_a_queue_that_failed(traced: Traced) -> None:
+    traced.run(msgspec.structs.replace(a_request(), deadline_ms=1), a_request("long", prompt=500))
+    assert [one["error.type"] for one in traced.named("queue")] == ["error", "deadline"]
+    assert len(traced.spans.get_finished_spans()) == 2
+
+
+@pytest.mark.parametrize(("preempt", "swaps"), [("recompute", False), ("swap", True)])
+def test_whoever_was_preempted_resumes(preempt: Any, swaps: bool) -> None:
+    traced = Traced(blocks=8, config=msgspec.structs.replace(CONFIG, preempt=preempt))
+    traced.run(*(a_request(f"r{i}", prompt=20 + i, tokens=60) for i in range(3)))
+    resumes, samples = traced.named("resume"), traced.samples()
+    assert len(resumes) == samples["quire_preemptions_total"] == samples["quire_preempted_seconds_count"] > 0
+    assert all(one["quire.tokens_to_compute"] >= 1 for one in resumes)
+    assert len(traced.named("decode")) == 3
+    assert bool(samples["quire_swap_preemptions_total"]) is swaps
+    assert bool(samples["quire_swapped_bytes_total out"]) is swaps
+    assert swaps or samples["quire_recomputed_tokens_total"] > 0
+    assert samples["quire_sequences swapped"] == samples["quire_sequences waiting"] == 0
+    traced.provider.shutdown()
+
+
+def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) -> None:
+    traced.run(Resume(a_request(prompt=10, tokens=6), [[1, 2, 3]]))
+    (resume,), (decode,) = traced.named("resume"), traced.named("decode")
+    assert resume["quire.tokens_to_compute"] == 13
+    assert decode["gen_ai.usage.output_tokens"] == 6
+    assert len(traced.spans.get_finished_spans()) == 2
+    assert traced.samples()["quire_preempted_seconds_count"] == 0  # it was never preempted
+
+
+def test_recording_costs_a_hundredth_of_a_step() -> None:
+    """Of a short one: 1 ms.  On this thread's own clock, so that a busy machine does not matter; with traces off."""
+    telemetry, load = Telemetry("e0"), EngineLoad("e0", "m", "f", *[1] * 10)
+    telemetry.serving("m", fingerprint="f")
+    totals, outputs, steps, best = Totals(), Outputs({}, []), 2000, float("inf")
+    plans = [StepPlan(step) for step in range(steps)]
+    results = [StepResult(step, [], []) for step in range(steps)]
+    marks = [float(i) for i in range(len(PHASES) + 1)]
+    for _ in range(5):
+        began = time.thread_time()
+        for plan, result in zip(plans, results, strict=True):
+            telemetry.planned(plan, 256)
+            telemetry.collected(result, 1.0)
+            telemetry.publish(load, totals, outputs, (1, 1), 1.0, lambda: 0)
+            telemetry.turn(marks, False)
+        best = min(best, (time.thread_time() - began) / steps)
+    print(f"recording a step: {best * 1e6:.2f} us")
+    assert best < 10e-6
+
+
+def test_the_page_says_how_right_the_forecast_was() -> None:
+    traced = Traced(config=msgspec.structs.replace(CONFIG, admission="forecast"))
+    for i in range(40):
+        fourth = Sampling(seed=i, stop_token_ids=[scripted_token(i, 0, 3, INFO.vocab_size)])
+        traced.run(Generate(f"r{i}", "g", [5, 6, i + 7], 50, fourth, 1 << 50))
+    samples, calibration = traced.samples(), traced.engine.core.outlook.calibration
+    for level, judged, within in calibration.table():
+        assert samples[f"quire_forecast_outputs_total {level:g}"] == judged
+        assert samples[f"quire_forecast_outputs_within_total {level:g}"] == within
+    assert calibration.judged[0] >= calibration.within[0] > 0  # the median, once lengths are known
+    assert samples["quire_forecast_peaks_total"] == calibration.peaks > 0
+    assert samples["quire_forecast_peaks_passed_total"] == calibration.peaks_passed
+    assert samples["quire_forecast_bound_blocks_total"] == calibration.bound_blocks
+    assert samples["quire_forecast_peak_blocks_total"] == calibration.peak_blocks > 0
+    assert samples["quire_pauses_total"] == 0
+
+
+def test_the_page_says_what_a_takeover_took() -> None:
+    traced = Traced()
+    traced.run(a_request())
+    assert traced.samples()["quire_start_takeover"] == 0
+    telemetry = traced.engine.telemetry
+    telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True)
+    traced.run(Resume(a_request("again", prompt=10, tokens=6), [[1, 2, 3]]))
+    samples = traced.samples()
+    assert samples["quire_start_takeover"] == 1
+    assert samples["quire_start_seconds weights"] == 0.5
+    assert samples["quire_start_seconds recompute"] > 0
