@@ -51,6 +51,8 @@ Every key starts with "{namespace}:"; the braces are Redis' hash tag, so that on
     gateways         set      gateways that may be alive                     fleet             when found dead
     gateway:NAME     string   number of its last heartbeat                   fleet             GATEWAY
     open:GATEWAY     set      ids of requests it listens to                  submit, attach    at their end
+    reached          string   unix ms of the last reading of the fleet       fleet             never
+    amnesty          string   Redis was away: lapses are no deaths           fleet             AMNESTY
     orphans          zset     id that no live gateway listens to -> unix     fleet             attach, end
                               ms at which it is withdrawn
     suspects         zset     id that may have killed its engine -> place    lapse             claim, end
@@ -115,9 +117,10 @@ The ledger.  What a tenant used stands in usage:TENANT.  `generated` grows in th
 is what the engines produced, whoever dies; `delivered` when a gateway says how far a client got, who was served or has
 left.  Of each output position only the first delivery counts, wherever a client goes on reading.
 
-Poison.  A lapse, a start under the name of an engine that had not closed, or the close of an engine that failed counts
-an attempt for each request held; one that has said more since its last attempt begins again at 1.  A request whose
-attempts reach MAX_ATTEMPTS has killed its engine (or so it looks) that often at the same token.  If it is the only one
+Poison.  Three things count an attempt for each request that an engine held: its lease lapsed, another process started
+under its name, or it closed as failed.  A lapse after Redis was away counts none (AWAY_MS): it says nothing about the
+engine.  A request that has gained tokens since its last attempt begins again at 1.  One whose attempts reach
+MAX_ATTEMPTS has killed its engine, or so it looks, that often at the same token.  If it is the only one
 it is quarantined.  If there are several, all but one are innocent: they are set aside as suspects, and an engine claims
 one of them at a time and nothing else beside it, until it has said a token (it is acquitted) or ended.  Who is on trial
 when its engine dies is guilty.
@@ -146,6 +149,9 @@ MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for so long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as so many prompt tokens (VTC's w_q / w_p)
 PLACES = 2**40  # arrivals before a priority class would run into the next; times 2**13 classes a double is exact
+AWAY_MS = 1_000  # no gateway has read the fleet for so long: Redis was not reachable, or all gateways were stopped
+# After that, leases that lapse for so long are not counted as deaths: engines take up to 5 s to connect again.
+AMNESTY_MS = 10_000
 STALE_MS = 3_000  # an engine not heard of for so long has no room, though its lease still runs
 MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request
 QUARANTINE = 100  # most requests kept there: the oldest leaves

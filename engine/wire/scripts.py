@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 
 from engine.wire.keys import (
+    AMNESTY_MS,
+    AWAY_MS,
     CAME_OUTLIERS,
     CAME_S,
     EXPIRY_MS,
@@ -150,6 +152,10 @@ local before = call('GET', P .. 'gateway:' .. me)
 local known = before and (before == beat or before + 1 == beat + 0) and 1 or 0
 call('DEL', P .. 'gateway:' .. me)  -- a first write that memory never refuses
 call('SET', P .. 'gateway:' .. me, beat, 'PX', {GATEWAY_MS})
+local reached = call('GET', P .. 'reached')
+if reached and now_ms() - reached > {AWAY_MS} then call('SET', P .. 'amnesty', 1, 'PX', {AMNESTY_MS}) end
+call('SET', P .. 'reached', now_ms())
+local counts = call('EXISTS', P .. 'amnesty') == 0
 call('SADD', P .. 'gateways', me)
 for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do
   if call('EXISTS', P .. 'gateway:' .. name) == 0 then
@@ -163,7 +169,7 @@ end
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   if call('EXISTS', P .. 'lease:' .. engine) == 0 then
-    give_back(engine, true)
+    give_back(engine, counts)
     call('HINCRBY', P .. 'engine:' .. engine, 'epoch', 1)
     call('PEXPIRE', P .. 'engine:' .. engine, {MEMORY_MS})
   end

@@ -7,7 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from engine.wire.bus import EngineSide
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.bus import EngineSide, GatewaySide
+from engine.wire.keys import AWAY_MS
 from tests.wire.sides import Bus, batch, generate, ids, load, take
 
 
@@ -124,3 +126,31 @@ async def test_when_the_engine_that_makes_room_is_gone_another_one_does(bus: Bus
     await asyncio.sleep(0.4)
     assert await room(second, "e2", 100) == []
     assert await room(second, "e2", 600) == ["long"]
+
+
+async def lapse(bus: Bus, gateway: GatewaySide, server: EmbeddedRedis, *, away: bool) -> None:
+    """An engine claims what is queued and loses its lease: it is killed, or Redis restarts under it."""
+    engine = await bus.engine(lease_ms=300)
+    assert ids(await take(engine)) == ["innocent"]
+    if away:
+        server.stop()
+        await asyncio.sleep((AWAY_MS + 200) / 1000)
+        server.start()
+        await gateway.fleet()
+    async with asyncio.timeout(10):
+        while (await gateway.fleet()).engines:  # noqa: ASYNC110  (Redis' clock)
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.every_redis
+@pytest.mark.parametrize("away", [True, False])
+async def test_a_lease_that_lapses_because_redis_was_away_counts_as_no_death(
+    own_server: EmbeddedRedis, own_bus: Bus, away: bool
+) -> None:
+    """Two short outages with no exchange between them put an innocent request in quarantine."""
+    gateway = await own_bus.gateway()
+    await gateway.submit(generate("innocent"))
+    await gateway.fleet()
+    for _ in range(2):
+        await lapse(own_bus, gateway, own_server, away=away)
+    assert [one.request.id for one in await gateway.quarantined()] == ([] if away else ["innocent"])
