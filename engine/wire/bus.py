@@ -36,18 +36,18 @@ from engine.wire.scripts import (
     CANCEL,
     CLOSE,
     EXCHANGE,
+    FIND_DUPLICATE,
     FLEET,
     KEEP,
-    LOG,
     OPEN,
     OTHERS,
     PROMISE,
     QUARANTINED,
+    READ_LOG,
     REJOIN,
     RELEASE,
     SETTLE,
     SUBMIT,
-    TWIN,
     Script,
 )
 from engine.wire.token_log import LoggedOutput
@@ -472,7 +472,7 @@ class GatewaySide:
         """The request that came first under this key, as submit() would find it; None: it would be the first.
 
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
-        return _read_twin(await self._link.script(TWIN, once.key), once)
+        return _read_twin(await self._link.script(FIND_DUPLICATE, once.key), once)
 
     async def release(self, once: IdempotencyKey, request_id: str) -> None:
         """`request_id` is not to be the first under this key any longer: its answer is not to be had.  Raises BusDown
@@ -496,7 +496,7 @@ class GatewaySide:
     async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
         """At most `count` tokens of what one continuation has said from output position `first` on; None as for
         attach().  The finish comes with its last token.  Raises BusDown after PATIENCE_S."""
-        reply = await self._link.script(LOG, request_id, index, first, count)
+        reply = await self._link.script(READ_LOG, request_id, index, first, count)
         if reply is None:
             return None
         return token_log.read(*reply)
