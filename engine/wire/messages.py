@@ -13,6 +13,11 @@ from typing import Literal
 
 import msgspec
 
+# Raise it when a process of the earlier version would misread a message.  Appended fields leave it as it is.
+WIRE_VERSION = 1
+
+PRIORITIES = (-100, 100)  # first and last class; the lower class goes first
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -53,7 +58,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     cache_salt: str = ""  # a prefix is shared only under an equal salt
     traceparent: str = ""
     n: int = 1
-    priority: int = 0  # lower goes earlier, -100..100
+    priority: int = 0  # lower goes first, see PRIORITIES
     tenant: str = ""  # who pays for it: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share against the others'
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
@@ -161,6 +166,3 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
-
-
-Order = Generate | Abort

@@ -18,7 +18,7 @@ from array import array
 
 import msgspec
 
-from engine.wire.keys import TAIL, TAIL_BYTES
+from engine.wire.layout import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 
 TOKEN_BYTES = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from engine.wire.bus import RetryTerms
-from engine.wire.keys import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
+from engine.wire.layout import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
+from engine.wire.records import RetryTerms
 
 
 class Book:

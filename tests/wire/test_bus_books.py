@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide, GatewaySide
-from engine.wire.keys import MAX_ATTEMPTS, OUTPUT_COST
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from engine.wire.token_log import LoggedOutput
 

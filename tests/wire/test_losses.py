@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide, ExchangeReply, GatewaySide
-from engine.wire.keys import TAIL
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import TAIL
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.records import ExchangeReply
 from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read
 

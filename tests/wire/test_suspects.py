@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from engine.wire.bus import EngineSide
+from engine.wire.engine_side import EngineSide
 from tests.wire.sides import Bus, batch, generate, ids, load, take
 
 
