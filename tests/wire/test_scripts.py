@@ -28,7 +28,7 @@ def documented() -> set[str]:
 
 
 def lua_keys(source: str) -> set[str]:
-    """Keys that a script makes from the prefix, and endings it appends.  Raises ValueError where a key is no literal."""
+    """Keys that a script makes from the prefix, and endings it appends.  Raises ValueError: a key is no literal."""
     code = re.sub(r"--.*", "", source).replace("local P = KEYS[1]", "")
     uses = re.findall(r"\bP\b(?: \.\. '([^']+)')?", code)
     if "" in uses:
