@@ -1,4 +1,4 @@
-"""What `GatewaySide` does of promises, once more and in plain Python, on any clock."""
+"""A plain Python model of the retry promises that `promise.lua` gives, on any clock."""
 
 from __future__ import annotations
 

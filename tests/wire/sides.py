@@ -1,4 +1,4 @@
-"""Requests, loads and batches to send over a bus, and both of its sides on one server."""
+"""Helpers: requests, loads and batches to send over a bus, and both of its sides on one server."""
 
 from __future__ import annotations
 

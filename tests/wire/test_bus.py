@@ -1,4 +1,4 @@
-"""The bus against a real Redis server: several gateways and engines, deaths, lost replies, restarts, full memory."""
+"""Both sides of the bus on a real Redis: several gateways and engines, deaths, lost replies, full memory, versions."""
 
 from __future__ import annotations
 

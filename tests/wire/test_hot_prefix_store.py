@@ -1,4 +1,4 @@
-"""The manifest of hot prefixes in a real Redis: counted, decayed, bounded, and safe to die of."""
+"""The store of hot prefixes in a real Redis: counted, decayed, bounded, and deadly to one start at most."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Redis loses what it had acknowledged: an append-only file cut short, a failover to a replica that lagged behind.
+"""Redis loses acknowledged data: a truncated append-only file, a failover to a replica that lagged behind.
 
-No token may shift, come twice or be missing: the log has each at its position, whoever says it in the end."""
+No token may shift, repeat or be missing: the log has each at its position, whichever engine computes it in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden bytes: what is on the wire today.  A failure here means that two versions can't run side by side any more."""
+"""Golden bytes of every message.  A failure here means that two releases cannot run at the same time any more."""
 
 from __future__ import annotations
 

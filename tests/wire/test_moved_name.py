@@ -1,4 +1,4 @@
-"""A name that leads to another server while old connections stay open and answer: every connection follows."""
+"""A name moves to another server while old connections stay open and answer: every connection follows."""
 
 from __future__ import annotations
 

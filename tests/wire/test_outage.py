@@ -1,4 +1,4 @@
-"""Redis goes away under an engine that runs: generation goes on, and nothing said is lost."""
+"""Redis stops answering a running engine: generation continues, and no output is lost."""
 
 from __future__ import annotations
 

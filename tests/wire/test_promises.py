@@ -1,4 +1,4 @@
-"""Who is refused is told when to return, by whichever gateway, and is known when they do."""
+"""A refused request gets a time to return from any gateway, and is recognised when it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors of Redis are met with patience, with a new connection or with the truth, on every server."""
+"""Which errors of Redis cause a wait, a new connection or a one-line error, on every supported server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests count as deadly, who runs them, and what the rest of the fleet does meanwhile."""
+"""Which requests become suspects, which engine runs them, and what the other engines do meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token log: what a client may have seen outlives engine and gateway, and only one engine may add to it."""
+"""The token log: what a client may have seen survives engine and gateway, and only one engine may append to it."""
 
 from __future__ import annotations
 

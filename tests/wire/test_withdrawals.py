@@ -1,4 +1,4 @@
-"""Withdrawals of streams that end at once: bounded scripts, each id once, and nothing owed is forgotten."""
+"""Many streams end at once: withdrawals go out in bounded scripts, each id once, and none is forgotten."""
 
 from __future__ import annotations
 

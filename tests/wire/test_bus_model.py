@@ -1,6 +1,7 @@
-"""The books of queue and token logs against a shadow model: any order of submit, claim, cancel, finish, lapse and
-return, by tenants of different weights and in different priority classes; zombies that go on talking; suspects and
-their trials."""
+"""Queue, token logs and usage against a model, over any order of submit, claim, cancel, finish, lapse and return.
+
+Tenants have different weights, requests different priorities.  Engines keep sending after their lease has lapsed.
+Suspects have trials."""
 
 from __future__ import annotations
 
