@@ -636,7 +636,7 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
     with redis.Redis.from_url(redis_server.url) as client:
         key = f"{{{bus.namespace}}}:layout"
         assert client.hgetall(key) == {b"redis": b"%d" % LAYOUT_VERSION, b"wire": b"%d" % WIRE_VERSION}
-        client.hset(key, mapping=fields)  # type: ignore[arg-type]
+        client.hset(key, mapping=fields)
         for opening in (bus.gateway, bus.engine):
             with pytest.raises(VersionMismatch) as caught:
                 await opening("new")
