@@ -30,7 +30,7 @@ def load(engine: str) -> EngineLoad:
     return EngineLoad(engine, "m", "f", 4096, 32000, 16, 100, 100, 0, 0, 0, 0, 0)
 
 
-class Books(RuleBasedStateMachine):
+class BusModel(RuleBasedStateMachine):
     """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, the tenants'
     counters (VTC's algorithm, written down once more), what each request has said, and who is suspected of what."""
 
@@ -292,7 +292,7 @@ class Books(RuleBasedStateMachine):
         self.stale.add(name)
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_model_agrees(self) -> None:
         fleet = self.run(self.gateway.fleet())
         assert fleet.queued == len(self.waiting)
         assert fleet.queued_tokens == sum(self.tokens[name] for name in self.waiting)
@@ -319,10 +319,10 @@ class Books(RuleBasedStateMachine):
             assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
 
 
-def test_the_books_balance_in_any_order(redis_server: EmbeddedRedis) -> None:
-    Books.server = redis_server
+def test_the_model_agrees_in_any_order(redis_server: EmbeddedRedis) -> None:
+    BusModel.server = redis_server
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Books,
+        BusModel,
         settings=settings(
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
