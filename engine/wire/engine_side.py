@@ -90,8 +90,8 @@ class EngineSide:
         the number of engines, rounded up.  A request past its deadline is not claimed: it ends, and its gateway
         receives that.  Retries with backoff while Redis does not answer; never loses or repeats a batch.
 
-        After a lapsed lease, or when Redis has lost acknowledged data, it leaves out what this engine holds no more
-        (see `lost`), and sends again what the remaining logs lack.
+        If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
+        `lost`).  It sends again what the remaining logs lack.
 
         Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
         one at a time.  Cancelling it leaves open what it did, and only close() may follow.

@@ -3,8 +3,10 @@
 -- what goes into the logs; `tokens`: all of those, 4 bytes each.  `empties_tail`: '1' if the pieces leave nothing of
 -- the tail.  Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
 -- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
--- Returns false if nothing was done and the engine has to rejoin, else {{{payload, listeners, {{tokens, Finish} of each
--- continuation}} for each claimed request}, orders, requests waiting, engines, Redis' unix ms}.
+-- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
+--   {{payload, listeners, {{tokens, Finish} of each continuation}} for each claimed request},
+--   orders, requests waiting, engines, Redis' unix ms
+-- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, finished, produced, pieces = unpack(ARGV, 7, 11)
 local tokens, empties_tail, extras = unpack(ARGV, 12, 14)

@@ -1,7 +1,9 @@
 -- Read the fleet; remove dead gateways and engines on the way.
 -- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
--- Returns {loads, Redis' unix ms, requests waiting, room in tokens, tenant queues, 1 if the last heartbeat is known, ms
--- since the oldest waiting request was queued, requests in quarantine, unix ms of each engine's last exchange}.
+-- Returns {
+--   loads, Redis' unix ms, requests waiting, room in tokens, tenant queues, 1 if the last heartbeat is known,
+--   ms since the oldest waiting request was queued, requests in quarantine, unix ms of each engine's last exchange
+-- }.
 local gateway, grace, beat = unpack(ARGV)
 
 local function register_heartbeat()  -- returns 1 if Redis remembers the last heartbeat, else 0
