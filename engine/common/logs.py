@@ -1,7 +1,7 @@
-"""How both processes log: one line a record, as text for a terminal or JSON for a collector.
+"""Log one line a record, as text for a terminal or JSON for a collector, in every process.
 
-What a record says beyond its message is in `fields`: `log.info("...", extra={"fields": {"request_id": ...}})`.  No line
-carries prompt or output text.
+Values beyond the message are in `fields`: `log.info("...", extra={"fields": {"request_id": ...}})`.  No line contains
+prompt or output text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Format = Literal["text", "json"]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record; a traceback is one of its strings."""
+    """Format a record as one JSON object; a traceback is one of its strings."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -35,30 +35,30 @@ class JsonLines(logging.Formatter):
 
 
 class KeyValues(logging.Formatter):
-    """The usual line, and ` key=value` of each field."""
+    """Format a record as the usual line, then ` key=value` of each field."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        said = (f"{key}={_word(value)}" for key, value in fields(record).items())
-        return " ".join([super().formatMessage(record), *said])
+        pairs = (f"{key}={_word(value)}" for key, value in fields(record).items())
+        return " ".join([super().formatMessage(record), *pairs])
 
 
 def _word(value: object) -> str:
-    """One word of a line: what could be taken for several is quoted."""
+    """Return the value as one word of a line, quoted if it could be read as several."""
     text = str(value)
     return text if re.fullmatch(r"[^\s\"=]+", text) and text.isprintable() else json.dumps(text)
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What it says beyond its message."""
+    """Return the values that the record has beyond its message."""
     found: dict[str, Any] = getattr(record, "fields", {})
     return found
 
 
 def start(form: Format) -> None:
-    """Once a process: records from INFO on go to stderr."""
+    """Write records from INFO on to stderr.  Call it once a process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else KeyValues())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,4 @@
-"""The limit of open files: every connection of a process is one."""
+"""Raise the limit of open files: every connection of a process is one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MOST = 1_048_576  # where the hard limit is infinite
 
 
 def raise_limit() -> tuple[int, int]:
-    """Raise the soft limit of open files to the hard one; returns it before and after.
+    """Raise the soft limit of open files to the hard one; return the soft limit before and after.
 
-    Shells and service managers start processes with 1,024, which old programs need and which stops a server early."""
+    Shells and service managers start processes with 1,024, for the sake of old programs.  A server needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,7 +1,7 @@
-"""How a process tells whoever supervises it that it is up: systemd's protocol (sd_notify), of which we speak one word.
+"""Readiness notifications from a process to its supervisor, in systemd's protocol (sd_notify).
 
-A datagram "READY=1" to the unix socket that the variable NOTIFY_SOCKET names.  So the same process runs under `quire
-serve` and under a systemd unit of Type=notify.
+A process that serves sends the datagram "READY=1" to the unix socket that the variable NOTIFY_SOCKET names.  So the
+same process runs under `quire serve` and under a systemd unit of Type=notify.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORD = b"READY=1"
 
 
 def notify_ready() -> None:
-    """Say so to the supervisor, if there is one.  Never fails: without it the process serves all the same."""
+    """Send the notification to the supervisor, if there is one.  Never fails: the process serves without it."""
     if address := os.environ.get(VARIABLE):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -29,7 +29,7 @@ def notify_ready() -> None:
 
 
 class ReadinessListener:
-    """The supervisor's end for one child: `address` goes into its VARIABLE."""
+    """Receives a child's notification, in the supervisor.  `address` is the value of the child's VARIABLE."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ready-")
@@ -37,14 +37,16 @@ class ReadinessListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.address)
 
-    def heard(self) -> bool:
-        """Whether a child has told since the last call."""
+    def is_ready(self) -> bool:
+        """Return whether the child has sent a notification since the last call.  Never waits."""
         found = False
         try:
             while True:
                 found |= WORD in self._socket.recv(4096).split(b"\n")
         except BlockingIOError:
             return found
+
+    heard = is_ready  # the old name
 
     def close(self) -> None:
         self._socket.close()

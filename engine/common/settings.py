@@ -1,11 +1,11 @@
-"""One way to fill a frozen config struct, shared by both processes: flags > environment > TOML file > defaults.
+"""Fill a frozen config struct the same way in every process: flags > environment > TOML file > defaults.
 
 A field `max_seqs` of a struct is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS` and the key `max_seqs` of the
-file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits come from the
-struct's annotations, help texts from their `msgspec.Meta(description=...)`.
+file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits are the struct's
+annotations; help texts are their `msgspec.Meta(description=...)`.
 
-Keys before the file's first table are for every program that reads it; what is for one program stands in its table,
-`[serve]`, `[gateway]` or `[engine]`, and the others pass it over.
+Keys before the file's first table are for every program that reads it.  Keys for one program stand in its table,
+`[serve]`, `[gateway]` or `[engine]`; the other programs ignore that table.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from engine.common.errors import OperatorError
+
 C = TypeVar("C", bound=msgspec.Struct)
 
 
@@ -31,12 +33,14 @@ TABLES = ("serve", "gateway", "engine")  # of a file, one for each program
 PREFIX = "QUIRE_"
 
 
-class SettingsError(Exception):
-    """One line naming the option, its limit and the value given."""
+class SettingsError(OperatorError):
+    """A bad setting; the text names the option, its limit and the value given."""
+
+    exit_status = 2
 
 
 class Option(msgspec.Struct, frozen=True):
-    """A field as a reader meets it."""
+    """A field of a config struct, as the help text and the pages about options show it."""
 
     name: str
     flag: str  # --max-seqs, --[no-]prefix-cache
@@ -57,10 +61,10 @@ def load(
 ) -> C:
     """Build `cls` from `argv` (without the program's name), `environ` and an optional file.
 
-    `positional` names the one field that may also be given without its flag, `table` the program's table in the file,
-    `shared` keys before the tables that are none of its own and yet right.  Variables that name no field are left
-    alone: another process may be meant (`unknown_variable` looks at all).  On `--help` prints the options and exits
-    with 0; on a bad setting prints one line to stderr and exits with 2.
+    `positional`: the one field that may also be given without its flag.  `table`: the program's table in the file.
+    `shared`: keys before the tables that belong to other programs and are accepted.  Variables that name no field are
+    ignored, because another process may use them; `unknown_variable` checks them all.  On `--help` prints the options
+    and exits with 0; on a bad setting prints one line to stderr and exits with 2.
     """
     if any(word in ("-h", "--help") for word in argv):
         words = f" [{positional.upper()}]" if positional else ""
@@ -73,7 +77,7 @@ def load(
 
 
 def stop(prog: str, reason: str, status: int = 2) -> NoReturn:
-    """End the process with one line on stderr: what every Quire program does when it cannot start."""
+    """Print one line on stderr and exit, as every Quire program does when it cannot start."""
     print(f"{prog}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     raise SystemExit(status)
 
@@ -87,7 +91,7 @@ def parse(
     table: str = "",
     shared: Collection[str] = (),
 ) -> C:
-    """load() without exits: raises SettingsError."""
+    """Do what load() does, but raise SettingsError instead of exiting."""
     flags, config = _read_flags(cls, argv, positional)
     types = typing.get_type_hints(cls, include_extras=True)
     values: dict[str, Any] = {}
@@ -113,7 +117,7 @@ def parse(
 
 
 def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec.Struct]]) -> str | None:
-    """One line about a variable QUIRE_... that is no option of any of `programs`; None if there is none."""
+    """Return one line about a variable QUIRE_... that is no option of any of `programs`; None if there is none."""
     known = {f"{PREFIX}{name.upper()}": None for cls in programs for name in cls.__struct_fields__}
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
@@ -124,7 +128,7 @@ def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec
 def process_name() -> str:
     """Return a name for this process, unique until it ends: host, process id and a random part.
 
-    Containers that share the host's network also share its name, and each may be process 1."""
+    Containers that share the host's network also share its name, and each may be process 1: hence the random part."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
@@ -165,7 +169,9 @@ def describe(cls: type[msgspec.Struct]) -> str:
 def _read_flags(
     cls: type[msgspec.Struct], argv: Sequence[str], positional: str | None
 ) -> tuple[dict[str, tuple[str, str]], str | None]:
-    """field -> (how it was written, its text), and the file given with --config.  The last of two equal flags wins."""
+    """Return field -> (how it was written, its text), and the file given with --config.
+
+    The last of two equal flags wins."""
     fields = {flag_of(name): name for name in cls.__struct_fields__}
     found: dict[str, tuple[str, str]] = {}
     config: str | None = None
@@ -196,7 +202,7 @@ def _read_flags(
 
 
 def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
-    """(key, the table it stands in, value): those before the tables, then those of `table`, which win."""
+    """Return (key, its table, value): first keys before the tables, then those of `table`, which win."""
     try:
         with open(path, "rb") as file:
             read = tomllib.load(file)
@@ -215,7 +221,9 @@ def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
 
 
 def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> Any:
-    """`source`: flag, variable or file and key, for the message.  `strict`: texts are not taken for numbers."""
+    """Return `value` as a `kind`.  Raises SettingsError.
+
+    `source`: flag, variable, or file and key, for the message.  `strict`: a text is not accepted as a number."""
     try:
         converted = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -237,7 +245,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _limits(kind: Any) -> list[str]:
-    """What a value must be, in words: ["a whole number", ">= 1"]."""
+    """Describe what a value must be: ["a whole number", ">= 1"]."""
     plain = _plain(kind)
     if typing.get_origin(plain) is typing.Literal:
         return ["one of " + " ".join(str(choice) for choice in typing.get_args(plain))]

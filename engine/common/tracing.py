@@ -1,18 +1,18 @@
-"""Traces: one from the HTTP request through the queue to the engine's steps, in OpenTelemetry's terms.
+"""Trace a request from HTTP through the queue to the engine's steps, in OpenTelemetry's terms.
 
-A gateway begins the span of a request and sends its W3C `traceparent` along in `Generate`; the engine that computes it
-adds spans of its own under it, after the fact, from the times it has measured anyway.  So nothing is carried around
-while tokens are made, and an untraced request costs a look at an empty string.
+A gateway begins the span of a request and sends its W3C `traceparent` in `Generate`.  The engine that computes the
+request adds its own spans under it afterwards, from times that it has measured anyway.  So no step carries a span
+along, and an untraced request costs a look at an empty string.
 
     chat MODEL                    gateway: from the request's arrival to its last byte
       admission                   gateway: from the encoded prompt to its place in the queue, or the refusal
       queue · prefill · decode    engine: in Redis and in its own queue; until the first token; until the last
-      resume                      engine: until it goes on with a sequence that was preempted, or that another one began
-      resume MODEL                gateway, any: a client that came back to its answer
+      resume                      engine: until it resumes a sequence that was preempted, or that another engine began
+      resume MODEL                gateway, any: a client that reconnected to its answer
 
 Off unless an endpoint is given, by `--otlp-endpoint` or by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT,
-OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; those for headers, timeout, sampler, batches and resource count in any case).  Spans
-leave in batches, from a thread of their own; what a collector does not take in time is dropped: nobody waits for it.
+OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; those for headers, timeout, sampler, batches and resource always apply).  A thread
+of its own sends spans in batches.  What a collector does not accept in time is dropped; no request waits for it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-if TYPE_CHECKING:  # the rest of OpenTelemetry is loaded where traces are on
+if TYPE_CHECKING:  # the rest of OpenTelemetry is imported only if traces are on
     from opentelemetry.sdk.trace import TracerProvider
 
 Value = str | int | float | bool | list[str]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 SAMPLER = "OTEL_TRACES_SAMPLER"
-CLOSE_S = 3.0  # a process that ends waits so long for what it has not sent yet
+CLOSE_S = 3.0  # how long a process that ends waits for its last spans to be sent
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -42,7 +42,7 @@ def _context(traceparent: str) -> Context:
 
 
 class Trace:
-    """The span of one request, where it began."""
+    """The span of one request, in the process that began it."""
 
     __slots__ = ("_span", "traceparent")
 
@@ -50,10 +50,10 @@ class Trace:
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, set_span_in_context(span))
         self._span = span
-        self.traceparent = carrier["traceparent"]  # what its children hang on
+        self.traceparent = carrier["traceparent"]  # the parent of further spans
 
     def end(self, attributes: Mapping[str, Value], error: str = "") -> None:
-        """It is over; `error` is a code that says why it failed."""
+        """End the span; `error`: the code of the request's failure, or ''."""
         self._span.set_attributes(attributes)
         _end(self._span, error, None)
 
@@ -66,18 +66,20 @@ def _end(span: Span, error: str, at_ns: int | None) -> None:
 
 
 class Tracing:
-    """The spans of one process.  Times are `time.monotonic` seconds."""
+    """Records the spans of one process.  Times are `time.monotonic` seconds."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        """None: off."""
+        """`provider` makes and exports the spans; None: traces are off."""
         self._provider = provider
         self._tracer: Tracer | None = provider.get_tracer("quire") if provider is not None else None
         self._epoch = time.time() - time.monotonic()
 
     @classmethod
     def start(cls, service: str, instance: str, endpoint: str, sample: float, environ: Mapping[str, str]) -> Tracing:
-        """For a process of this kind and name.  `sample` is the fraction of traces begun here that are kept; who
-        brings a trace has decided that already."""
+        """Return the tracing of a process of this kind and name; off without an endpoint.
+
+        `sample`: the fraction of traces begun here that are kept.  For a trace that a client began, the client has
+        decided."""
         if not endpoint and not any(environ.get(name) for name in ENDPOINTS):
             return cls()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -101,8 +103,9 @@ class Tracing:
         return self._tracer is not None
 
     def begin(self, name: str, traceparent: str, started: float, link: str = "") -> Trace | None:
-        """The span of a request that belongs under this `traceparent` ("": it begins a trace), and has to do with that
-        of `link`.  None where it is not traced."""
+        """Begin the span of a request under this `traceparent` ("": as a new trace); None if it is not traced.
+
+        `link`: the `traceparent` of a related span, or ''."""
         if self._tracer is None:
             return None
         links = [Link(get_current_span(_context(link)).get_span_context())] if link else None
@@ -119,7 +122,7 @@ class Tracing:
         attributes: Mapping[str, Value],
         error: str = "",
     ) -> None:
-        """A span that is over, under the one of `traceparent`; nothing without one."""
+        """Record a span that has ended, under the one of `traceparent`; nothing without a `traceparent`."""
         if self._tracer is None or not traceparent:
             return
         context = _context(traceparent)
@@ -130,9 +133,9 @@ class Tracing:
         return int((self._epoch + at) * 1e9)
 
     def close(self) -> None:
-        """Send what is left; waits CLOSE_S for a collector that does not answer, and no longer."""
+        """Send the remaining spans; wait at most CLOSE_S for a collector that does not answer."""
         if self._provider is not None:
-            # The provider's own time limit ends neither a request on its way nor what follows it.
+            # The provider's own time limit ends neither a request under way nor the next ones.
             leaving = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
             leaving.start()
             leaving.join(CLOSE_S)

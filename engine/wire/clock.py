@@ -1,4 +1,4 @@
-"""One time base for all processes: Redis' clock, as each process reckons it.
+"""Estimate Redis' clock in each process: one time base for all.
 
     gateway:  deadline = redis_ms() + timeout  ---- Redis time ---->  engine:  local_ms(deadline), then its own clock
 
@@ -8,8 +8,8 @@ Redis' TIME:
     sent ------------- TIME ------------- received      the offset is known to half the round trip
     |<------------- round trip ------------->|
 
-Of the last SAMPLES the one with the shortest round trip counts.  Two samples that cannot both be true mean that Redis'
-clock was set, or that another server answers: the older samples are dropped.
+Of the last SAMPLES the one with the shortest round trip counts.  If two samples contradict each other, Redis' clock was
+set, or another server answers: the older samples are dropped.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from collections.abc import Callable
 log = logging.getLogger("quire.bus")
 
 SAMPLES = 32
-SLACK_MS = 20.0  # by which two samples may contradict each other: both clocks drift
-ALARM_S = 1.0  # a clock that is wrong by more than this is worth a line in the log
+SLACK_MS = 20.0  # two samples may contradict each other by this much: both clocks drift
+ALARM_S = 1.0  # a clock that is wrong by more than this gets a line in the log
 
 _STARTED_MS = time.time() * 1000 - time.monotonic() * 1000
 
 
 def steady_ms() -> int:
-    """Unix time in ms by this process's own clock, which goes on evenly when the machine's clock is set."""
+    """Return unix time in ms by this process's own clock, which runs evenly when the machine's clock is set."""
     return int(_STARTED_MS + time.monotonic() * 1000)
 
 
 class RedisClock:
-    """Redis' unix time, reckoned in this process.  Until the first sample it is this process's own."""
+    """Redis' unix time, as estimated in this process; before the first sample, this process's own."""
 
     def __init__(self, steady: Callable[[], float] | None = None, wall: Callable[[], float] = time.time) -> None:
-        """`steady`: ms that go on evenly; `wall`: this machine's unix time in seconds, only to be compared."""
+        """`steady`: a clock in ms that never jumps.  `wall`: this machine's unix time in seconds, for `skew_s` only."""
         self._steady = steady or (lambda: _STARTED_MS + time.monotonic() * 1000)
         self._wall = wall
         self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)  # (round trip, offset), ms
@@ -45,11 +45,11 @@ class RedisClock:
         self._alarmed = False
 
     def ticks(self) -> float:
-        """The time for sample(), ms."""
+        """Return the time that sample() expects, ms."""
         return self._steady()
 
     def sample(self, sent: float, redis_ms: int) -> None:
-        """A reply has just arrived to what was sent at ticks() `sent`; it carried Redis' clock."""
+        """Add a sample: the reply to a command of ticks() `sent` has just arrived with Redis' time `redis_ms`."""
         received = self._steady()
         trip, offset = received - sent, redis_ms + 0.5 - (sent + received) / 2
         if self._samples:
@@ -61,11 +61,11 @@ class RedisClock:
         self._alarm()
 
     def redis_ms(self) -> int:
-        """Unix time in ms by Redis' clock."""
+        """Return unix time in ms by Redis' clock."""
         return int(self._steady() + self._offset_ms)
 
     def local_ms(self, redis_ms: int) -> int:
-        """A time by Redis' clock, on this process's own (see steady_ms)."""
+        """Convert a time on Redis' clock to this process's own (see steady_ms)."""
         return int(redis_ms - self._offset_ms)
 
     @property

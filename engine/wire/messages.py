@@ -1,10 +1,10 @@
-"""What crosses the border between gateway and engine, in msgspec's MessagePack.
+"""Messages between gateway and engine, in msgspec's MessagePack.
 
-Rules that let two versions run side by side during a rolling upgrade:
-  * fields are only ever appended, each with a default, never renamed, reordered or retyped;
-  * an unknown map key (or a longer array) from a newer peer is ignored;
-  * golden bytes in tests/wire pin every message, so a change that breaks these rules turns CI red.
-Units are in the names or beside the field.  Nothing here imports more than msgspec.
+Rules that let two releases run at the same time during a rolling upgrade:
+  * fields are only ever appended, each with a default; they are never renamed, reordered or retyped;
+  * an unknown map key (or a longer array) from a newer process is ignored;
+  * golden bytes in tests/wire pin every message, so a change that breaks these rules fails the tests.
+Units are in the names or next to the field.  This module imports msgspec only.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Literal
 
 import msgspec
 
+# Raise it when a process of the earlier version would misread a message.  Appended fields leave it as it is.
+WIRE_VERSION = 1
+
+PRIORITIES = (-100, 100)  # first and last class; the lower class goes first
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one request's next token is chosen.  Already validated by whoever built it (`service/api.py`)."""
+    """How one request's tokens are sampled.  `service/api.py` has validated it."""
 
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
-    seed: int = 0  # 0..2**63-1; always set by the gateway, so that a replay samples the same tokens
+    seed: int = 0  # 0..2**63-1; the gateway always sets it, so that a replay samples the same tokens
     min_tokens: int = 0  # outputs before end-of-sequence and stop tokens may be sampled
     presence_penalty: float = 0.0  # -2..2, once per token already in the output
     frequency_penalty: float = 0.0  # -2..2, times its count in the output
@@ -33,7 +38,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # end the request, reason "stop"
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; k >= 0: of the chosen token and the k likeliest
-    prompt_logprobs: int = -1  # same, for every prompt token but the first; switches prefix reuse off
+    prompt_logprobs: int = -1  # the same for every prompt token except the first; switches prefix reuse off
 
 
 FOREVER_MS = 2**60  # a deadline that never comes
@@ -42,33 +47,34 @@ FOREVER_MS = 2**60  # a deadline that never comes
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     """One prompt to continue.  `n` continuations share one prefill and fork after it.
 
-    Continuation i draws by (sampling.seed, i): the first says what n = 1 would, and a larger n changes none before."""
+    Continuation i samples by (sampling.seed, i).  So the first equals that of n = 1, and a larger n changes no earlier
+    continuation."""
 
     id: str  # unique; every Delta of this request carries it
-    gateway: str  # whose token stream gets the answer
+    gateway: str  # its token stream gets the answer
     token_ids: list[int]  # never empty
     max_new_tokens: int  # >= 1, for each continuation
     sampling: Sampling
     deadline_ms: int  # unix time on Redis' clock; past it the engine finishes the request with "deadline"
-    cache_salt: str = ""  # a prefix is shared only under an equal salt
+    cache_salt: str = ""  # requests share a prefix only under an equal salt
     traceparent: str = ""
     n: int = 1
-    priority: int = 0  # lower goes earlier, -100..100
-    tenant: str = ""  # who pays for it: fairness is between tenants
-    weight: float = 1.0  # > 0: the tenant's share against the others'
+    priority: int = 0  # lower goes first, see PRIORITIES
+    tenant: str = ""  # its tokens are charged to this tenant: fairness is between tenants
+    weight: float = 1.0  # > 0: the tenant's share relative to other tenants
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
-    """Stop every continuation of a request, or one.  Unknown or finished ones are ignored."""
+    """Stop every continuation of a request, or one.  An unknown or finished one is ignored."""
 
     id: str
-    lost: bool = False  # it is somebody else's now: drop it without a word
-    index: int = -1  # which of the n continuations; -1: every one
+    lost: bool = False  # another engine has the request now: drop it without a Delta
+    index: int = -1  # which of the n continuations; -1: all of them
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one continuation; nothing follows it."""
+    """The end of one continuation; no Delta follows it."""
 
     reason: FinishReason
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
@@ -78,12 +84,12 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of one position, from the raw logits (before temperature, penalties and bias)."""
 
-    logprob: float  # of the token that was chosen (or, in a prompt, that stands there)
+    logprob: float  # of the sampled token, or of the prompt's token
     top: list[tuple[int, float]] = []  # (token id, logprob), likeliest first
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one continuation.  `first` is the output position of token_ids[0]: replays harmless, gaps visible."""
+    """Tokens of one continuation.  `first`, the output position of token_ids[0], shows replays and gaps."""
 
     id: str
     first: int
@@ -96,7 +102,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an engine tells every gateway about itself, each step.  Exchanges repeat it while a step lasts."""
+    """What an engine reports to every gateway in each step.  Exchanges repeat it while a step lasts."""
 
     engine: str
     model: str
@@ -105,51 +111,53 @@ class EngineLoad(msgspec.Struct, frozen=True):
     vocab_size: int
     block_size: int  # tokens
     total_blocks: int
-    free_blocks: int  # never used, or cached and idle: what a new request can have
+    free_blocks: int  # never used, or cached and idle: available to new requests
     cached_blocks: int  # the idle part of free_blocks that still holds a reusable prefix
     running: int  # sequences
-    waiting: int  # sequences inside the engine, not yet started or preempted
+    waiting: int  # sequences inside the engine that are preempted or not yet started
     waiting_tokens: int  # their prompt (and regenerated) tokens
-    time_ms: int  # unix time of this reading on the engine's own clock: others may only see that it changes
+    time_ms: int  # unix time of this reading on the engine's own clock: other processes may only see that it changes
     tokens_per_s: float = 0.0  # output tokens, moving average
     blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, moving average
-    preemptions: int = 0  # since start, as are all counts below
+    preemptions: int = 0  # since start, like all counts below
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
-    draining: bool = False  # takes no new work
-    predicted_peak_blocks: int = 0  # most blocks that what runs now is expected to hold at once, if nothing joins
+    draining: bool = False  # claims no new requests
+    predicted_peak_blocks: int = 0  # most blocks that the running sequences are expected to hold at once
     step_s: float = 0.0  # seconds from one step's results to the next one's, moving average over steps; 0: not known
     swapped: int = 0  # the waiting sequences whose KV blocks are in the host's memory
-    swap_preemptions: int = 0  # the preemptions since start that kept what was computed there
+    swap_preemptions: int = 0  # the preemptions since start that kept computed KV blocks there
     swapped_out_bytes: int = 0  # since start, to the host's memory
-    swapped_in_bytes: int = 0  # and back
-    paused: int = 0  # sequences that wait in place, with their blocks, because the pool is full; not in `running`
-    pauses: int = 0  # times that one began to
-    length_calibration: list[tuple[float, int, int]] = []  # (q, outputs judged, those of them no longer than what was
-    # foretold at their start as quantile q); where the forecast is right, their share is q
-    peaks_judged: int = 0  # bounds on what all running sequences would hold, compared with what they came to
-    peaks_passed: int = 0  # those of them that were passed
+    swapped_in_bytes: int = 0  # since start, back to the device
+    paused: int = 0  # sequences that keep their blocks and wait because the pool is full; not in `running`
+    pauses: int = 0  # how often a sequence began to wait like that
+    # Forecast accuracy: (q, outputs judged, those of them no longer than quantile q as predicted at their start).  If
+    # the forecast is right, their share is q.
+    length_calibration: list[tuple[float, int, int]] = []
+    peaks_judged: int = 0  # bounds on the blocks of all running sequences, compared with the blocks they held
+    peaks_passed: int = 0  # those bounds that were exceeded
     peaks_bound_blocks: int = 0  # sum of the bounds
-    peaks_blocks: int = 0  # sum of what was held
-    audits: int = 0  # of the books of its blocks since start, whole or sampled
-    alarms: int = 0  # of these, those that found something wrong
-    yields: int = 0  # preemptions since start that made room for a tenant that held less than its share
+    peaks_blocks: int = 0  # sum of the blocks held
+    audits: int = 0  # audits of the block accounting since start, whole or sampled
+    alarms: int = 0  # the audits that found an accounting error
+    yields: int = 0  # preemptions for fairness since start: they made room for a tenant below its share
     crowd: list[str] = []  # tenants that hold their share of its KV cache or more
-    yield_tokens: int = 0  # prompt tokens of others that could start at once: the crowd's newest would yield
+    # Prompt tokens of other tenants that could start at once, if the crowd's newest sequences were preempted.
+    yield_tokens: int = 0
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
-    """Everything one step of one engine has for one gateway: one stream entry."""
+    """Everything that one step of one engine sends to one gateway: one stream entry."""
 
     engine: str
     deltas: list[Delta]
     load: EngineLoad | None = None
 
     def split(self, count: int) -> list[TokenBatch]:
-        """Return batches of at most `count` deltas in the same order, at least one; the last one has the load."""
+        """Return at least one batch, each of at most `count` deltas, in the same order; the last one has the load."""
         if len(self.deltas) <= count:
             return [self]
         parts = [self.deltas[at : at + count] for at in range(0, len(self.deltas), count)]
@@ -157,10 +165,7 @@ class TokenBatch(msgspec.Struct, frozen=True):
 
 
 class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that requests begin with, kept so that an engine may compute their keys and values before it serves."""
+    """Tokens with which requests begin, kept so that an engine can compute their keys and values before it serves."""
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
-
-
-Order = Generate | Abort

@@ -1,7 +1,7 @@
-"""Classifies errors of Redis by what can mend them, over the versions of the server and of redis-py.
+"""Classify errors of Redis by their remedy, over the supported versions of the server and of redis-py.
 
-Redis 6.2 puts the code of an error inside a script into the text of a general one; Redis 7 and Valkey pass it on.
-redis-py cuts the codes that it knows off the text and raises a class of its own instead.  So both are looked at.
+Redis 6.2 puts the code of an error inside a script into the text of a general error; Redis 7 and Valkey pass it on.
+redis-py cuts the codes that it knows off the text, and raises a class of its own instead.  So this looks at both.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from redis import exceptions
 
 
 class Remedy(enum.Enum):
-    """What makes the next try succeed."""
+    """What makes the next attempt succeed."""
 
     WAIT = enum.auto()  # the same server will serve again: it is full, loading, busy, or its disk fails
     RECONNECT = enum.auto()  # new connections: another server may answer at this address by now
-    UNKNOWN = enum.auto()  # perhaps time, perhaps nothing: worth a bounded number of tries, and a line in the log
+    UNKNOWN = enum.auto()  # perhaps time, perhaps nothing: retry for a bounded time, and log it
     OPERATOR = enum.auto()  # a valid password, or more rights for this user
-    NONE = enum.auto()  # nothing: the program is wrong, or another process has taken its place
+    NONE = enum.auto()  # nothing: the program has a bug, or another process has taken its place
 
 
 CODES = {
@@ -32,7 +32,7 @@ CODES = {
     "READONLY": Remedy.RECONNECT,
     "UNBLOCKED": Remedy.RECONNECT,
     "MASTERDOWN": Remedy.RECONNECT,
-    "NOREPLICAS": Remedy.RECONNECT,  # perhaps cut off from its replicas, one of which was promoted
+    "NOREPLICAS": Remedy.RECONNECT,  # perhaps disconnected from its replicas, of which one was promoted
     "CLUSTERDOWN": Remedy.RECONNECT,
     "MOVED": Remedy.RECONNECT,
     "ASK": Remedy.RECONNECT,
@@ -44,7 +44,7 @@ CODES = {
     "NOSCRIPT": Remedy.NONE,
     "CROSSSLOT": Remedy.NONE,
 }
-# Looked for in order: the first class that fits gives the code.  A class inherits from those below it.
+# Searched in order: the first class that fits gives the code.  A class inherits from those below it.
 CLASSES: list[tuple[type[Exception], str]] = [
     (exceptions.OutOfMemoryError, "OOM"),
     (exceptions.ReadOnlyError, "READONLY"),
@@ -62,7 +62,7 @@ CLASSES: list[tuple[type[Exception], str]] = [
     (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
     (exceptions.AuthenticationError, "WRONGPASS"),
 ]
-# Of the general code ERR, in any version's words: what no server will ever accept.
+# Texts under the general code ERR, of any version, for commands that no server will ever accept.
 HOPELESS = re.compile(r"(?i)wrong number of arg|unknown (redis )?command|error compiling script|syntax error")
 # "Error running script (call to f_SHA): @user_script:5: @user_script: 5: -OOM command not allowed ..."
 WRAPPED = re.compile(r"^Error running script .*?@user_script: ?\d+: -?([A-Z]{3,})\b")
@@ -70,7 +70,7 @@ PLAIN = re.compile(r"^([A-Z]{3,})\b")
 
 
 def code_of(error: Exception) -> str:
-    """The code of an error reply, such as "OOM"; "ERR" for the general one; "" for what is no reply."""
+    """Return the code of an error reply, such as "OOM"; "ERR" for the general one; "" for an error without a reply."""
     if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, exceptions.RedisError):
         error = error.__cause__  # the reply to redis-py's own first command on a connection
     for kind, code in CLASSES:
@@ -84,7 +84,7 @@ def code_of(error: Exception) -> str:
 
 
 def remedy(error: Exception) -> Remedy:
-    """What can mend this error of a command, raised by redis-py or by the operating system."""
+    """Return the remedy of a command's error, raised by redis-py or by the operating system."""
     code = code_of(error)
     if code in CODES:
         return CODES[code]
@@ -95,7 +95,7 @@ def remedy(error: Exception) -> Remedy:
 
 
 def one_line(error: Exception) -> str:
-    """The error with its code, in one line."""
+    """Return the error with its code, in one line."""
     text, code = " ".join(str(error).split()), code_of(error)
     if not text:
         return "no answer" if isinstance(error, TimeoutError) else type(error).__name__

@@ -1,10 +1,10 @@
-"""The token log as values: what an engine enters in it, and what comes out of it.
+"""The token log as values: what an engine enters in the logs, and what readers get.
 
 log:ID:I            | 4 bytes | 4 bytes | ...       token ids, little endian, from output position 0
-log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one for each of them, where asked for
+log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one for each token, if asked for
 
-What an exchange says stands in the engine's tail first, as it was sent, which costs next to nothing; all that a
-continuation has said in TAIL exchanges is then entered in its log in one piece (see "The token log" in `keys.py`).
+An exchange's tokens first stand in the engine's tail, as they were sent, which costs next to nothing.  After TAIL
+exchanges all tokens of a continuation are entered in its log in one piece ("The token log" in `redis/KEYS.md`).
 
     0 ............ base ............ logged .................. end
     | earlier engines'  | in the log       | in the tail, or to be sent now |
@@ -18,12 +18,12 @@ from array import array
 
 import msgspec
 
-from engine.wire.keys import TAIL, TAIL_BYTES
+from engine.wire.layout import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 
 TOKEN_BYTES = 4
 
-Head = tuple[int, list[TokenLogprob] | None]  # what the Delta with first == 0 said beside its tokens
+Head = tuple[int, list[TokenLogprob] | None]  # cached tokens and prompt logprobs, of the Delta with first == 0
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
@@ -32,27 +32,27 @@ _decode_logprob = msgspec.msgpack.Decoder(TokenLogprob).decode
 
 
 class LoggedOutput(msgspec.Struct, frozen=True):
-    """One continuation as the log has it: all that its clients can have seen, and no token more."""
+    """One continuation as the log has it: everything that its clients can have seen, and no token more."""
 
     token_ids: list[int]  # from output position 0
-    finish: Finish | None = None  # None: it goes on, or waits to be continued
-    logprobs: list[TokenLogprob] | None = None  # one for each token id, where asked for
+    finish: Finish | None = None  # None: it is being computed, or waits for an engine
+    logprobs: list[TokenLogprob] | None = None  # one for each token id, if asked for
     cached_tokens: int = 0  # the next two as in the Delta with first == 0
     prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Entries(msgspec.Struct, frozen=True):
-    """What an exchange enters in logs."""
+    """What one exchange enters in the logs."""
 
     pieces: list[str | int]  # request id, continuation, output position of the first token, how many tokens, ...
-    tokens: bytes  # all of those, TOKEN_BYTES each
-    extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value): most have none
-    whole: bool  # this is all that was said and not entered before: nothing is left of the tail
-    outputs: list[_Output]  # whose these are
+    tokens: bytes  # the tokens of all pieces, TOKEN_BYTES each
+    extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value): mostly empty
+    whole: bool  # the pieces contain everything not yet entered, so nothing is left of the tail
+    outputs: list[_Output]  # the continuations of the pieces and extras
 
 
 class _Output:
-    """What one continuation has said since this engine has it."""
+    """The output of one continuation since this engine holds it."""
 
     __slots__ = ("base", "end", "fields", "fields_logged", "id", "index", "logged", "logprobs", "tokens")
 
@@ -60,15 +60,15 @@ class _Output:
         self.id, self.index = request_id, index
         self.base = self.logged = self.end = base  # output positions
         self.tokens = array("I")  # from `base` on
-        self.logprobs: list[bytes] = []  # of the same tokens, where asked for
+        self.logprobs: list[bytes] = []  # of the same tokens, if asked for
         self.fields: list[tuple[str, bytes]] = []  # of its log
         self.fields_logged = 0
 
     def add(self, delta: Delta) -> bool:
-        """Says whether this belongs in the log at once."""
+        """Append the Delta; return whether it belongs in the log at once."""
         known = self.end - delta.first
         if known < 0:
-            raise ValueError(f"{self.id}: tokens from {delta.first} on follow on {self.end}")
+            raise ValueError(f"{self.id}: a Delta begins at output position {delta.first}, {self.end} is next")
         self.tokens.fromlist(delta.token_ids[known:] if known else delta.token_ids)
         self.end = self.base + len(self.tokens)
         if delta.finish is None and delta.logprobs is None and delta.first:
@@ -87,31 +87,32 @@ class _Output:
 
 
 class Journal:
-    """What an engine has said of the requests it holds, and how much of that stands in their logs.
+    """Records the output of the requests that an engine holds, and how much of it stands in their logs.
 
-    It keeps all of it, 4 bytes a token, so that what Redis loses can be sent again."""
+    It keeps all of it, 4 bytes a token, so that the engine can send again what Redis loses."""
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], _Output] = {}
         self._counts: dict[str, int] = {}  # continuations of each request
-        self._due: dict[_Output, None] = {}  # belong in the log at once
-        self._tail = self._tail_bytes = 0  # exchanges there, and the bytes of their batches
+        self._due: dict[_Output, None] = {}  # outputs that belong in the log at once
+        self._tail = self._tail_bytes = 0  # exchanges in the tail, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
-        """The engine has claimed a request; so many tokens of each continuation are in its log."""
+        """Add a claimed request; `lengths`: tokens of each continuation that are in its log."""
         self._counts[request_id] = len(lengths)
         for index, length in enumerate(lengths):
             self._outputs[request_id, index] = _Output(request_id, index, length)
 
     def forget(self, request_ids: list[str]) -> None:
-        """It holds them no more."""
+        """Remove requests that the engine holds no more."""
         for request_id in request_ids:
             for index in range(self._counts.pop(request_id, 0)):
                 self._due.pop(self._outputs.pop((request_id, index)), None)
 
     def rewind(self, request_id: str, lengths: list[int]) -> bool:
-        """So many tokens of each continuation are in its log, whatever was entered: the rest is due again.  False: it
-        is not to be had here."""
+        """Make everything due again beyond what the log has: `lengths` tokens of each continuation.
+
+        Returns False if this engine does not have the missing tokens."""
         outputs = [self._outputs[request_id, index] for index in range(self._counts[request_id])]
         if any(not output.base <= length <= output.end for output, length in zip(outputs, lengths, strict=True)):
             return False
@@ -121,19 +122,19 @@ class Journal:
         return True
 
     def add(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
-        """It says this, each Delta to one gateway, and has finished these requests; some may not be held any more."""
+        """Record the batches of one exchange and its `finished` requests; ignore requests that are not held."""
         outputs, due = self._outputs, self._due
         for _, batch in batches:
             for delta in batch.deltas:
                 output = outputs.get((delta.id, delta.index))
                 if output is not None and output.add(delta):
                     due[output] = None
-        for request_id in finished:  # it may not have said so: nobody listens to one that was withdrawn
+        for request_id in finished:  # there may be no Finish: a withdrawn request has no listeners
             for index in range(self._counts.get(request_id, 0)):
                 due[outputs[request_id, index]] = None
 
     def due(self, batches: list[tuple[str, TokenBatch]]) -> Entries:
-        """What the exchange that sends these batches, added before, is to enter."""
+        """Return what the exchange that sends these batches enters in the logs.  add() them first."""
         whole = not batches or self._tail >= TAIL or self._tail_bytes >= TAIL_BYTES
         outputs = [
             output
@@ -156,7 +157,7 @@ class Journal:
         return Entries(pieces, tokens.tobytes(), extras, whole, outputs)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
-        """That exchange has succeeded.  It added batches of so many bytes to the tail."""
+        """Record that the exchange with these entries succeeded and added `tail_bytes` bytes to the tail."""
         self._tail_bytes = 0 if entries.whole else self._tail_bytes + tail_bytes
         for output in entries.outputs:
             output.logged, output.fields_logged = output.end, len(output.fields)
@@ -166,7 +167,7 @@ class Journal:
 def read(
     tokens: bytes | None, finish: bytes | None, head: bytes | None = None, logprobs: list[bytes] | None = None
 ) -> LoggedOutput:
-    """What Redis has of one continuation; None for what it has not."""
+    """Decode what Redis has of one continuation; None stands for what it does not have."""
     cached_tokens, prompt_logprobs = _decode_head(head) if head is not None else (0, None)
     return LoggedOutput(
         list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)) if tokens else [],

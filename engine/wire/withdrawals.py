@@ -1,6 +1,6 @@
-"""The withdrawals that a gateway owes Redis, and the one task that sends them.
+"""Keep the withdrawals that a gateway owes Redis, and send them from one task.
 
-However many streams end at once, each script withdraws SCRIPT_COUNT of them at most: Redis stays free for others
+However many streams end at once, each script withdraws at most SCRIPT_COUNT of them.  So Redis serves other commands
 between two scripts, and the gateway sends each id once.
 """
 
@@ -32,16 +32,16 @@ class Withdrawals:
         return len(self._owed)
 
     def add(self, *withdrawals: Withdrawal) -> None:
-        """Note what is owed, without sending it before the next wake()."""
+        """Add withdrawals that the next wake() sends."""
         self._owed.update(dict.fromkeys(withdrawals))
 
     def wake(self) -> None:
-        """Start to send what is owed, unless that is under way."""
+        """Start to send the owed withdrawals, unless that is under way."""
         if self._owed and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run(), name="withdraw")
 
     async def sent(self) -> None:
-        """Wait until nothing is owed, or the sender has given up for now."""
+        """Wait until no withdrawal is owed, or the sender has given up for now."""
         if self._task is not None:
             await asyncio.wait([self._task])
 

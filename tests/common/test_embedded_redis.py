@@ -1,4 +1,4 @@
-"""The private Redis server: private, persistent, and gone with its owner."""
+"""The embedded Redis server is private and persistent, and ends with its owner."""
 
 from __future__ import annotations
 

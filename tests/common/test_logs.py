@@ -1,4 +1,4 @@
-"""One line a record, for a terminal or for a collector."""
+"""Log lines: one a record, for a terminal or for a collector."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import bus
-from engine.wire.bus import GatewaySide
+from engine.wire import link
+from engine.wire.gateway_side import GatewaySide
 from service.app import Gateway
 from service.config import GatewayConfig
 from service.metrics import Telemetry
@@ -94,8 +94,8 @@ async def serve(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may take as long as a busy machine makes it; it is not what is tested."""
-    monkeypatch.setattr(bus, "PATIENCE_S", 60.0)
-    monkeypatch.setitem(bus._Link.script.__kwdefaults__, "patience_s", 60.0)
+    monkeypatch.setattr(link, "PATIENCE_S", 60.0)
+    monkeypatch.setitem(link.Link.run_script.__kwdefaults__, "patience_s", 60.0)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A bus on the shared server, and one on a server that a test may stop, fill or break."""
+"""Fixtures: a bus on the shared server, and one on a server that a test may stop, fill or break."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What `GatewaySide` does of promises, once more and in plain Python, on any clock."""
+"""A plain Python model of the retry promises that `promise.lua` gives, on any clock."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
-from engine.wire.bus import RetryTerms
-from engine.wire.keys import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
+from engine.wire.layout import CAME_OUTLIERS, CAME_S, PROMISE_MS, PUNCTUAL_MS
+from engine.wire.records import RetryTerms
 
 
 class Book:

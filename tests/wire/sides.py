@@ -1,4 +1,4 @@
-"""Requests, loads and batches to send over a bus, and both of its sides on one server."""
+"""Helpers: requests, loads and batches to send over a bus, and both of its sides on one server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engine.wire.bus import EngineSide, ExchangeReply, GatewaySide
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from engine.wire.records import ExchangeReply
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
 

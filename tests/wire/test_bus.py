@@ -1,4 +1,4 @@
-"""The bus against a real Redis server: several gateways and engines, deaths, lost replies, restarts, full memory."""
+"""Both sides of the bus on a real Redis: several gateways and engines, deaths, lost replies, full memory, versions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import READ_DELTAS, BusDown, EngineSide, ExchangeReply, GatewaySide
-from engine.wire.keys import OUTPUT_COST
-from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from engine.common.errors import OperatorError
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import READ_DELTAS, GatewaySide
+from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
+from engine.wire.link import BusDown, VersionMismatch
+from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from engine.wire.records import ExchangeReply
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
 
 pytestmark = pytest.mark.every_redis
 
-KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage")  # a few bytes a tenant
+KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage", b"layout")  # a few bytes a tenant
 
 
 async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
@@ -621,3 +625,25 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
                 break
     task.cancel()
     assert len(set(seen)) == 8
+
+
+@pytest.mark.parametrize("fields", [{"redis": 2}, {"wire": 2}, {"redis": 2, "wire": 3}])
+async def test_processes_of_another_version_refuse_to_start_in_one_line(
+    redis_server: EmbeddedRedis, bus: Bus, fields: dict[str, int]
+) -> None:
+    await bus.gateway("g1")
+    await bus.engine("e1")  # of the same version
+    with redis.Redis.from_url(redis_server.url) as client:
+        key = f"{{{bus.namespace}}}:layout"
+        assert client.hgetall(key) == {b"redis": b"%d" % LAYOUT_VERSION, b"wire": b"%d" % WIRE_VERSION}
+        client.hset(key, mapping=fields)
+        for opening in (bus.gateway, bus.engine):
+            with pytest.raises(VersionMismatch) as caught:
+                await opening("new")
+            line = str(caught.value)
+            assert "\n" not in line
+            assert f"holds Redis layout {fields.get('redis', 1)} and wire {fields.get('wire', 1)}" in line
+            assert f"this process has Redis layout {LAYOUT_VERSION} and wire {WIRE_VERSION}" in line
+        assert isinstance(caught.value, OperatorError)
+        client.delete(key)
+    await bus.gateway("g2")

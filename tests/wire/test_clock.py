@@ -1,4 +1,4 @@
-"""Each process reckons Redis' clock from replies, whatever its own clock says."""
+"""Each process estimates Redis' clock from replies, whatever its own clock says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of hot prefixes in a real Redis: counted, decayed, bounded, and safe to die of."""
+"""The store of hot prefixes in a real Redis: counted, decayed, bounded, and deadly to one start at most."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.hot_prefixes import NOTED
 from engine.wire import hot_prefix_store
-from engine.wire.bus import BusDown, EngineSide
+from engine.wire.engine_side import EngineSide
 from engine.wire.hot_prefix_store import FADED, HALF_LIFE_MS, MANIFEST_MS, MOST, MOST_BYTES, NEWS_BYTES, Reuse
+from engine.wire.link import BusDown
 from engine.wire.messages import HotPrefix
 from engine.wire.scripts import Script
 from engine.wire.token_log import TOKEN_BYTES

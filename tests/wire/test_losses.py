@@ -1,6 +1,6 @@
-"""Redis loses what it had acknowledged: an append-only file cut short, a failover to a replica that lagged behind.
+"""Redis loses acknowledged data: a truncated append-only file, a failover to a replica that lagged behind.
 
-No token may shift, come twice or be missing: the log has each at its position, whoever says it in the end."""
+No token may shift, repeat or be missing: the log has each at its position, whichever engine computes it in the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide, ExchangeReply, GatewaySide
-from engine.wire.keys import TAIL
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import TAIL
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.records import ExchangeReply
 from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read
 

@@ -1,4 +1,4 @@
-"""A name that leads to another server while old connections stay open and answer: every connection follows."""
+"""A name moves to another server while old connections stay open and answer: every connection follows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import bus as wire
-from engine.wire.bus import BusDown
+from engine.wire import link
+from engine.wire.link import BusDown
 from tests.system.chaos.proxy import Proxy
 from tests.wire.sides import Bus, batch, generate, ids, load, read, take
 
@@ -57,7 +57,7 @@ async def name(own_server: EmbeddedRedis, redis_binary: Path, namespace: str) ->
 @pytest.mark.parametrize("how", ["demoted before", "demoted after", "frozen"])
 async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Demoted before: new connections lead to the old server for a moment.  Frozen: it does not answer at all."""
-    monkeypatch.setattr(wire, "BLOCK_MS", 60_000)  # nothing here may come of a wait that ends by itself
+    monkeypatch.setattr(link, "BLOCK_MS", 60_000)  # nothing here may come of a wait that ends by itself
     async with Proxy(name.dial) as proxy, asyncio.timeout(60):
         bus = Bus(f"redis://127.0.0.1:{proxy.port}/0", name.namespace)
         try:

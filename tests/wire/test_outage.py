@@ -1,4 +1,4 @@
-"""Redis goes away under an engine that runs: generation goes on, and nothing said is lost."""
+"""Redis stops answering a running engine: generation continues, and no output is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from engine.loop import BusThread, Engine
-from engine.wire.bus import BusDown, GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate, Sampling
 from tests.wire.sides import Bus
 

@@ -1,9 +1,10 @@
-"""Who is refused is told when to return, by whichever gateway, and is known when they do."""
+"""A refused request gets a time to return from any gateway, and is recognised when it returns."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import GatewaySide, RetryTerms
-from engine.wire.keys import CAME_MS, CAME_S, PROMISE_MS
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import CAME_MS, CAME_S, PROMISE_MS
 from engine.wire.messages import Generate, Sampling
+from engine.wire.records import RetryTerms
 from tests.wire.promises import Book
 
 TERMS = RetryTerms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, least_shares=(0.1, 0.5))
@@ -22,7 +24,7 @@ TERMS = RetryTerms(pace=50.0, full_pace=50.0, least_ms=500, most_ms=60_000, leas
 
 def asked(name: str, tokens: int = 10, tenant: str = "", weight: float = 1.0) -> Generate:
     """A new attempt of request `name`: ids, seeds and deadlines differ between attempts, what is asked does not."""
-    prompt = [hash(name) % 10_007] * tokens
+    prompt = [zlib.crc32(name.encode()) % 10_007] * tokens
     later = time.time_ns()
     due_ms = later // 1_000_000 + 60_000
     return Generate(f"r{later}", "g", prompt, 5, Sampling(seed=later), due_ms, tenant=tenant, weight=weight)

@@ -1,4 +1,4 @@
-"""Which errors of Redis are met with patience, with a new connection or with the truth, on every server."""
+"""Which errors of Redis cause a wait, a new connection or a one-line error, on every supported server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import redis
 from redis import exceptions
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import bus as wire
-from engine.wire.bus import BusDown, EngineSide
+from engine.wire import engine_side, link
+from engine.wire.engine_side import EngineSide
+from engine.wire.link import BusDown
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import Script
 from tests.wire.sides import Bus, load
@@ -141,7 +142,7 @@ async def test_a_wrong_password_is_one_line_at_once(own_server: EmbeddedRedis, o
                         await opening(url=url)
                     assert "\n" not in str(caught.value)
                     assert "wrong" not in str(caught.value).partition("WRONGPASS")[0], "the password"
-                    assert asyncio.get_running_loop().time() - began < wire.PATIENCE_S, "waited all the same"
+                    assert asyncio.get_running_loop().time() - began < link.PATIENCE_S, "waited all the same"
         finally:
             client.config_set("requirepass", "")
 
@@ -152,9 +153,9 @@ FAULTY = Script("return nil + 1")
 async def test_a_fault_of_ours_is_logged_and_ends_an_endless_try(
     own_bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wire, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(link, "GIVE_UP_S", 0.3)
     engine = await own_bus.engine()
-    monkeypatch.setattr(wire, "EXCHANGE", FAULTY)
+    monkeypatch.setattr(engine_side, "EXCHANGE", FAULTY)
     with caplog.at_level(logging.ERROR), pytest.raises(BusDown, match="arithmetic on a nil value"):
         async with asyncio.timeout(20):
             await engine.exchange([], [], load("e1"), 0, 0)
@@ -165,7 +166,7 @@ async def test_a_fault_of_ours_is_logged_and_ends_an_endless_try(
 async def test_an_engine_waits_for_longer_where_time_mends_it(
     own_server: EmbeddedRedis, own_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(link, "GIVE_UP_S", 0.3)
     engine: EngineSide = await own_bus.engine()
     with redis.Redis.from_url(own_server.url) as client:
         client.replicaof("127.0.0.1", "9")

@@ -1,4 +1,4 @@
-"""Which requests count as deadly, who runs them, and what the rest of the fleet does meanwhile."""
+"""Which requests become suspects, which engine runs them, and what the other engines do meanwhile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide, GatewaySide
-from engine.wire.keys import AWAY_MS
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import AWAY_MS
 from tests.wire.sides import Bus, batch, generate, ids, load, take
 
 

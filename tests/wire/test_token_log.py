@@ -1,4 +1,4 @@
-"""The token log: what a client may have seen outlives engine and gateway, and only one engine may add to it."""
+"""The token log: what a client may have seen survives engine and gateway, and only one engine may append to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import token_log
-from engine.wire.bus import Attached, DuplicateRequest, EngineSide, IdempotencyKey, Usage
-from engine.wire.keys import TAIL, TAIL_BYTES
+from engine.wire.engine_side import EngineSide
+from engine.wire.layout import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, Usage
 from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
 

@@ -1,4 +1,4 @@
-"""Withdrawals of streams that end at once: bounded scripts, each id once, and nothing owed is forgotten."""
+"""Many streams end at once: withdrawals go out in bounded scripts, each id once, and none is forgotten."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import redis
 
-from engine.wire import bus as wire
-from engine.wire.bus import GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown, Link
 from engine.wire.scripts import CANCEL, Script
 from engine.wire.withdrawals import SCRIPT_COUNT, Withdrawal, Withdrawals
 from tests.wire.sides import Bus, generate
@@ -18,14 +18,14 @@ from tests.wire.sides import Bus, generate
 def scripts(gateway: GatewaySide) -> list[list[str]]:
     """The ids of each CANCEL script that the gateway sends from now on."""
     sent: list[list[str]] = []
-    original = gateway._link.script
+    original = gateway._link.run_script
 
     async def script(one: Script, *args: Any, **options: Any) -> Any:
         if one is CANCEL:
             sent.append([str(word) for word in args[1::2]])
         return await original(one, *args, **options)
 
-    gateway._link.script = script  # type: ignore[method-assign]
+    gateway._link.run_script = script  # type: ignore[method-assign]
     return sent
 
 
@@ -45,23 +45,23 @@ async def test_streams_that_end_at_once_are_withdrawn_once_each_in_bounded_scrip
 async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(wire._Link.script.__kwdefaults__, "patience_s", 0.1)
+    monkeypatch.setitem(Link.run_script.__kwdefaults__, "patience_s", 0.1)
     gateway = await bus.gateway()
     await gateway.submit(generate("a"))
-    original = gateway._link.script
+    original = gateway._link.run_script
 
     async def script(one: Script, *args: Any, **options: Any) -> Any:
         if one is CANCEL:
-            raise wire.BusDown("gone")
+            raise BusDown("gone")
         return await original(one, *args, **options)
 
-    gateway._link.script = script  # type: ignore[method-assign]
+    gateway._link.run_script = script  # type: ignore[method-assign]
     await gateway.cancel("a")
     gateway.withdraw("b")
     await gateway.withdrawn()
     with redis.Redis.from_url(bus.url) as client:
         assert client.hlen(f"{{{bus.namespace}}}:waiting") == 1
-    gateway._link.script = original  # type: ignore[method-assign]
+    gateway._link.run_script = original  # type: ignore[method-assign]
     await gateway.fleet()
     await gateway.withdrawn()
     assert (await gateway.fleet()).queued == 0

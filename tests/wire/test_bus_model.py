@@ -1,6 +1,7 @@
-"""The books of queue and token logs against a shadow model: any order of submit, claim, cancel, finish, lapse and
-return, by tenants of different weights and in different priority classes; zombies that go on talking; suspects and
-their trials."""
+"""Queue, token logs and usage against a model, over any order of submit, claim, cancel, finish, lapse and return.
+
+Tenants have different weights, requests different priorities.  Engines keep sending after their lease has lapsed.
+Suspects have trials."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide, GatewaySide
-from engine.wire.keys import MAX_ATTEMPTS, OUTPUT_COST
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from engine.wire.token_log import LoggedOutput
 
@@ -28,7 +30,7 @@ def load(engine: str) -> EngineLoad:
     return EngineLoad(engine, "m", "f", 4096, 32000, 16, 100, 100, 0, 0, 0, 0, 0)
 
 
-class Books(RuleBasedStateMachine):
+class BusModel(RuleBasedStateMachine):
     """The model: arrival order, who waits, who holds what, what a lapsed engine still believes it has, the tenants'
     counters (VTC's algorithm, written down once more), what each request has said, and who is suspected of what."""
 
@@ -290,7 +292,7 @@ class Books(RuleBasedStateMachine):
         self.stale.add(name)
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_model_agrees(self) -> None:
         fleet = self.run(self.gateway.fleet())
         assert fleet.queued == len(self.waiting)
         assert fleet.queued_tokens == sum(self.tokens[name] for name in self.waiting)
@@ -317,10 +319,10 @@ class Books(RuleBasedStateMachine):
             assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
 
 
-def test_the_books_balance_in_any_order(redis_server: EmbeddedRedis) -> None:
-    Books.server = redis_server
+def test_the_model_agrees_in_any_order(redis_server: EmbeddedRedis) -> None:
+    BusModel.server = redis_server
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Books,
+        BusModel,
         settings=settings(
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),

@@ -1,0 +1,300 @@
+"""An engine's side of the bus: one exchange a step, the bell, and what the engine holds.
+
+step's batches, load ---> exchange() ---> Redis: streams, tail and logs, lease, queue
+requests, aborts     <---     |
+                              +-- refused: the lease lapsed or Redis lost data ---> _rejoin(), then again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError, ResponseError
+
+from engine.wire import link, token_log
+from engine.wire.clock import RedisClock
+from engine.wire.hot_prefix_store import Manifest
+from engine.wire.link import BusDown, Link
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
+from engine.wire.records import ExchangeReply
+from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
+
+AUDIT_S = 60  # how long the finding of an audit stays in Redis
+
+
+class EngineSide:
+    """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
+
+    def __init__(self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000) -> None:
+        """Connect to nothing yet.  Raises BusDown for a malformed URL.  `url`: redis://, rediss:// or unix://."""
+        self._engine = engine
+        self._lease_ms = lease_ms
+        self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
+        self.clock = RedisClock()  # every exchange() adds a sample
+        self._bell = self._link.redis.pubsub()
+        self._bell_stale = False  # it may listen at a server that was demoted
+        self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
+        self.manifest = Manifest(self._link.run_script, engine)
+        self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
+        self._seq = 0  # of the last exchange
+        self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
+        self._epoch = "0"  # of the lease; another one in Redis means that the lease lapsed
+        self._registered = False
+        self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
+        self._journal = token_log.Journal()
+        self._routes: dict[str, list[str]] = {}  # id -> listeners, where they are not just the request's own gateway
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Generate).decode
+
+    async def open(self) -> None:
+        """Connect and check versions; return what an earlier process of this name held to the queue's head.
+
+        The engine belongs to the fleet from its first exchange on.  Raises BusDown.
+        """
+        await self._link.check()
+        self._epoch = (await self._link.run_script(OPEN, self._engine, self._session)).decode()
+        self._registered = True
+        await self._link.retry(self._listen, link.PATIENCE_S)
+
+    async def close(self, *, died: bool = False) -> None:
+        """Give the lease up; what the engine still holds returns to the queue's head.
+
+        Never raises BusDown: while Redis does not answer, the lease lapses by itself, to the same effect.  `died`: the
+        engine failed, so each request it holds counts an attempt, as after a lapse."""
+        if self._registered:
+            self._registered = False
+            with contextlib.suppress(BusDown):
+                await self._link.run_script(CLOSE, self._engine, self._session, int(died))
+        await self._bell.aclose()  # type: ignore[no-untyped-call]
+        await self._link.close()
+
+    # -------------------------------------------------------------------------------------------------- exchange
+    async def exchange(
+        self,
+        batches: list[tuple[str, TokenBatch]],
+        finished: list[str],
+        load: EngineLoad,
+        room_tokens: int,
+        room_requests: int,
+    ) -> ExchangeReply:
+        """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
+
+        Appends each (gateway, batch) to the gateway's stream and its tokens to the log, and charges the tenants for
+        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order while prompts fit
+        `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share: the whole queue divided by
+        the number of engines, rounded up.  A request past its deadline is not claimed: it ends, and its gateway
+        receives that.  Retries with backoff while Redis does not answer; never loses or repeats a batch.
+
+        If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
+        `lost`).  It sends again what the remaining logs lack.
+
+        Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
+        one at a time.  Cancelling it leaves open what it did, and only close() may follow.
+        """
+        lost: list[str] = []
+        self._journal.add(batches, finished)
+        while (reply := await self._send(batches, finished, load, room_tokens, room_requests)) is None:
+            gone = set(await self._rejoin(load))
+            lost += gone
+            batches = [
+                (
+                    gateway,
+                    msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id not in gone]),
+                )
+                for gateway, batch in batches
+            ]
+            finished = [request_id for request_id in finished if request_id not in gone]
+        self._forget(finished)
+        works, orders, queued, engines, _ = reply
+        self.queue_share = queued / max(1, engines)
+        received = ExchangeReply([], [], lost)
+        for payload, listeners, outputs in works:
+            self._accept(received, payload, listeners.decode(), outputs)
+        for order in orders:
+            request_id, _, what = order.decode().partition(" ")
+            if what.startswith(">"):
+                self._route(request_id, what[1:])
+            elif what == "?":
+                received.audits.append(request_id)
+            else:
+                received.aborts.append(Abort(request_id, index=int(what or -1)))
+        return received
+
+    def _accept(self, received: ExchangeReply, payload: bytes, listeners: str, outputs: list[Any]) -> None:
+        """Enter a claimed request in the reply and in what this engine holds."""
+        request = self._decode(payload)
+        received.generates.append(request)
+        self._tenants[request.id] = request.tenant
+        if listeners != request.gateway:
+            self._route(request.id, listeners)
+        so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]
+        self._journal.hold(request.id, [len(output.token_ids) for output in so_far])
+        if any(output.token_ids or output.finish for output in so_far):
+            received.resumed[request.id] = so_far
+
+    async def _send(
+        self,
+        batches: list[tuple[str, TokenBatch]],
+        finished: list[str],
+        load: EngineLoad,
+        room_tokens: int,
+        room_requests: int,
+    ) -> Any:
+        """Run one exchange under a sequence number of its own; return Redis' reply, None if it was refused."""
+        self._seq += 1
+        produced: dict[str, int] = {}
+        for _, batch in batches:
+            for delta in batch.deltas:
+                if (tenant := self._tenants.get(delta.id)) is not None:
+                    produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
+        logged = self._journal.due(batches)
+        words = self._batch_words(batches, tail=not logged.whole)
+        sent = self.clock.ticks()
+        try:
+            reply = await self._link.run_script(
+                EXCHANGE,
+                self._engine,
+                self._session,
+                self._seq,
+                self._epoch,
+                self._lease_ms,
+                self._encode(load),
+                room_tokens,
+                room_requests,
+                self._encode(finished),
+                self._encode(produced),
+                self._encode(logged.pieces),
+                logged.tokens,
+                int(logged.whole),
+                len(logged.extras),
+                *(word for extra in logged.extras for word in extra),
+                *words,
+                patience_s=math.inf,
+            )
+        except ResponseError as error:
+            raise self._superseded(error) from None
+        if reply is not None:
+            tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
+            self._journal.entered(logged, tail_bytes)
+            self.clock.sample(sent, reply[4])
+        return reply
+
+    def _batch_words(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[Any]:
+        """Return (gateway, 1 if it is for the tail, batch) ...: each Delta for all its listeners, once for the tail."""
+        routed = self._routed(batches)
+        if routed is batches:
+            return [word for gateway, batch in batches for word in (gateway, int(tail), self._encode(batch))]
+        words = [word for gateway, batch in routed for word in (gateway, 0, self._encode(batch))]
+        return words + [word for _, batch in batches if tail for word in ("", 1, self._encode(batch))]
+
+    async def _rejoin(self, load: EngineLoad) -> list[str]:
+        """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
+        lost: list[str] = []
+        while True:
+            try:
+                epoch, held = await self._link.run_script(
+                    REJOIN,
+                    self._engine,
+                    self._session,
+                    self._seq,
+                    self._lease_ms,
+                    self._encode(load),
+                    *self._tenants,
+                    patience_s=math.inf,
+                )
+            except ResponseError as error:
+                raise self._superseded(error) from None
+            self._epoch = epoch.decode()
+            known: set[str] = set()
+            for request_id, listeners, lengths in held:
+                # This engine cannot mend a log that lacks even what it had at the claim.  It leaves the request out of
+                # the next round, so that the request returns to the queue.
+                if self._journal.rewind(request_id.decode(), lengths):
+                    known.add(request_id.decode())
+                    self._route(request_id.decode(), listeners.decode())
+            gone = [request_id for request_id in self._tenants if request_id not in known]
+            self._forget(gone)
+            lost += gone
+            if len(known) == len(held):
+                return lost
+
+    def _superseded(self, error: ResponseError) -> Exception:
+        if "SUPERSEDED" in str(error):
+            return BusDown(f"engine id {self._engine!r} is in use by a newer process")
+        return error
+
+    def _forget(self, ids: list[str]) -> None:
+        for request_id in ids:
+            self._tenants.pop(request_id, None)
+            self._routes.pop(request_id, None)
+        self._journal.forget(ids)
+
+    def _route(self, request_id: str, listeners: str) -> None:
+        if request_id in self._tenants:
+            self._routes[request_id] = listeners.split("\n") if listeners else []
+
+    def _routed(self, batches: list[tuple[str, TokenBatch]]) -> list[tuple[str, TokenBatch]]:
+        """Return the same Deltas in batches for their present listeners."""
+        if not self._routes:
+            return batches
+        deltas: dict[str, list[Delta]] = {}
+        for gateway, batch in batches:
+            for delta in batch.deltas:
+                for listener in self._routes.get(delta.id, (gateway,)):
+                    deltas.setdefault(listener, []).append(delta)
+        _, some = batches[0] if batches else ("", None)
+        return [(gateway, msgspec.structs.replace(some, deltas=own)) for gateway, own in deltas.items()] if some else []
+
+    # ------------------------------------------------------------------------------------------- fleet and audits
+    async def audited(self, name: str, finding: str) -> None:
+        """Answer the audit of that name with the accounting error, or ''.  Raises BusDown after PATIENCE_S."""
+        key = f"{self._link.prefix}audit:{name}"
+
+        async def answer() -> None:
+            async with self._link.redis.pipeline() as pipe:
+                pipe.hset(key, self._engine, finding)
+                pipe.expire(key, AUDIT_S)
+                await pipe.execute()
+
+        await self._link.retry(answer, link.PATIENCE_S)
+
+    async def others(self) -> list[EngineLoad]:
+        """Return the loads of the other engines with a live lease.  Raises BusDown after PATIENCE_S."""
+        loads = await self._link.run_script(OTHERS, self._engine)
+        return [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
+
+    # -------------------------------------------------------------------------------------------------- the bell
+    async def bell(self) -> None:
+        """Return when there may be something to claim or an abort to take; it may return for no reason.
+
+        It does so after a reconnect and every BLOCK_MS at the latest.  A ring between two calls is not lost.
+        """
+        if not self._bell_stale:
+            try:
+                async with asyncio.timeout(None) as self._ringing:
+                    await self._bell.get_message(timeout=link.BLOCK_MS / 1000)
+                    while await self._bell.get_message(timeout=0) is not None:
+                        pass  # many rings at once count as one
+                return
+            except (RedisError, OSError):
+                pass
+            finally:
+                self._ringing = None
+        self._bell_stale = False
+        await self._link.retry(self._listen)
+
+    def _renew_bell(self) -> None:
+        """Subscribe on a new connection, now."""
+        self._bell_stale = True
+        if self._ringing is not None:
+            link.interrupt(self._ringing)
+
+    async def _listen(self) -> None:
+        # A new subscription is cheaper than finding out what a half-broken one still receives.
+        await self._bell.aclose()  # type: ignore[no-untyped-call]
+        await self._bell.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")

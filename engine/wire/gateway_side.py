@@ -1,0 +1,380 @@
+"""A gateway's side of the bus: queue requests, receive their tokens, read the fleet and the logs.
+
+submit() ---> queue in Redis ---> engines claim
+batches() <--- the gateway's stream <--- one entry for each step of an engine
+fleet()   <--- loads, room, tenant queues; removes what dead gateways and engines have left
+attach(), log() <--- the token log, for a gateway that has missed something
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from engine.wire import link, token_log
+from engine.wire.clock import RedisClock
+from engine.wire.link import BusDown, Link
+from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.records import (
+    Attached,
+    DuplicateRequest,
+    Fleet,
+    IdempotencyKey,
+    Quarantined,
+    Queue,
+    RetryTerms,
+    TenantQueue,
+    Usage,
+)
+from engine.wire.scripts import (
+    ADOPT,
+    ATTACH,
+    AUDIT,
+    CANCEL,
+    FIND_DUPLICATE,
+    FLEET,
+    KEEP,
+    PROMISE,
+    QUARANTINED,
+    READ_LOG,
+    RELEASE,
+    SETTLE,
+    SUBMIT,
+)
+from engine.wire.token_log import LoggedOutput
+from engine.wire.withdrawals import Withdrawal, Withdrawals
+
+log = logging.getLogger("quire.bus")
+
+AUDIT_POLL_S = 0.02  # pause between two looks for the answers to an audit
+READ_COUNT = 256  # most stream entries in one read
+READ_DELTAS = 1000  # Deltas of one read after which other tasks of the event loop run
+
+
+class GatewaySide:
+    """One gateway's side.  All methods belong to one asyncio loop."""
+
+    def __init__(
+        self, url: str, gateway: str, *, namespace: str = "quire", retain_s: float = 60.0, grace_s: float = 30.0
+    ) -> None:
+        """Connect to nothing yet.  Raises BusDown for a malformed URL.
+
+        `url`: redis://, rediss:// or unix://.  `retain_s`: how long the logs of its requests stay after their end.
+        `grace_s`: how long a request without a live listener waits for a gateway to attach, before it is withdrawn."""
+        self._gateway = gateway
+        self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
+        self.clock = RedisClock()  # every fleet() adds a sample
+        # Blocking reads have a connection of their own: one that waits for seconds must not count as dead after two.
+        self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
+        self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
+        self._history = ""  # of the data at the server, as of the last look
+        self._doubtful = False  # another server may have answered since
+        self._forgotten = False  # the data has another history, which fleet() has not reported yet
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._beats = 0
+        self.rounds = 0  # reads by batches() whose entries, if any, were dealt with
+        self._withdrawals = Withdrawals(self._send_withdrawals)
+
+    async def open(self) -> None:
+        """Connect, and check versions.  Raises BusDown.  Engines create the gateway's stream.
+
+        Requests of an earlier process of this name lose their listener.  They wait `grace_s` for one to attach."""
+        self._history = await self._link.check()
+        await self._link.run_script(ADOPT, self._gateway, self._grace_ms)
+
+    async def close(self) -> None:
+        """Disconnect.  Harmless when called twice.
+
+        Withdraw open requests first, or engines compute them for no client."""
+        await self._withdrawals.close()
+        await self._link.close()
+        await self._reader.close()
+
+    def _on_reconnect(self) -> None:
+        """Another server may have answered.  A blocking read at a demoted server would not notice."""
+        self._doubtful = True
+        self._reader.renew()
+
+    async def _compare_histories(self) -> None:
+        self._doubtful = False
+        try:
+            history = await self._link.history()
+        except BusDown:
+            self._doubtful = True
+            raise
+        self._forgotten = self._forgotten or history != self._history
+        self._history = history
+
+    # ------------------------------------------------------------------------------------------------ new requests
+    async def submit(
+        self,
+        *requests: Generate,
+        excess_tokens: int | None = None,
+        record: bytes = b"",
+        once: IdempotencyKey | None = None,
+    ) -> Queue:
+        """Queue the prompts of one client's request durably, all or none, and ring the engines' bell.
+
+        They share gateway, tenant, weight, priority and deadline.  None is queued (`accepted` is False) in two cases:
+          * the queued prompt tokens, these included, would exceed the engines' room by more than `excess_tokens`
+            (None: any number may be queued);
+          * another request came first with the key of `once`: `twin` names it, for attach().
+        `record` stays with the log of the first prompt, as long as the log: see attach().  Accepting a request also
+        clears its retry promise.
+
+        Raises BusDown after PATIENCE_S: not queued.  If only the reply was lost it may be queued for a moment.  It is
+        withdrawn as soon as Redis answers again.
+        """
+        first = requests[0]
+        words: list[bytes | str | int] = []
+        for request in requests:
+            words += (request.id, self._encode(request), len(request.token_ids), request.n)
+        try:
+            accepted, queued, room_tokens, queues, duplicate = await self._link.run_script(
+                SUBMIT,
+                first.gateway,
+                first.tenant,
+                repr(first.weight),
+                first.priority,
+                first.deadline_ms,
+                "" if excess_tokens is None else excess_tokens,
+                self._retain_ms,
+                once.key if once is not None else "",
+                once.body if once is not None else "",
+                record,
+                self._content_digest(*requests),
+                *words,
+            )
+        except BusDown:
+            self._withdrawals.add(*((request.id, -1) for request in requests))
+            raise
+        tenants = _read_tenant_queues(*queues)
+        return Queue(
+            bool(accepted),
+            queued,
+            sum(queue.queued_tokens for queue in tenants.values()),
+            room_tokens,
+            tenants,
+            _read_duplicate(duplicate, once),
+        )
+
+    async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
+        """Return in how many ms the prompts of a refused request may return.
+
+        A new promise is in whole seconds.  A request that returns too early gets the rest of its earlier promise.  0:
+        the promised time is now, so submit it.  If that fails, ask again with `broken` for a new promise.  None: the
+        promised time would be past `terms.most_ms`.
+
+        Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) no client knows of it.
+        """
+        first = requests[0]
+        tokens = sum(len(request.token_ids) for request in requests)
+        next_share, last_share = map(repr, terms.least_shares)
+        paces = (repr(terms.pace), repr(terms.full_pace))
+        words = (tokens, int(broken), *paces, terms.least_ms, terms.most_ms, next_share, last_share)
+        name = self._content_digest(*requests)
+        pause = int(await self._link.run_script(PROMISE, name, first.tenant, repr(first.weight), *words))
+        return None if pause < 0 else pause
+
+    def _content_digest(self, *requests: Generate) -> str:
+        """Return the name of a request in the promises: a digest of what it asks, so it survives a new id."""
+        asked = (requests[0].tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
+        return hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
+
+    async def twin(self, once: IdempotencyKey) -> DuplicateRequest | None:
+        """Return the request that came first under this key, as submit() would find it; None: there is none.
+
+        Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
+        return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, once.key), once)
+
+    async def release(self, once: IdempotencyKey, request_id: str) -> None:
+        """Free this key if `request_id` is the first under it, because its answer cannot be read any more.
+
+        Raises BusDown after PATIENCE_S."""
+        await self._link.run_script(RELEASE, once.key, request_id)
+
+    # ----------------------------------------------------------------------------------------------- the token log
+    async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
+        """Listen to a request of any gateway from now on, and read its log; None: its log is not kept.
+
+        Every Delta that is not in the reply arrives through batches(), with two exceptions.  Some arrive a second time
+        (see `first`).  Some are missing after the attachment; then an empty Delta follows whose `first` lies beyond the
+        known tokens, and log() has the rest.  A finished request is read the same way: each continuation has a Finish.
+        Without `listen` it is only read.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.run_script(ATTACH, request_id, self._gateway if listen else "")
+        if reply is None:
+            return None
+        record, found = reply
+        return Attached(record, [token_log.read(*one) for one in found])
+
+    async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
+        """Return at most `count` tokens of one continuation, from output position `first` on; None as for attach().
+
+        The Finish comes with the last token.  Raises BusDown after PATIENCE_S."""
+        reply = await self._link.run_script(READ_LOG, request_id, index, first, count)
+        if reply is None:
+            return None
+        return token_log.read(*reply)
+
+    async def keep(self, request_ids: list[str]) -> None:
+        """Keep the logs of these finished requests for another `retain_s`.  Raises BusDown after PATIENCE_S."""
+        await self._link.run_script(KEEP, *request_ids)
+
+    async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
+        """Enter in the ledger how many output tokens of each continuation were sent to a client.
+
+        `delivered`: (request id, tenant, counts).  Counts never fall, and settling the same twice counts it once.
+        Raises BusDown after PATIENCE_S."""
+        words: list[bytes | str | int] = []
+        for request_id, tenant, counts in delivered:
+            words += (request_id, tenant, len(counts), *counts)
+        found = await self._link.run_script(SETTLE, *words)
+        return [Usage(one[0], one[1], *counted) for one, counted in zip(delivered, found, strict=True)]
+
+    # ------------------------------------------------------------------------------------------------- withdrawals
+    def withdraw(self, request_id: str, index: int = -1) -> None:
+        """Stop listening to a request; end it if no other gateway listens.
+
+        A waiting request leaves the queue; a claimed one gets an Abort at its engine.  With an `index`, that
+        continuation ends at the engine that computes the request now or later.  Idempotent.
+
+        Never waits.  One task sends all withdrawals.  Those that do not reach Redis stay owed, and the next fleet()
+        starts that task again.
+        """
+        self._withdrawals.add((request_id, index))
+        self._withdrawals.wake()
+
+    async def withdrawn(self) -> None:
+        """Wait until Redis has every withdrawal, or has not answered for PATIENCE_S.  Never raises BusDown."""
+        await self._withdrawals.sent()
+
+    async def cancel(self, request_id: str, index: int = -1) -> None:
+        """Run withdraw(), then withdrawn()."""
+        self.withdraw(request_id, index)
+        await self.withdrawn()
+
+    async def _send_withdrawals(self, some: list[Withdrawal]) -> bool:
+        try:
+            await self._link.run_script(CANCEL, self._gateway, *(word for pair in some for word in pair))
+        except BusDown:
+            return False
+        return True
+
+    # --------------------------------------------------------------------------------------------------- operation
+    async def probe(self) -> None:
+        """Write as a submit does: needs memory, and a server that takes writes.  Raises BusDown after PROBE_S."""
+        key = f"{self._link.prefix}probe"
+        await self._link.retry(partial(self._link.redis.set, key, "", px=link.BLOCK_MS), link.PROBE_S)
+
+    async def quarantined(self, drop: str = "") -> list[Quarantined]:
+        """Delete the quarantined request of id `drop`, then return the others, oldest first.
+
+        Raises BusDown after PATIENCE_S."""
+        decode = msgspec.msgpack.Decoder(Generate).decode
+        return [
+            Quarantined(decode(payload), int(attempts), int(tokens), engine.decode(), int(time_ms))
+            for payload, attempts, tokens, engine, time_ms in await self._link.run_script(QUARANTINED, drop)
+        ]
+
+    async def audit(self, patience_s: float) -> dict[str, str | None]:
+        """Have every engine audit its block accounting; return the accounting error by engine.
+
+        '' means that the accounting balances, None that no answer came within `patience_s` seconds.  Raises BusDown
+        after PATIENCE_S."""
+        name = uuid.uuid4().hex
+        engines = [engine.decode() for engine in await self._link.run_script(AUDIT, name)]
+        clock = asyncio.get_running_loop().time
+        until, found = clock() + patience_s, dict[bytes, bytes]()
+        read = partial(self._link.redis.hgetall, f"{self._link.prefix}audit:{name}")
+        while len(found) < len(engines) and clock() < until:
+            await asyncio.sleep(AUDIT_POLL_S)
+            found = await self._link.retry(cast("Callable[[], Awaitable[dict[bytes, bytes]]]", read), link.PATIENCE_S)
+        answers = {name: found.get(name.encode()) for name in engines}
+        return {name: answer.decode() if answer is not None else None for name, answer in answers.items()}
+
+    async def batches(self) -> AsyncGenerator[TokenBatch, None]:
+        """Yield every TokenBatch for this gateway, in order, for ever; reconnect without losing any.
+
+        Asking for the next batch means that all earlier ones are dealt with: they may be trimmed.  The first batch is
+        the oldest one not trimmed.  So a second call, or a restarted gateway of the same name, may see some again.
+        """
+        decode = msgspec.msgpack.Decoder(TokenBatch).decode
+        stream = f"{self._link.prefix}out:{self._gateway}"
+        done = ["0-0"]  # ids of entries that are dealt with; the first one names no entry
+
+        async def trim_and_read() -> Any:
+            # Delete by id and read from the start: after a failover the server's clock may be behind, so its newest
+            # entry may sort before the last one read.  A read at a demoted server would block for ever; that server
+            # refuses the delete, even of no entry.
+            await self._reader.redis.xdel(stream, *done)
+            return await self._reader.redis.xread({stream: "0-0"}, count=READ_COUNT, block=link.BLOCK_MS)
+
+        while True:
+            reply = await self._reader.retry(trim_and_read)
+            del done[1:]
+            deltas = 0
+            for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
+                for entry_id, fields in entries:
+                    try:
+                        batch = decode(fields[b"b"])
+                    except (msgspec.MsgspecError, KeyError):  # the tokens it lacks are read from the log
+                        log.exception("skipped entry %s of %s, which is no TokenBatch", entry_id.decode(), stream)
+                    else:
+                        deltas += len(batch.deltas)
+                        yield batch
+                    done.append(entry_id.decode())
+                    if deltas >= READ_DELTAS:
+                        deltas = 0
+                        await asyncio.sleep(0)
+            self.rounds += 1
+
+    async def fleet(self) -> Fleet:
+        """Read the fleet in one round trip, and return requests of engines whose lease has lapsed to the queue's head.
+
+        Call it at least every second: it notices dead engines and gateways, and it is this gateway's heartbeat.
+        Raises BusDown after PATIENCE_S.
+        """
+        self._withdrawals.wake()
+        if self._doubtful:
+            await self._compare_histories()
+        self._beats += 1
+        sent = self.clock.ticks()
+        reply = await self._link.run_script(FLEET, self._gateway, self._grace_ms, self._beats)
+        loads, time_ms, queued, room_tokens, queues, known, oldest_ms, quarantined, heard = reply
+        self.clock.sample(sent, time_ms)
+        engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
+        tenants = _read_tenant_queues(*queues)
+        forgotten, self._forgotten = self._forgotten or not known, False
+        return Fleet(
+            engines,
+            queued,
+            sum(queue.queued_tokens for queue in tenants.values()),
+            time_ms,
+            room_tokens,
+            tenants,
+            forgotten,
+            oldest_ms,
+            quarantined,
+            {load.engine: int(ms) for load, ms in zip(engines, heard, strict=True)},
+        )
+
+
+def _read_tenant_queues(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) -> dict[str, TenantQueue]:
+    names, counters = scored[::2], scored[1::2]
+    return {
+        name.decode(): TenantQueue(int(queued), float(counter), float(weight))
+        for name, counter, queued, weight in zip(names, counters, tokens, weights, strict=True)
+    }
+
+
+def _read_duplicate(found: list[bytes | None], once: IdempotencyKey | None) -> DuplicateRequest | None:
+    if once is None or not found or found[0] is None or found[1] is None:
+        return None
+    return DuplicateRequest(found[0].decode(), found[1].decode() == once.body)

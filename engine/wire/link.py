@@ -1,0 +1,235 @@
+"""Connections to Redis: retries, timeouts, and the versions that all processes must share.
+
+    command ---> _attempt() ---> Redis
+       ^            |
+       |            v
+    retry() <--- redis_errors.remedy(): wait, reconnect, ask the operator, or give up
+
+Durability is the server's: with `appendfsync everysec` a crash of the server loses nothing, a power cut up to a second.
+Needs Redis 6.2 or later, or Valkey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from engine.common.errors import OperatorError
+from engine.wire.layout import LAYOUT_VERSION
+from engine.wire.messages import WIRE_VERSION
+from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
+from engine.wire.scripts import MEET, Script
+
+log = logging.getLogger("quire.bus")
+T = TypeVar("T")
+
+PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, retries before it raises BusDown
+PROBE_S = 0.2  # how long a probe for writes retries: the next probe follows soon
+REPLY_S = 3.0  # an engine's exchange takes a silent connection for dead after this, and retries on a new one
+BACKOFF_S = (0.02, 1.0)  # first and longest pause between two attempts; half of each is random
+GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this much of one error that time may never mend
+BLOCK_MS = 5_000  # longest wait in one command: a gateway's for the next batch, and an engine's for the bell
+CONNECTIONS = 8  # commands that one side has in flight at once; further commands wait
+
+
+class BusDown(OperatorError):
+    """Redis cannot be reached, refuses writes or refuses this process; the text names the cause and for how long."""
+
+
+class VersionMismatch(BusDown):
+    """Redis holds data of another version of Quire; the text names both versions."""
+
+
+class Link:
+    """Connections to one Redis, and the only place that decides to retry."""
+
+    def __init__(
+        self, url: str, namespace: str, *, reply_s: float, returned: Callable[[], None] = lambda: None
+    ) -> None:
+        """Connect to nothing yet.  Raises BusDown: malformed URL.
+
+        A connection counts as dead after `reply_s` seconds of silence.  `returned` is called at the first success after
+        an error of the kind RECONNECT: another server may have answered.
+        """
+        self.prefix = f"{{{namespace}}}:"
+        parts = urlsplit(url)
+        self._name = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        try:
+            # Retries are ours: redis-py would repeat what is not safe to repeat.  Protocol 2 keeps replies of one shape
+            # over the supported versions of redis-py.
+            self._pool = _Pool.from_url(
+                url,
+                max_connections=CONNECTIONS,
+                timeout=reply_s,
+                socket_timeout=reply_s,
+                socket_connect_timeout=reply_s,
+                health_check_interval=30,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise BusDown(f"{self._name}: {error}") from None
+        self.redis = aioredis.Redis.from_pool(self._pool)
+        self._stale = False  # the next attempt replaces all idle connections
+        self._away = False  # the last attempt that ended met an error of the kind RECONNECT
+        self._returned = returned
+        self._endless: set[asyncio.Timeout] = set()  # attempts under way that have no deadline
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    async def check(self) -> str:
+        """Check the server's version and the versions of layout and wire; return the id of its data's history.
+
+        Raises BusDown, or VersionMismatch when processes of another version use this namespace."""
+        info = await self.retry(self.redis.info, PATIENCE_S)
+        version = str(info["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+            raise BusDown(f"Redis at {self._name} is version {version}; Quire needs 6.2 or later")
+        if info.get("maxmemory_policy") != "noeviction":
+            log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
+        found = [int(number) for number in await self.run_script(MEET, LAYOUT_VERSION, WIRE_VERSION)]
+        if found != [LAYOUT_VERSION, WIRE_VERSION]:
+            raise VersionMismatch(
+                f"Redis at {self._name} holds Redis layout {found[0]} and wire {found[1]}, this process has Redis "
+                f"layout {LAYOUT_VERSION} and wire {WIRE_VERSION}: give it a namespace of its own, or drain the other "
+                f"processes and delete the key {self.prefix}layout"
+            )
+        return str(info.get("master_replid", ""))
+
+    async def history(self) -> str:
+        """Return the id of the data's history; a promoted replica and a restarted server have another one.
+
+        Raises BusDown after PATIENCE_S."""
+        info = await self.retry(partial(self.redis.info, "replication"), PATIENCE_S)
+        return str(info.get("master_replid", ""))
+
+    async def run_script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
+        """Run one script; return its reply.
+
+        Raises BusDown when it did not succeed within `patience_s` seconds.  It may have run all the same."""
+
+        async def once() -> Any:
+            try:
+                return await self.redis.evalsha(script.sha, 1, self.prefix, *args)
+            except NoScriptError:  # a new or restarted server
+                return await self.redis.eval(script.source, 1, self.prefix, *args)
+
+        return await self.retry(once, patience_s)
+
+    def renew(self) -> None:
+        """Replace every connection: the address may lead to another server by now.
+
+        An attempt without a deadline is interrupted and made again.  Other attempts end by themselves."""
+        self._stale = True
+        for limit in self._endless:
+            interrupt(limit)
+
+    async def retry(self, command: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
+        """Await command() until it succeeds, with growing pauses.  It must be harmless when it runs twice.
+
+        Raises BusDown after `patience_s` seconds, and at once if Redis refuses this process's credentials.  Without a
+        limit it raises BusDown after GIVE_UP_S of one error that time may never mend.  An error that no attempt can
+        mend is raised as it is.
+        """
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        pause, longest = BACKOFF_S
+        tries = 0
+        doubt = _Doubt(self._name, GIVE_UP_S if patience_s == math.inf else patience_s)
+        cause: Exception | None = None
+        while True:
+            try:
+                result = await self._attempt(command, None if patience_s == math.inf else began + patience_s)
+            except (RedisError, OSError) as error:
+                mend = remedy(error)
+                if mend is Remedy.NONE:
+                    raise
+                if mend is Remedy.RECONNECT:
+                    self._stale = self._away = True
+                if cause is None or not isinstance(error, TimeoutError):  # our own deadline names no cause
+                    cause = error
+                left = began + patience_s - clock()
+                refused = mend is Remedy.OPERATOR and patience_s < math.inf
+                if left <= 0 or refused or doubt.over(error, mend, clock()):
+                    raise BusDown(
+                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {one_line(cause)}"
+                    ) from cause
+                if tries == 1 and patience_s == math.inf:  # not at the first failure: single connections do break
+                    log.warning("Redis at %s does not answer, retrying: %s", self._name, one_line(error))
+            else:
+                if tries > 1 and patience_s == math.inf:
+                    log.warning("Redis at %s answers again after %.1f s", self._name, clock() - began)
+                if self._away:
+                    self._away = False
+                    self._returned()
+                return result
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, longest)
+            tries += 1
+
+    async def _attempt(self, command: Callable[[], Awaitable[T]], until: float | None) -> T:
+        """Await command() once, until this time of the loop's clock, on new connections if the old ones are stale."""
+        if self._stale:
+            self._stale = False
+            await self._pool.drop_idle()
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        async with asyncio.timeout_at(until) as limit:
+            if until is None:
+                self._endless.add(limit)
+            try:
+                result = await command()
+            finally:
+                self._endless.discard(limit)
+        if task.cancelling() > cancels:  # redis-py swallows a cancellation that arrives while it connects
+            raise asyncio.CancelledError
+        return result
+
+
+class _Doubt:
+    """Bounds how long one error repeats that time may never mend: an unknown one, or refused credentials."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._code: str | None = None  # of the error that repeats
+        self._since = 0.0
+
+    def over(self, error: Exception, mend: Remedy, now: float) -> bool:
+        """Count this error at time `now`, seconds; return whether it has repeated for the limit."""
+        if mend not in (Remedy.UNKNOWN, Remedy.OPERATOR):
+            self._code = None
+        elif self._code != code_of(error):
+            self._code, self._since = code_of(error), now
+            log.error("Redis at %s refuses a command, retrying: %s", self._name, one_line(error))
+        return self._code is not None and now - self._since >= self._limit_s
+
+
+class _Pool(aioredis.BlockingConnectionPool):
+    async def drop_idle(self) -> None:
+        """Close the connections that no command uses now.
+
+        Commands under way keep theirs.  A command on a connection to the wrong server fails, and the connection is idle
+        before the retry."""
+        for connection in list(self._available_connections):
+            # The pool's own disconnect() waits, and a command could take the connection meanwhile.
+            await connection.disconnect(nowait=True)
+
+
+def interrupt(limit: asyncio.Timeout) -> None:
+    """Raise TimeoutError in what this bounds, now, unless it ends already."""
+    with contextlib.suppress(RuntimeError):
+        limit.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,28 @@
+-- luacheck --config engine/wire/redis/.luacheckrc engine/wire/redis
+-- The loader (engine/wire/scripts.py) puts constants and shared functions before each script.  tests/wire/test_scripts.py
+-- holds both lists against it.
+std = "lua51"
+max_line_length = 120
+
+local constants = {
+  "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "PROMISE_MS", "PUNCTUAL_MS", "CAME_S", "CAME_OUTLIERS",
+  "CAME_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS", "OUTPUT_COST", "PLACES", "STALE_MS", "MAX_ATTEMPTS",
+  "QUARANTINE", "QUARANTINED_MS",
+}
+local shared = {
+  "P", "call", "now_ms", "alive", "order",
+  "charge", "count_first_visit", "enqueue", "dequeue", "tenant_queues",
+  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_all", "logged_tokens",
+  "finish_open", "keep",
+  "listeners", "each_of", "other_listeners", "route", "send_log_ends",
+  "bury", "withdraw", "unlisten", "end_with", "in_time", "head", "first_suspect",
+  "room", "hold", "let_go", "condemn", "accuse", "give_back",
+}
+
+read_globals = {"redis", "cmsgpack", "struct", "KEYS", "ARGV"}
+ignore = {}
+for _, name in ipairs(constants) do read_globals[#read_globals + 1] = name end
+for _, name in ipairs(shared) do
+  read_globals[#read_globals + 1] = name
+  ignore[#ignore + 1] = "211/^" .. name .. "$"  -- unused in the file that defines it
+end

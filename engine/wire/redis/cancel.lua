@@ -1,0 +1,20 @@
+-- Withdraw requests or continuations of them.
+-- Then for each withdrawal: id, index of the continuation; -1 for all continuations.
+local gateway = ARGV[1]
+
+local function drop_continuation(id, index)
+  local key = P .. 'req:' .. id
+  local engine, dropped = unpack(call('HMGET', key, 'engine', 'dropped'))
+  call('HDEL', key, 'dropped')  -- a first write that full memory never refuses
+  call('HSET', key, 'dropped', (dropped or '') .. ' ' .. index)
+  if engine then order(engine, id .. ' ' .. index) end
+end
+
+for i = 2, #ARGV, 2 do
+  local id, index = ARGV[i], ARGV[i + 1]
+  if index == '-1' then
+    if other_listeners(id, gateway) == '' then withdraw(id) else unlisten(id, gateway) end
+  elseif alive(id) then
+    drop_continuation(id, index)
+  end
+end

@@ -1,0 +1,10 @@
+-- Compare versions with the processes that opened before; the first one writes its own.
+-- Returns {version of the Redis layout, version of the wire} as they stand in Redis.
+local layout_version, wire_version = unpack(ARGV)
+local key = P .. 'layout'
+
+local known = call('HMGET', key, 'redis', 'wire')
+if known[1] and known[2] then return known end
+call('DEL', key)  -- a first write that full memory never refuses
+call('HSET', key, 'redis', layout_version, 'wire', wire_version)
+return {layout_version, wire_version}

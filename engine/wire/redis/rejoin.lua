@@ -1,0 +1,42 @@
+-- An engine whose exchange was refused names what it holds: "The token log" in KEYS.md.
+-- `seq`: of its last exchange.  Then the ids that it holds.
+-- Returns {epoch, {{id, listeners, {tokens in the log of each continuation}} for each id that it keeps}}.
+local engine, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
+local FIRST = 6  -- of the ids, in ARGV
+local state = P .. 'engine:' .. engine
+
+local function take_back(id)  -- what has returned to the queue since, if no other engine has held it
+  if alive(id) and not call('ZSCORE', P .. 'held:' .. engine, id)
+     and call('HGET', P .. 'req:' .. id, 'from') == engine and dequeue(id) then
+    hold(engine, id)
+  end
+end
+
+local function log_lengths(id)
+  local lengths = {}
+  for index = 0, continuations(id) - 1 do
+    lengths[index + 1] = call('STRLEN', P .. 'log:' .. id .. ':' .. index) / 4
+  end
+  return lengths
+end
+
+if (call('HGET', state, 'session') or session) ~= session then return redis.error_reply('SUPERSEDED') end
+call('HDEL', state, 'reply')  -- a first write that full memory never refuses
+fold(engine)
+local held, kept = {}, {}
+for i = FIRST, #ARGV do
+  local id = ARGV[i]
+  take_back(id)
+  if call('ZSCORE', P .. 'held:' .. engine, id) then
+    kept[id] = true
+    held[#held + 1] = {id, listeners(id), log_lengths(id)}
+  end
+end
+for _, id in ipairs(call('ZRANGE', P .. 'held:' .. engine, 0, -1)) do
+  if not kept[id] and let_go(engine, id) then enqueue(id) end
+end
+call('HSET', state, 'session', session, 'seq', seq)
+call('PEXPIRE', state, MEMORY_MS)
+call('SADD', P .. 'engines', engine)
+call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
+return {call('HGET', state, 'epoch') or '0', held}

@@ -1,0 +1,21 @@
+-- Enter in the ledger how many tokens of each continuation reached a client.
+-- For each request: id, tenant, continuations, then that many counts of tokens.
+-- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
+local words = ARGV
+
+fold_all()
+local found, i = {}, 1
+while i <= #words do
+  local id, tenant, n = unpack(words, i, i + 2)
+  local log, delivered, new = P .. 'log:' .. id, 0, 0
+  for index = 0, n - 1 do
+    local before = tonumber(call('HGET', log, 'delivered:' .. index) or 0)
+    local now = math.max(before, words[i + 3 + index])
+    delivered, new = delivered + now, new + now - before
+    if now > before and continuations(id) > 0 then call('HSET', log, 'delivered:' .. index, now) end
+  end
+  if new > 0 then call('HINCRBY', P .. 'usage:' .. tenant, 'delivered', new) end
+  found[#found + 1] = {logged_tokens(id), delivered, new}
+  i = i + 3 + n
+end
+return found

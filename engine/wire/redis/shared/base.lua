@@ -1,0 +1,24 @@
+-- What every script begins with: the key prefix, the clock, and orders to an engine.
+--
+-- KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
+-- write takes memory, and no script that begins with a delete.  So submit and attach are refused before they change
+-- anything.  The other scripts, which make room in the end, always run.
+
+local P = KEYS[1]
+local call = redis.call
+
+local function now_ms()  -- unix time on Redis' clock
+  local now = call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+local function alive(id)  -- whether the request has not ended
+  return call('HEXISTS', P .. 'req:' .. id, 'payload') == 1
+end
+
+local function order(engine, text)  -- queue an order for the engine: see orders:ENGINE in KEYS.md
+  local key = P .. 'orders:' .. engine
+  call('RPUSH', key, text)
+  call('PEXPIRE', key, MEMORY_MS)
+  call('PUBLISH', P .. 'bell:' .. engine, '')
+end

@@ -1,0 +1,83 @@
+-- What engines have room for, what they hold, and what becomes of it when they end: "Suspects" in KEYS.md.
+
+local function room(me)  -- prompt tokens that the engines, except `me`, would still claim
+  local oldest, tokens = now_ms() - STALE_MS, 0
+  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
+    local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
+    if engine ~= me and heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
+      tokens = tokens + left
+    end
+  end
+  return tokens
+end
+
+local function hold(engine, id)  -- the engine has claimed the request: charge its tenant
+  local key = P .. 'req:' .. id
+  local place, tenant, tokens, dropped = unpack(call('HMGET', key, 'place', 'tenant', 'tokens', 'dropped'))
+  call('ZADD', P .. 'held:' .. engine, place, id)
+  call('HSET', key, 'engine', engine)
+  charge(tenant, tokens)
+  for index in string.gmatch(dropped or '', '%d+') do  -- withdrawn before an earlier engine died
+    order(engine, id .. ' ' .. index)
+  end
+end
+
+local function let_go(engine, id)  -- the engine holds the request no more: refund its tenant; returns whether it lives
+  local key = P .. 'req:' .. id
+  call('ZREM', P .. 'held:' .. engine, id)
+  if not alive(id) then return false end
+  call('HDEL', key, 'engine')
+  call('HSET', key, 'from', engine)
+  charge(call('HGET', key, 'tenant'), -call('HGET', key, 'tokens'))
+  return true
+end
+
+local function condemn(id, engine)  -- move the request to the quarantine and end it with an error
+  local payload, attempts, at = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'attempts', 'said'))
+  local key, now = P .. 'quarantine:' .. id, now_ms()
+  call('HSET', key, 'payload', payload, 'attempts', attempts, 'said', at, 'engine', engine, 'at', now)
+  call('PEXPIRE', key, QUARANTINED_MS)
+  call('ZADD', P .. 'quarantine', now, id)
+  call('PEXPIRE', P .. 'quarantine', QUARANTINED_MS)
+  while call('ZCARD', P .. 'quarantine') > QUARANTINE do
+    call('DEL', P .. 'quarantine:' .. call('ZPOPMIN', P .. 'quarantine')[1])
+  end
+  end_with(id, {'error', -1, 'the engine died ' .. attempts .. ' times at this request, which is now in quarantine'})
+end
+
+local function accuse(engine, ids)  -- the engine died while it held these: count attempts, set suspects aside
+  local trial = call('HGET', P .. 'engine:' .. engine, 'trial')
+  local stuck = {}
+  for _, id in ipairs(ids) do
+    local key, now = P .. 'req:' .. id, logged_tokens(id)
+    local attempts, before = unpack(call('HMGET', key, 'attempts', 'said'))
+    attempts = tonumber(before or -1) == now and attempts + 1 or 1
+    call('HSET', key, 'attempts', attempts, 'said', now)
+    if attempts >= MAX_ATTEMPTS then
+      stuck[#stuck + 1] = id
+      if id == trial then stuck = {id} break end
+    end
+  end
+  if #stuck == 1 then
+    condemn(stuck[1], engine)
+  else
+    for _, id in ipairs(stuck) do call('ZADD', P .. 'suspects', call('HGET', P .. 'req:' .. id, 'place'), id) end
+  end
+end
+
+-- Everything the engine holds returns to its place in the queue.  `died`: the engine ended without closing.
+local function give_back(engine, died)
+  fold(engine)
+  local ids, held = {}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
+  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
+  call('SREM', P .. 'engines', engine)
+  for _, id in ipairs(held) do
+    if let_go(engine, id) then ids[#ids + 1] = id end
+  end
+  if died then accuse(engine, ids) end
+  call('HDEL', P .. 'engine:' .. engine, 'trial')
+  for _, id in ipairs(ids) do
+    if alive(id) and not call('ZSCORE', P .. 'suspects', id) then enqueue(id) end
+  end
+  if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
+end

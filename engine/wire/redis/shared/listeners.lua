@@ -1,0 +1,42 @@
+-- Which gateways listen to a request.  Their names stand in one string, one a line.
+
+local function listeners(id)
+  return call('HGET', P .. 'req:' .. id, 'listeners') or ''
+end
+
+local function each_of(names)  -- an iterator over the names
+  return string.gmatch(names, '[^\n]+')
+end
+
+local function other_listeners(id, gateway)
+  local rest = {}
+  for name in each_of(listeners(id)) do
+    if name ~= gateway then rest[#rest + 1] = name end
+  end
+  return table.concat(rest, '\n')
+end
+
+local function route(id, names)  -- from now on these gateways listen; the request's engine gets an order about it
+  local key = P .. 'req:' .. id
+  call('HSET', key, 'listeners', names)
+  local engine = call('HGET', key, 'engine')
+  if engine then order(engine, id .. ' >' .. names) end
+end
+
+-- Tell these gateways where the log ends: one Delta without tokens for each continuation, at the log's end, with the
+-- Finish if there is one.  A gateway that has received less reads the log.
+local function send_log_ends(id, names)
+  local log, n = P .. 'log:' .. id, continuations(id)
+  local deltas = {}
+  for i = 0, n - 1 do
+    deltas[#deltas + 1] = string.char(0x95) .. cmsgpack.pack(id, call('STRLEN', log .. ':' .. i) / 4, {})
+                          .. (call('HGET', log, 'finish:' .. i) or string.char(0xc0)) .. cmsgpack.pack(i)
+  end
+  local batch = string.char(0x82) .. cmsgpack.pack('engine', '', 'deltas')
+                .. string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
+  for name in each_of(names) do
+    local out = P .. 'out:' .. name
+    call('XADD', out, '*', 'b', batch)
+    call('PEXPIRE', out, STREAM_MS)
+  end
+end

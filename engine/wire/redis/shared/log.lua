@@ -1,0 +1,77 @@
+-- The token log: 4 bytes a token, little endian.  "The token log" in KEYS.md says when a log has what.
+
+local function expire_with_log(id, key)  -- give a new key of the log the log's remaining time to live
+  local ms = call('PTTL', P .. 'log:' .. id)
+  if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
+end
+
+local function continuations(id)  -- how many the request has; 0 without a log
+  return tonumber(call('HGET', P .. 'log:' .. id, 'n') or 0)
+end
+
+-- Append these tokens, 4 bytes each.  The first one stands at output position `first`.  Skip what the log has already;
+-- do nothing where the tokens would leave a hole.
+local function append_tokens(id, index, first, tokens)
+  local key = P .. 'log:' .. id .. ':' .. index
+  local length = call('STRLEN', key)
+  local skip = length - 4 * first
+  if skip < 0 or skip >= #tokens then return end
+  if skip > 0 then tokens = string.sub(tokens, skip + 1) end
+  call('APPEND', key, tokens)
+  if length == 0 then expire_with_log(id, key) end
+end
+
+-- The same for log-probabilities.  Each value follows its length in bytes, which takes 4 bytes.
+local function append_logprobs(id, index, first, values)
+  local key = P .. 'log:' .. id .. ':' .. index .. ':logprobs'
+  local length, at = call('LLEN', key), 1
+  local skip = length - first
+  if skip < 0 then return end
+  while at <= #values do
+    local size = struct.unpack('<I', values, at)
+    if skip > 0 then skip = skip - 1 else call('RPUSH', key, string.sub(values, at + 4, at + 3 + size)) end
+    at = at + 4 + size
+  end
+  if length == 0 then expire_with_log(id, key) end
+end
+
+local function fold(engine)  -- enter the engine's tail in the logs
+  local key = P .. 'tail:' .. engine
+  local batches = call('LRANGE', key, 0, -1)
+  if #batches == 0 then return end
+  call('DEL', key)  -- a first write that full memory never refuses
+  for _, batch in ipairs(batches) do
+    for _, delta in ipairs(cmsgpack.unpack(batch).deltas) do
+      local id, first, tokens, index = delta[1], delta[2], delta[3], delta[5]
+      for i, token in ipairs(tokens) do tokens[i] = struct.pack('<I', token) end
+      append_tokens(id, index, first, table.concat(tokens))
+    end
+  end
+end
+
+local function fold_all()  -- enter the tails of all engines in the logs
+  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do fold(engine) end
+end
+
+local function logged_tokens(id)  -- tokens in the log, of all continuations together; those in a tail do not count
+  local bytes = 0
+  for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
+  return bytes / 4
+end
+
+local function finish_open(id, finish)  -- write this msgpack Finish for every continuation that has none
+  local log = P .. 'log:' .. id
+  for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
+end
+
+local function keep(id)  -- make the log expire `retain` ms from now
+  local log = P .. 'log:' .. id
+  local retain, once = unpack(call('HMGET', log, 'retain', 'once'))
+  if not retain then return end
+  for i = 0, continuations(id) - 1 do
+    call('PEXPIRE', log .. ':' .. i, retain)
+    call('PEXPIRE', log .. ':' .. i .. ':logprobs', retain)
+  end
+  call('PEXPIRE', log, retain)
+  if once then call('PEXPIRE', P .. 'once:' .. once, retain) end
+end
