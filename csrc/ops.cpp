@@ -100,10 +100,10 @@ TORCH_LIBRARY(quire, m) {
   // tokens [n] i64, sampled: token[seats[i]] = tokens[i], position[seats[i]] += 1.  No seat is named twice
   m.def("decode_outputs(Tensor seats, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
 
-  // One token for each row of logits [N, V]: what sampling.h says.  seats [N] i64: the row of `table` each samples for, or
+  // One token for each row of logits [N, V]: what sampling_rules.h says.  seats [N] i64: the row of `table` each samples for, or
   // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
   // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where none is chosen · outcome [N] u8:
-  // kChosen, kNotFinite or kNothingAllowed of sampling.h.
+  // kChosen, kNotFinite or kNothingAllowed of sampling_rules.h.
   // general false: the likeliest token of each row's raw logits, whatever `table` says; nothing is counted.
   m.def(
       "sample(Tensor logits, Tensor seats, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "

@@ -13,14 +13,14 @@
 //
 // Decode moves 2 * len * D * sizeof(Kv) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
 
-#include "attention.h"
+#include "cpu/attention.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "pool.h"
-#include "simd.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 namespace {

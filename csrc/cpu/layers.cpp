@@ -1,12 +1,12 @@
-#include "layers.h"
+#include "cpu/layers.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "pool.h"
-#include "simd.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 namespace {

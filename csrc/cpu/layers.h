@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cache.h"
+#include "cpu/cache.h"
 
 namespace quire::cpu {
 

@@ -6,11 +6,11 @@
 //      +-------------+      | of inner|      of the result has a lane to itself, which walks the run from left to right:
 //                           +---------+      who its neighbours are can't enter its sum.
 
-#include "product.h"
+#include "cpu/product.h"
 
 #include <algorithm>
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 namespace quire::cpu {
 namespace {

@@ -128,8 +128,10 @@ def _build_script(target: Target) -> str:
     torch_root = target.torch_root
     option = "-march" if platform.machine() in ("x86_64", "AMD64") else "-mcpu"
     common = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG"]
+    include = f"-I{CSRC}"
     flags = [
         *common,
+        include,
         f"{option}={target.cpu}",
         # Results must not depend on which multiplications the optimiser chose to fuse (see simd.h).
         "-ffp-contract=off",
@@ -160,6 +162,7 @@ def _build_script(target: Target) -> str:
         sources = [source for source in sources if "cuda" not in source.parts[len(CSRC.parts) :]]
     cuda_flags = [
         *("-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+        include,
         *map(_gencode, target.gpus),
     ]
     objects = [str(source.relative_to(CSRC)).replace("/", "_") + ".o" for source in sources]
@@ -495,7 +498,7 @@ def sample(
     tokens: torch.Tensor,
     outcome: torch.Tensor,
 ) -> None:
-    """Choose one token for each row of logits [N, V]: the same token on every device, in any batch (csrc/sampling.h).
+    """Choose one token for each row of logits [N, V]: the same token on every device, in any batch (csrc/sampling_rules.h).
 
     seats, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
     table         [max_seqs, 8] int64: what each seat asks for and where its tokens are counted; `SamplerBank`'s
@@ -565,7 +568,7 @@ def _onednn_bfloat16() -> bool:
 
 
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
-    """Whether our products take no more time than the libraries', as far as measured (csrc/notes/product.md).
+    """Whether our products take no more time than the libraries', as far as measured (docs/notes/kernels/product.md).
 
     They do where the library knows an instruction that this build has not, or matrix tiles (AMX), which ours don't use.
     """

@@ -11,7 +11,7 @@ Every filter keeps an *upper set* of the weights w (all tokens at least as likel
 come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
 
 The draw: u = hash(seed, sibling, output position) in [0, 1), then the first token, in vocabulary order, at which the
-running sum of w passes u * total.  Sums are of integers (csrc/sampling.h), so a token is a function of (logits, seed,
+running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of (logits, seed,
 sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
@@ -43,7 +43,7 @@ from engine.wire.messages import Sampling, TokenLogprob
 # tokens take 0.3 GB, while a head that is read again for every 128 rows costs a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
-# sampling::Seat of csrc/sampling.h
+# sampling::Seat of csrc/sampling_rules.h
 RECORD = np.dtype(
     [
         ("seed", "<i8"),
@@ -64,7 +64,7 @@ RECORD = np.dtype(
 WORDS = RECORD.itemsize // 8
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
-# What became of a row: as in csrc/sampling.h.
+# What became of a row: as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 
 # bits of a mark; the lower ones count the token in the output

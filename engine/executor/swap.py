@@ -5,7 +5,7 @@
 
 Everything runs on a stream of its own.  Why the detour through `staging`, in device memory: a kernel that reads or
 writes the host's memory itself is as fast, but takes room and bandwidth on the chip for as long as the bus is busy, and
-one copy for each block and layer reaches a fifth of the bus (csrc/notes/layers.md has the table).
+one copy for each block and layer reaches a fifth of the bus (docs/notes/kernels/layers.md has the table).
 
 The scheduler decides what to swap, and `engine/core/policy/step_cost.py` says when it pays
 (PagedAttention, SOSP 2023, section 4.5).

@@ -173,7 +173,7 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 def seats(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
-    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling.h."""
+    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
     scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
     records = b"".join(
