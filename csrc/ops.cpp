@@ -71,9 +71,6 @@ TORCH_LIBRARY(quire, m) {
   // x, out [T, size], or [T, heads, size] with a norm for each head · weight [size].  out may be x
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
 
-  // x += delta, then out = rms_norm(x); all [T, size]
-  m.def("add_rms_norm(Tensor(a!) x, Tensor delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
-
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 

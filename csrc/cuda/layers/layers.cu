@@ -23,12 +23,12 @@ __device__ float sum_over_row(float x) {
   return x;
 }
 
-/* x, delta, out [tokens, heads, size] · weight [size], all T.   (delta: x += delta first)   RMSNorm (Zhang, Sennrich 2019)
+/* x, out [tokens, heads, size] · weight [size], all T.   RMSNorm (Zhang, Sennrich 2019)
  * A row (one head of one token) belongs to blockDim.x threads, which keep it in registers: kPacks times kWidth numbers
  * each.  Short rows (heads) share a block, blockDim.y of them.  Grid: enough blocks for all rows.
- * Moves 2 * size numbers a row, 4 * size with delta.  Weights are written by no kernel: where registers are
- * plenty they are fetched while the kernel before this one still runs. */
-template <class T, int kWidth, int kPacks, bool kAdd>
+ * Moves 2 * size numbers a row.  No kernel writes weights: where registers are plenty they are fetched while the kernel
+ * before this one still runs. */
+template <class T, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kMaxNorm / kWidth / kPacks : kMostThreads)
     rms_norm_kernel(RmsNormArgs a) {
   const T* weights = static_cast<const T*>(a.weight);
@@ -51,20 +51,6 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
   float x[kWidth], squares = 0;
   if (exists) {
     load_row(row, at(a.x));
-    if constexpr (kAdd) {
-      Pack<T, kWidth> delta[kPacks];
-      load_row(delta, at(a.delta));
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (number(i) >= a.size) continue;
-        float more[kWidth];
-        widen(row[i], x);
-        widen(delta[i], more);
-        for (int j = 0; j < kWidth; ++j) x[j] += more[j];
-        row[i] = narrow<T>(x);
-        store_pack(at(a.x) + number(i), row[i]);
-      }
-    }
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (number(i) >= a.size) continue;
@@ -90,8 +76,7 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
 template <class T, int kWidth, int kPacks>
 void launch_rms_norm(const RmsNormArgs& a, dim3 block, cudaStream_t stream) {
   const dim3 grid((a.tokens * a.heads + block.y - 1) / block.y);
-  launch(a.delta.data ? rms_norm_kernel<T, kWidth, kPacks, true> : rms_norm_kernel<T, kWidth, kPacks, false>, grid, block,
-         0, stream, a);
+  launch(rms_norm_kernel<T, kWidth, kPacks>, grid, block, 0, stream, a);
 }
 
 template <class T, int kWidth>
@@ -107,9 +92,9 @@ void launch_rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
     while (lanes < threads) lanes *= 2;
     launch_rms_norm<T, kWidth, each>(a, dim3(lanes, 128 / lanes), stream);
   };
-  // One pack a thread: with few rows what counts is the time of one of them.  With many it is the bytes on their way, and
-  // two are better, unless there are two inputs anyway.
-  if (!a.delta.data && a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMostThreads) {
+  // One pack a thread: with few rows the time of one row counts.  With many rows the bytes on their way count, and two
+  // packs are faster.
+  if (a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMostThreads) {
     return with(std::integral_constant<int, 2>{});
   }
   if (packs <= kMostThreads) return with(std::integral_constant<int, 1>{});
@@ -156,7 +141,7 @@ void rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
     const auto aligned = [](const Heads& t) {
       return in_16_bytes(t.data, t.token_stride, sizeof(T)) && in_16_bytes(t.data, t.head_stride, sizeof(T));
     };
-    if (a.size % kWidth == 0 && aligned(a.x) && aligned(a.delta) && aligned(a.out) && in_16_bytes(a.weight, 0, 0)) {
+    if (a.size % kWidth == 0 && aligned(a.x) && aligned(a.out) && in_16_bytes(a.weight, 0, 0)) {
       launch_rms_norm<T, kWidth>(a, stream);
     } else {
       launch_rms_norm<T, 1>(a, stream);

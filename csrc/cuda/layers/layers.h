@@ -1,4 +1,4 @@
-// What a decoder layer does between its matrix products, and the largest of each row of logits.  csrc/ops.cpp has the
+// What a decoder layer does between its matrix products.  csrc/ops.cpp has the
 // promises.  Arithmetic is in float, with one rounding to the dtype of the model.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Heads {
 
 struct RmsNormArgs {
   Dtype dtype;           // of everything: f32, bf16, fp16
-  Heads x, delta, out;   // delta.data null: nothing is added to x
+  Heads x, out;
   const void* weight;    // [size]
   float eps;
   int64_t tokens, heads;

@@ -1,14 +1,17 @@
-// What the doors of csrc/cuda share: from torch's words to the kernels'.
+// From tensors to what the CUDA kernels take.  The host cannot read what lies on the device (lengths, tables, slots)
+// without waiting for it, so the bindings here do not check it: the caller answers for its range.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "torch_api/checks.h"
+#include "cuda/cache/cache.h"
 #include "cuda/common/dtype.h"
+#include "cuda/layers/layers.h"
+#include "torch_api/checks.h"
 
-namespace quire::cuda::door {
+namespace quire::cuda::torch_api {
 
 inline Dtype dtype_of(const char* who, const at::Tensor& t) {
   switch (t.scalar_type()) {
@@ -32,23 +35,23 @@ inline Dtype model_dtype_of(const char* who, const at::Tensor& t) {
 // The stream that torch would launch on now, on the tensor's device.  The caller holds a c10::cuda::CUDAGuard for it.
 inline cudaStream_t stream_of(const at::Tensor& t) { return c10::cuda::getCurrentCUDAStream(t.device().index()); }
 
-// A contiguous vector.
-inline void expect_vector(const char* who, const at::Tensor& t, Size& size, at::ScalarType dtype,
-                          const at::Tensor& like) {
-  expect_cuda(who, t, like);
-  expect(who, t, {size});
-  expect_contiguous(who, t);
-  expect_dtype(who, t, dtype);
+// [tokens, size] counts as one head.
+inline Heads heads_of(const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
 }
 
-// [blocks, Hkv, block_size, D]; inside a block contiguous, the stride between blocks is free.
-inline void expect_cache(const char* who, const at::Tensor& cache, Size& blocks, Size& kv_heads, Size& block_size,
-                         Size& dim, const at::Tensor& like) {
-  expect_cuda(who, cache, like);
-  expect(who, cache, {blocks, kv_heads, block_size, dim});
-  TORCH_CHECK_VALUE(cache.numel() == 0 || (cache.stride(3) == 1 && cache.stride(2) == dim &&
-                                           cache.stride(1) == block_size * dim),
-                    who, ": blocks are not contiguous");
+// Where a step's keys and values are stored.
+inline KvSlots kv_slots_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
+                           const at::Tensor& slots, const float* scales) {
+  return {
+      .k_cache = k_cache.data_ptr(),
+      .v_cache = v_cache.data_ptr(),
+      .k_block_stride = k_cache.stride(0),
+      .v_block_stride = v_cache.stride(0),
+      .block_size = static_cast<int>(block_size),
+      .slots = slots.const_data_ptr<int64_t>(),
+      .scales = scales,
+  };
 }
 
-}  // namespace quire::cuda::door
+}  // namespace quire::cuda::torch_api

@@ -1,4 +1,4 @@
-// The GPU's door to matrix products: tensors come in, are checked, and leave as pointers, or as tensors to torch.
+// Binds matrix products on a GPU: the kernel for few tokens, torch's own products for many.
 
 #include "cuda/linear/linear.h"
 
@@ -7,19 +7,15 @@
 #include <limits>
 #include <optional>
 
-#include "torch_api/linear_chain.h"
 #include "torch_api/cuda/convert.h"
+#include "torch_api/linear.h"
 
-namespace quire::cuda::door {
+namespace quire::cuda::torch_api {
+namespace {
 
 void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
             const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
-  expect_linear(x, weight, bias, norm, silu_mul, out);
-  expect_cuda("x", x, x);
-  expect_cuda("weight", weight, x);
-  expect_cuda("out", out, x);
-  if (bias) expect_cuda("bias", *bias, x);
-  if (norm) expect_cuda("norm", *norm, x);
+  check_linear(x, weight, bias, norm, silu_mul, out, on_gpu(x));
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   TORCH_CHECK_VALUE(x.size(0) <= kMost && x.size(1) <= kMost && weight.size(0) <= kMost,
                     "x, weight: over 2^31 rows or columns");
@@ -48,6 +44,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   cuda::linear(args, stream_of(x));
 }
 
-}  // namespace quire::cuda::door
+TORCH_LIBRARY_IMPL(quire, CUDA, m) { m.impl("linear", linear); }
 
-TORCH_LIBRARY_IMPL(quire, CUDA, m) { m.impl("linear", quire::cuda::door::linear); }
+}  // namespace
+}  // namespace quire::cuda::torch_api

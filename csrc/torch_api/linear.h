@@ -1,5 +1,5 @@
-// What every door to `linear` does alike: the checks, and the product as a chain of other operators.  That chain is all
-// there is on a CPU; on a GPU it serves many tokens, where the vendor's products are as fast as can be.
+// What the bindings of all devices share of `linear`: the checks, and the product as a chain of other operators.  A CPU
+// always takes the chain.  A GPU takes it for many tokens, where the vendor's products cannot be beaten.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,31 +11,27 @@
 #include <ATen/ops/mm.h>
 
 #include <optional>
+#include <tuple>
 
 #include "torch_api/checks.h"
 
 namespace quire {
 
-inline void expect_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                          const std::optional<at::Tensor>& norm, bool silu_mul, const at::Tensor& out) {
+inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& norm, bool silu_mul, const at::Tensor& out,
+                         const Place& place) {
   Size tokens("tokens"), inner("inner size"), features("features"), rows("rows of the weight");
-  expect("x", x, {tokens, inner});
-  expect("out", out, {tokens, features});
+  for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, inner},
+                                        {"out", out, features}}) {
+    expect_device(who, t, place);
+    expect(who, t, {tokens, columns});
+    expect_last_contiguous(who, t);
+    expect_dtype(who, t, x.scalar_type(), "x");
+  }
   rows.agree("out", features * (silu_mul ? 2 : 1));
-  expect("weight", weight, {rows, inner});
-  expect_last_contiguous("x", x);
-  expect_last_contiguous("out", out);
-  expect_contiguous("weight", weight);
-  expect_dtype("weight", weight, x.scalar_type(), "x");
-  expect_dtype("out", out, x.scalar_type(), "x");
-  const auto expect_vector = [&](const char* who, const std::optional<at::Tensor>& t, Size& size) {
-    if (!t) return;
-    expect(who, *t, {size});
-    expect_contiguous(who, *t);
-    expect_dtype(who, *t, x.scalar_type(), "x");
-  };
-  expect_vector("bias", bias, rows);
-  expect_vector("norm", norm, inner);
+  expect_plain("weight", weight, {rows, inner}, x.scalar_type(), place, "x");
+  if (bias) expect_plain("bias", *bias, {rows}, x.scalar_type(), place, "x");
+  if (norm) expect_plain("norm", *norm, {inner}, x.scalar_type(), place, "x");
 }
 
 inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps) {
