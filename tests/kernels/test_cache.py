@@ -87,7 +87,7 @@ def test_every_e4m3_number_is_read_and_written() -> None:
     [
         ({"key": torch.zeros(4, 2, 80)}, ValueError, "key: KV heads is 2, k_cache has 3"),
         ({"value": torch.zeros(5, 3, 80)}, ValueError, "value: tokens is 5, key has 4"),
-        ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "k_cache: dtype is Float, key has Half"),
+        ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "value: dtype is Float, key has Half"),
         ({"key": torch.zeros(4, 80, 3).mT}, ValueError, "key: last dimension has stride 3, not 1"),
         ({"slots": torch.zeros(4).int()}, ValueError, "slots: dtype is Int, this operator wants Long"),
         ({"slots": torch.tensor([0, 1, 640, 3])}, IndexError, r"slots\[2\] is 640, not in \[-1, 640\)"),

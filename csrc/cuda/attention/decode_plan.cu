@@ -8,6 +8,7 @@
 #include <climits>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/attention/decode_plan.cuh"
 
 namespace quire::cuda {
@@ -117,21 +118,10 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
     atomicMax(&most, high);
   }
 
-  int total = sum;  // of this thread and those before it in the warp
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, total, step);
-    if (lane >= step) total += other;
-  }
+  const int total = sum_up_to_lane(sum);
   if (lane == 31) sums[warp] = total;
   __syncthreads();
-  if (warp == 0) {
-    int running = sums[lane];
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, running, step);
-      if (lane >= step) running += other;
-    }
-    sums[lane] = running;
-  }
+  if (warp == 0) sums[lane] = sum_up_to_lane(sums[lane]);
   __syncthreads();
   int running = total - sum + (warp > 0 ? sums[warp - 1] : 0);
   for (int i = 0; i < kEach; ++i) {

@@ -23,29 +23,13 @@
 #include "cuda/attention/prefill.h"
 #include "cuda/attention/softmax_state.cuh"
 #include "cuda/common/tensor_core.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda::mma {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-__device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// One number of 4 bytes from device to shared memory, in the background.
-__device__ inline void copy_number_async(uint32_t to, const int* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-// The largest, or the sum, over the four lanes that hold a row.
-__device__ inline float max_of_row(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ inline float sum_of_row(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 // T: what the tensor cores multiply.  kE4m3: the cache is e4m3 and T is fp16.  D: head size.  M: how often 16 rows a warp
 // computes.
@@ -243,7 +227,7 @@ class Item {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         max_[m][h] *= factor_;
-        sum_[m][h] = sum_of_row(sum_[m][h]);
+        sum_[m][h] = sum_of_quad(sum_[m][h]);
       }
     }
     item_.parts == 1 ? write() : finish_part();
@@ -492,7 +476,7 @@ class Item {
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        top[m][h] = max_of_row(top[m][h]);
+        top[m][h] = max_of_quad(top[m][h]);
         grows |= (top[m][h] - max_[m][h]) * factor_ > 8;
       }
     }

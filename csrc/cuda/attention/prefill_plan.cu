@@ -8,6 +8,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/attention/prefill.h"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 
@@ -42,12 +43,6 @@ struct Tiles {
   }
   __device__ int keys(int t) const { return max(0, last(t) - first(t)); }
 };
-
-template <class T>
-__device__ T sum_of_warp(T x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, PrefillPlan plan, int sms) {
   extern __shared__ int shared[];

@@ -24,6 +24,8 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/hopper.cuh"
 #include "cuda/attention/prefill_sm90.h"
+#include "cuda/common/tensor_core.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda::sm90 {
 
@@ -156,33 +158,11 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
 
 // -- The warpgroups that compute
 
-__device__ inline float exp2_fast(float x) {
+// Volatile, unlike exp2_fast of softmax_state.cuh: the compiler keeps it between the products where it is written.
+__device__ inline float exp2_in_place(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ inline uint32_t pack(float low, float high, __nv_bfloat16) {
-  uint32_t two;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-  return two;
-}
-
-__device__ inline uint32_t pack(float low, float high, __half) {
-  uint32_t two;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-  return two;
-}
-
-// Of the 4 lanes that hold a row.
-__device__ inline float max_of_row(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ inline float sum_of_row(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 // Only keys from..to of each of a thread's two rows remain.
@@ -203,7 +183,7 @@ __device__ void mask(float (&s)[N], const int (&from)[2], const int (&to)[2], bo
 template <int N>
 __device__ void soften(float (&s)[N], float cap_in) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) s[i] = 1.f - __fdividef(2.f, exp2_fast(s[i] * cap_in * 2.885390082f) + 1.f);
+  for (int i = 0; i < N; ++i) s[i] = 1.f - __fdividef(2.f, exp2_in_place(s[i] * cap_in * 2.885390082f) + 1.f);
 }
 
 // Quads hold 8 rows; a quad's lanes hold 2 columns of each block of 8.  Afterwards x, of 4 blocks before, is all of one
@@ -239,7 +219,7 @@ struct Output {
     for (int i = 0; i < 2; ++i) {
       uint32_t x[4];
 #pragma unroll
-      for (int b = 0; b < 4; ++b) x[b] = pack(o[4 * b + 2 * i] * inverse[i], o[4 * b + 2 * i + 1] * inverse[i], T{});
+      for (int b = 0; b < 4; ++b) x[b] = pack<T>(o[4 * b + 2 * i] * inverse[i], o[4 * b + 2 * i + 1] * inverse[i]);
       const uint4 block = gather_block(x[0], x[1], x[2], x[3], lane);
       if (ours[i]) *reinterpret_cast<uint4*>(out[i] + 8 * (j + lane % 4)) = block;
     }
@@ -290,7 +270,7 @@ struct Parts {
       for (int i = 0; i < 2; ++i) highest[i] = fmaxf(highest[i], __ldcg(&p.max[at(part) + 8 * i]));
     }
     const auto weight = [&](int part, int i) {
-      return highest[i] == -INFINITY ? 0.f : exp2_fast(__ldcg(&p.max[at(part) + 8 * i]) - highest[i]);
+      return highest[i] == -INFINITY ? 0.f : exp2_in_place(__ldcg(&p.max[at(part) + 8 * i]) - highest[i]);
     };
     for (int part = 0; part < work.parts; ++part) {
       for (int i = 0; i < 2; ++i) inverse[i] += weight(part, i) * __ldcg(&p.sum[at(part) + 8 * i]);
@@ -467,12 +447,12 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
       };
       const auto exponentials = [&] {
 #pragma unroll
-        for (int i = 0; i < kFirst; ++i) e[i] = exp2_fast(s[i] * p.scale_log2 - base[i / 2 % 2]);
+        for (int i = 0; i < kFirst; ++i) e[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
       };
       if (fresh) {
         find_highest();
         for (int i = 0; i < 2; ++i) {
-          const float top = max_of_row(highest[i]);
+          const float top = max_of_quad(highest[i]);
           base[i] = top == -INFINITY ? 0.f : top * p.scale_log2;
           limit[i] = top == -INFINITY ? top : top + p.slack;
         }
@@ -483,10 +463,10 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
         rebased = __any_sync(~0u, highest[0] > limit[0] || highest[1] > limit[1]);
         if (rebased) {
           for (int i = 0; i < 2; ++i) {
-            const float top = max_of_row(highest[i]);
+            const float top = max_of_quad(highest[i]);
             rescale[i] = 1.f;
             if (top > limit[i]) {
-              rescale[i] = limit[i] == -INFINITY ? 0.f : exp2_fast(base[i] - top * p.scale_log2);
+              rescale[i] = limit[i] == -INFINITY ? 0.f : exp2_in_place(base[i] - top * p.scale_log2);
               base[i] = top * p.scale_log2;
               limit[i] = top + p.slack;
             }
@@ -502,19 +482,19 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
 #pragma unroll
         for (int i = 0; i < kFirst; ++i) sums[i % 4] += e[i];
 #pragma unroll
-        for (int i = 0; i < kFirst / 2; ++i) probs[i] = pack(e[2 * i], e[2 * i + 1], T{});
+        for (int i = 0; i < kFirst / 2; ++i) probs[i] = pack<T>(e[2 * i], e[2 * i + 1]);
       };
       half_values = half;
       if (half_values) {
         add_first_half();
       } else {
 #pragma unroll
-        for (int i = kFirst; i < kKeys / 2; ++i) s[i] = exp2_fast(s[i] * p.scale_log2 - base[i / 2 % 2]);
+        for (int i = kFirst; i < kKeys / 2; ++i) s[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
         add_first_half();
 #pragma unroll
         for (int i = kFirst; i < kKeys / 2; ++i) sums[i % 4] += s[i];
 #pragma unroll
-        for (int i = kFirst / 2; i < kKeys / 4; ++i) probs[i] = pack(s[2 * i], s[2 * i + 1], T{});
+        for (int i = kFirst / 2; i < kKeys / 4; ++i) probs[i] = pack<T>(s[2 * i], s[2 * i + 1]);
       }
       sum[0] = sums[0] + sums[1];
       sum[1] = sums[2] + sums[3];
@@ -566,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
       if (last_tile) {
         const Work& done = shared.work[(item - 1) % kWorks];
         const Output<T> to(p, done, query, row0);
-        const float sums[2] = {sum_of_row(done_sum[0]), sum_of_row(done_sum[1])};
+        const float sums[2] = {sum_of_quad(done_sum[0]), sum_of_quad(done_sum[1])};
         if (done.parts == 1) {
           const float inverse[2] = {inverse_sum(sums[0]), inverse_sum(sums[1])};
 #pragma unroll

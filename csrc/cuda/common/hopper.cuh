@@ -16,11 +16,9 @@
 
 #include <cstdint>
 
-namespace quire::cuda::hopper {
+#include "cuda/common/async_copy.cuh"
 
-__device__ inline uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace quire::cuda::hopper {
 
 // -- mbarriers
 

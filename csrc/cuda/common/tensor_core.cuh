@@ -14,24 +14,9 @@
 
 #include <cstdint>
 
+#include "cuda/common/async_copy.cuh"
+
 namespace quire::cuda {
-
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-// 16 bytes from device to shared memory behind the lane's back, or 16 zero bytes without touching `from`.
-__device__ inline void copy_async_16(uint32_t to, const void* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0)
-               : "memory");
-}
-
-// Ends a group of copies, perhaps an empty one.
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most the kPending youngest of this lane's groups are unfinished.
-template <int kPending>
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // Matrices of 8 rows of 16 bytes; lane i of 8 * m .. 8 * m + 7 gives the address of row i % 8 of matrix m.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {

@@ -4,6 +4,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
@@ -13,7 +14,7 @@ constexpr int kWarp = 32, kMostThreads = 1024, kManyRows = 512;
 // Of the threads of a row: a power of two of neighbours in a warp, or all of a block.  Every thread gets the sum.
 __device__ float sum_over_row(float x) {
   const int threads = blockDim.x;
-  for (int step = min(threads, kWarp) / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  x = sum_of_lanes(x, min(threads, kWarp));
   if (threads <= kWarp) return x;
   __shared__ float of_warp[kWarp];
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;

@@ -1,6 +1,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/layers/layers.h"
 #include "cuda/common/numbers.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
           squares += turned_low[i][j] * turned_low[i][j] + turned_high[i][j] * turned_high[i][j];
         }
       }
-      for (int step = blockDim.x / 2; step > 0; step /= 2) squares += __shfl_xor_sync(0xffffffff, squares, step);
+      squares = sum_of_lanes(squares, blockDim.x);
       const float inverse = rsqrtf(squares / static_cast<float>(a.size) + a.eps);
       if constexpr (kHeads > 1) load_weight(head);
       if (!is_value) {

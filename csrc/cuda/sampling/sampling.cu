@@ -27,6 +27,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
@@ -137,25 +138,6 @@ __device__ int place_of(uint64_t key) { return static_cast<int>(~static_cast<uin
 __device__ float number_of(uint64_t key) {
   const uint32_t ordered = key >> 32;
   return __uint_as_float((ordered & 0x80000000u) ? ordered & 0x7fffffffu : ~ordered);
-}
-
-__device__ uint64_t warp_max(uint64_t x) {
-  for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kAll, x, step));
-  return x;
-}
-
-__device__ uint64_t warp_sum(uint64_t x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
-  return x;
-}
-
-// Of this lane and those before.
-__device__ uint64_t scan(uint64_t x) {
-  for (int step = 1; step < 32; step *= 2) {
-    const uint64_t before = __shfl_up_sync(kAll, x, step);
-    if (threadIdx.x % 32 >= step) x += before;
-  }
-  return x;
 }
 
 // --- histograms -----------------------------------------------------------------------------------------------------
@@ -412,13 +394,13 @@ struct Row {
 // The largest key of the cluster, to all threads.
 __device__ uint64_t cluster_max(uint64_t key, Shared& shared) {
   const int lane = threadIdx.x % 32;
-  key = warp_max(key);
+  key = max_of_warp(key);
   if (lane == 0) shared.warp_best[threadIdx.x / 32] = key;
   cluster_sync();
   for (int i = lane; i < cluster_size() * kWarps; i += 32) {
     key = max(key, of_peer(shared.warp_best[i % kWarps], i / kWarps));
   }
-  return warp_max(key);
+  return max_of_warp(key);
 }
 
 // The largest of a lane's part of raw logits.
@@ -601,7 +583,7 @@ struct Weights {
     const float cold = coldest(floor);
     uint64_t own = 0;
     row.each(piece, [&](int tile, const Eight<T>& raw) { own += sum(tile, raw, floor, cold); });
-    own = warp_sum(own);
+    own = sum_of_warp(own);
     if (lane == 0) shared.warp_sums[warp] = own;
     cluster_sync();
     // Sums of the cluster's warps, in the order of their pieces: a few to each lane.
@@ -615,7 +597,7 @@ struct Weights {
     }
     done_with_peers();
     const uint64_t of_lane = upto;
-    upto = scan(upto);
+    upto = sum_up_to_lane(upto);
     const uint64_t goal = sampling::goal(hash, __shfl_sync(kAll, upto, 31));
     // Whose piece holds the goal, and how far into it.
     uint64_t left = goal - (upto - of_lane);
@@ -645,7 +627,7 @@ struct Weights {
         raw = row.whole(first + warp) ? row.read_whole(first + warp) : row.read(first + warp);
         own = sum(first + warp, raw, floor, cold);
       }
-      const uint64_t upto = scan(own);
+      const uint64_t upto = sum_up_to_lane(own);
       if (lane == 31) shared.tile_sums[warp] = upto;
       __syncthreads();
       int tile = 0;
