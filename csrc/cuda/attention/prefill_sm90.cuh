@@ -291,218 +291,201 @@ struct Parts {
   }
 };
 
+// One of the two warpgroups that compute: 64 rows of every tile.  kernel() calls run().
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // for other chips there is prefill_mma
-  using Shape = Shape<T, D>;
-  using Shared = typename Shape::Shared;
-  constexpr int kKeys = Shape::kKeys, kHalves = Shape::kHalves;
-  constexpr int kKeyBuffers = Shape::kKeyBuffers, kValueBuffers = Shape::kValueBuffers;
-  constexpr int kFirst = kKeys / 4;  // scores of a thread for the first half of the keys
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+struct Warpgroup {
+  using Shared = typename Shape<T, D>::Shared;
+  static constexpr int kKeys = Shape<T, D>::kKeys, kHalves = Shape<T, D>::kHalves;
+  static constexpr int kKeyBuffers = Shape<T, D>::kKeyBuffers, kValueBuffers = Shape<T, D>::kValueBuffers;
+  static constexpr int kFirst = kKeys / 4;  // scores of a thread for the first half of the keys
 
-  if (threadIdx.x == 0) {
-    prefetch_map(&p.q);
-    prefetch_map(&p.k);
-    prefetch_map(&p.v);
-    for (int i = 0; i < kQueryBuffers; ++i) {
-      barrier_init(&shared.work_full[i], 1);
-      barrier_init(&shared.q_full[i], 1);
-      barrier_init(&shared.q_empty[i], 8);
-    }
-    for (int i = 0; i < kKeyBuffers; ++i) {
-      barrier_init(&shared.k_full[i], 1);
-      barrier_init(&shared.k_empty[i], 8);
-    }
-    for (int i = 0; i < kValueBuffers; ++i) {
-      barrier_init(&shared.v_full[i], 1);
-      barrier_init(&shared.v_empty[i], 8);
-    }
-    fence_barrier_init();
-  }
-  __syncthreads();
-  wait_for_previous_kernels();
+  const Params& p;
+  Shared& shared;
+  const int lane, t;
+  const int group;              // rows [64 * group, + 64) of the tile
+  const int row0;               // the thread's other row is row0 + 8
 
-  if (warp < 4) {
-    keep_registers<40>();
-    if (warp == 0) fetch_queries<kKeys, kHalves>(p, shared, lane);
-    if (warp == 1) fetch_cache<kKeyBuffers>(p, shared, &p.k, shared.k, shared.k_full, shared.k_empty, lane);
-    if (warp == 2) fetch_cache<kValueBuffers>(p, shared, &p.v, shared.v, shared.v_full, shared.v_empty, lane);
-  } else {
-    take_registers<232>();
-    const int group = warp / 4 - 1;      // which warpgroup: rows [64 * group, + 64) of the tile
-    const int t = lane % 4;
-    const int row0 = group * 64 + warp % 4 * 16 + lane / 4;  // the thread's other row is row0 + 8
+  float s[kKeys / 2];           // scores of 64 rows and kKeys keys
+  float o[D / 2] = {};          // their result so far
+  uint32_t probs[kKeys / 4];    // exp2 of scores, as the left operand of O += P V
+  float e[kFirst];              // exponentials of the first half of s
+  float base[2], limit[2];      // of each row: what exponents are relative to; the score that is too high for it
+  float sum[2];                 // of each row's exponentials, this thread's part
+  bool rebased;                 // base rose for some row of the warp ...
+  float rescale[2];             // ... so o has to be multiplied with this
+  bool half_values = false;     // probs go with the first half of a tile of values only
+  int values_begin, values_end; // rows of that tile that hold a value
+  Ring items, ks, vs;
+  int item = 0, len;            // whose scores are computed; keys of its sequence
+  int first, begin;             // as in Work
+  int tile;                     // first key of the scores
+  int sees_first, sees_last;    // keys that all 64 rows see
+  bool more;                    // there is such an item
+  bool fresh;                   // these are its first scores
+  bool half;                    // and no row sees more than half of the keys
+  int query[2];                 // of the tile, of each of the thread's rows
 
-    float s[kKeys / 2];           // scores of 64 rows and kKeys keys
-    float o[D / 2] = {};          // their result so far
-    uint32_t probs[kKeys / 4];    // exp2 of scores, as the left operand of O += P V
-    float e[kFirst];              // exponentials of the first half of s
-    float base[2], limit[2];      // of each row: what exponents are relative to; the score that is too high for it
-    float sum[2];                 // of each row's exponentials, this thread's part
-    bool rebased;                 // base rose for some row of the warp ...
-    float rescale[2];             // ... so o has to be multiplied with this
-    bool half_values = false;     // probs go with the first half of a tile of values only
-    int values_begin, values_end; // rows of that tile that hold a value
-    Ring items, ks, vs;
-    int item = 0, len;            // whose scores are computed; keys of its sequence
-    int first, begin;             // as in Work
-    int tile;                     // first key of the scores
-    int sees_first, sees_last;    // keys that all 64 rows see
-    bool more;                    // there is such an item
-    bool fresh;                   // these are its first scores
-    bool half;                    // and no row sees more than half of the keys
-    int query[2];                 // of the tile, of each of the thread's rows
+  __device__ Warpgroup(const Params& p, Shared& shared, int warp, int lane)
+      : p(p), shared(shared), lane(lane), t(lane % 4), group(warp / 4 - 1),
+        row0(group * 64 + warp % 4 * 16 + lane / 4) {
     for (int i = 0; i < 2; ++i) query[i] = (row0 + 8 * i) / p.group;
+  }
 
-    const auto begin_item = [&] {
-      wait(&shared.q_full[items.at], items.phase);
-      const Work& work = shared.work[item % kWorks];
-      more = !work.none;
-      first = work.first;
-      begin = work.begin;
-      len = work.len;
-      tile = work.tile;
-      half = work.end - tile <= kKeys / 2;
-      sees_first = work.sees_first[group];
-      sees_last = work.sees_last[group];
-      fresh = true;
-      sum[0] = sum[1] = 0.f;
-    };
-    // Which keys each of the thread's two rows sees, counted from the thread's first column of the scores.
-    const auto mask_scores = [&] {
-      const int position = shared.work[item % kWorks].position, end = shared.work[item % kWorks].end;
-      int from[2], to[2];
-      for (int i = 0; i < 2; ++i) {
-        const int start = tile + 2 * t;
-        to[i] = min(position + query[i], end - 1) - start;
-        from[i] = position + query[i] - p.window + 1 - start;
-      }
-      mask(s, from, to, p.window > 0);
-    };
-    const auto issue_scores = [&] {
-      const uint64_t q = operand(shared.q[items.at][0][group * 64], 0), k = operand(shared.k[ks.at][0][0], 0);
-      forget(s);
+  __device__ void begin_item() {
+    wait(&shared.q_full[items.at], items.phase);
+    const Work& work = shared.work[item % kWorks];
+    more = !work.none;
+    first = work.first;
+    begin = work.begin;
+    len = work.len;
+    tile = work.tile;
+    half = work.end - tile <= kKeys / 2;
+    sees_first = work.sees_first[group];
+    sees_last = work.sees_last[group];
+    fresh = true;
+    sum[0] = sum[1] = 0.f;
+  }
+
+  // Which keys each of the thread's two rows sees, counted from the thread's first column of the scores.
+  __device__ void mask_scores() {
+    const int position = shared.work[item % kWorks].position, end = shared.work[item % kWorks].end;
+    int from[2], to[2];
+    for (int i = 0; i < 2; ++i) {
+      const int start = tile + 2 * t;
+      to[i] = min(position + query[i], end - 1) - start;
+      from[i] = position + query[i] - p.window + 1 - start;
+    }
+    mask(s, from, to, p.window > 0);
+  }
+
+  __device__ void issue_scores() {
+    const uint64_t q = operand(shared.q[items.at][0][group * 64], 0), k = operand(shared.k[ks.at][0][0], 0);
+    forget(s);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      Wgmma<T, kKeys>::multiply_shared(s, operand_further(q, i / 4 * kRows * 128 + i % 4 * 32),
+                                       operand_further(k, i / 4 * kKeys * 128 + i % 4 * 32), i > 0);
+    }
+    end_products();
+  }
+
+  __device__ void issue_values() {
+    const uint64_t v = operand(shared.v[vs.at][0][0], kKeys * 128);
+    if (half_values) {
       begin_products();
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        Wgmma<T, kKeys>::multiply_shared(s, operand_further(q, i / 4 * kRows * 128 + i % 4 * 32),
-                                         operand_further(k, i / 4 * kKeys * 128 + i % 4 * 32), i > 0);
+      for (int i = 0; i < kKeys / 32; ++i) {
+        Wgmma<T, D>::multiply_registers(o, &probs[4 * i], operand_further(v, i * 2048));
       }
       end_products();
-    };
-    const auto issue_values = [&] {
-      const uint64_t v = operand(shared.v[vs.at][0][0], kKeys * 128);
-      if (half_values) {
-        begin_products();
+    } else {
+      begin_products();
 #pragma unroll
-        for (int i = 0; i < kKeys / 32; ++i) {
-          Wgmma<T, D>::multiply_registers(o, &probs[4 * i], operand_further(v, i * 2048));
-        }
-        end_products();
-      } else {
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i) {
-          Wgmma<T, D>::multiply_registers(o, &probs[4 * i], operand_further(v, i * 2048));
-        }
-        end_products();
+      for (int i = 0; i < kKeys / 16; ++i) {
+        Wgmma<T, D>::multiply_registers(o, &probs[4 * i], operand_further(v, i * 2048));
       }
-    };
-    // The scores have arrived: the keys can go, and after the item's last scores its queries.
-    const auto release_keys = [&] {
-      if (lane == 0) {
-        arrive(&shared.k_empty[ks.at]);
-        if (tile <= first) arrive(&shared.q_empty[items.at]);
+      end_products();
+    }
+  }
+
+  // The scores have arrived: the keys can go, and after the item's last scores its queries.
+  __device__ void release_keys() {
+    if (lane == 0) {
+      arrive(&shared.k_empty[ks.at]);
+      if (tile <= first) arrive(&shared.q_empty[items.at]);
+    }
+    ks.step(kKeyBuffers);
+  }
+
+  // What lies past the end of a sequence, or was not fetched, is anything, NaN too, and 0 * NaN is NaN.
+  __device__ void clear_other_values() {
+    for (int half = 0; half < kHalves; ++half) {
+      for (int chunk = threadIdx.x % 128; chunk < kKeys * 8; chunk += 128) {
+        if (chunk / 8 >= values_begin && chunk / 8 < values_end) continue;
+        reinterpret_cast<uint4*>(shared.v[vs.at][half])[chunk] = make_uint4(0, 0, 0, 0);
       }
-      ks.step(kKeyBuffers);
+    }
+    fence_async_proxy();
+    named_sync(3 + group, 128);
+  }
+
+  // Probabilities are exp2(score - base) with a base that need not be the maximum, only no more than 8 below it:
+  // nothing overflows then, and what base is drops out in the end.  So the exponentials need not wait for the maximum:
+  // it is found meanwhile, and where it turns out too high (always in an item's first tile, rarely later) the base
+  // rises to it and the first half is computed again.
+  __device__ void softmax_first_half() {
+    if (p.cap_in != 0.f) soften(s, p.cap_in);
+    if (tile + kKeys - 1 > sees_last || tile < sees_first) mask_scores();
+    float highest[2];
+    const auto find_highest = [&] {
+      float h[4] = {s[0], s[1], s[2], s[3]};  // two for each row: shorter chains
+#pragma unroll
+      for (int i = 4; i < kKeys / 2; ++i) h[i % 4] = fmaxf(h[i % 4], s[i]);
+      highest[0] = fmaxf(h[0], h[1]);
+      highest[1] = fmaxf(h[2], h[3]);
     };
-    // What lies past the end of a sequence, or was not fetched, is anything, NaN too, and 0 * NaN is NaN.
-    const auto clear_other_values = [&] {
-      for (int half = 0; half < kHalves; ++half) {
-        for (int chunk = threadIdx.x % 128; chunk < kKeys * 8; chunk += 128) {
-          if (chunk / 8 >= values_begin && chunk / 8 < values_end) continue;
-          reinterpret_cast<uint4*>(shared.v[vs.at][half])[chunk] = make_uint4(0, 0, 0, 0);
-        }
+    const auto exponentials = [&] {
+#pragma unroll
+      for (int i = 0; i < kFirst; ++i) e[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
+    };
+    if (fresh) {
+      find_highest();
+      for (int i = 0; i < 2; ++i) {
+        const float top = max_of_quad(highest[i]);
+        base[i] = top == -INFINITY ? 0.f : top * p.scale_log2;
+        limit[i] = top == -INFINITY ? top : top + p.slack;
       }
-      fence_async_proxy();
-      named_sync(3 + group, 128);
-    };
-    // Probabilities are exp2(score - base) with a base that need not be the maximum, only no more than 8 below it:
-    // nothing overflows then, and what base is drops out in the end.  So the exponentials need not wait for the maximum:
-    // it is found meanwhile, and where it turns out too high (always in an item's first tile, rarely later) the base
-    // rises to it and the first half is computed again.
-    const auto softmax_first_half = [&] {
-      if (p.cap_in != 0.f) soften(s, p.cap_in);
-      if (tile + kKeys - 1 > sees_last || tile < sees_first) mask_scores();
-      float highest[2];
-      const auto find_highest = [&] {
-        float h[4] = {s[0], s[1], s[2], s[3]};  // two for each row: shorter chains
-#pragma unroll
-        for (int i = 4; i < kKeys / 2; ++i) h[i % 4] = fmaxf(h[i % 4], s[i]);
-        highest[0] = fmaxf(h[0], h[1]);
-        highest[1] = fmaxf(h[2], h[3]);
-      };
-      const auto exponentials = [&] {
-#pragma unroll
-        for (int i = 0; i < kFirst; ++i) e[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
-      };
-      if (fresh) {
-        find_highest();
+      exponentials();
+    } else {
+      exponentials();
+      find_highest();
+      rebased = __any_sync(~0u, highest[0] > limit[0] || highest[1] > limit[1]);
+      if (rebased) {
         for (int i = 0; i < 2; ++i) {
           const float top = max_of_quad(highest[i]);
-          base[i] = top == -INFINITY ? 0.f : top * p.scale_log2;
-          limit[i] = top == -INFINITY ? top : top + p.slack;
-        }
-        exponentials();
-      } else {
-        exponentials();
-        find_highest();
-        rebased = __any_sync(~0u, highest[0] > limit[0] || highest[1] > limit[1]);
-        if (rebased) {
-          for (int i = 0; i < 2; ++i) {
-            const float top = max_of_quad(highest[i]);
-            rescale[i] = 1.f;
-            if (top > limit[i]) {
-              rescale[i] = limit[i] == -INFINITY ? 0.f : exp2_in_place(base[i] - top * p.scale_log2);
-              base[i] = top * p.scale_log2;
-              limit[i] = top + p.slack;
-            }
-            sum[i] *= rescale[i];
+          rescale[i] = 1.f;
+          if (top > limit[i]) {
+            rescale[i] = limit[i] == -INFINITY ? 0.f : exp2_in_place(base[i] - top * p.scale_log2);
+            base[i] = top * p.scale_log2;
+            limit[i] = top + p.slack;
           }
-          exponentials();
+          sum[i] *= rescale[i];
         }
+        exponentials();
       }
-    };
-    const auto softmax_second_half = [&] {
-      float sums[4] = {sum[0], 0.f, sum[1], 0.f};
-      const auto add_first_half = [&] {
-#pragma unroll
-        for (int i = 0; i < kFirst; ++i) sums[i % 4] += e[i];
-#pragma unroll
-        for (int i = 0; i < kFirst / 2; ++i) probs[i] = pack<T>(e[2 * i], e[2 * i + 1]);
-      };
-      half_values = half;
-      if (half_values) {
-        add_first_half();
-      } else {
-#pragma unroll
-        for (int i = kFirst; i < kKeys / 2; ++i) s[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
-        add_first_half();
-#pragma unroll
-        for (int i = kFirst; i < kKeys / 2; ++i) sums[i % 4] += s[i];
-#pragma unroll
-        for (int i = kFirst / 2; i < kKeys / 4; ++i) probs[i] = pack<T>(s[2 * i], s[2 * i + 1]);
-      }
-      sum[0] = sums[0] + sums[1];
-      sum[1] = sums[2] + sums[3];
-      values_begin = begin - tile;
-      values_end = len - tile;
-      fresh = half = false;
-    };
+    }
+  }
 
+  __device__ void softmax_second_half() {
+    float sums[4] = {sum[0], 0.f, sum[1], 0.f};
+    const auto add_first_half = [&] {
+#pragma unroll
+      for (int i = 0; i < kFirst; ++i) sums[i % 4] += e[i];
+#pragma unroll
+      for (int i = 0; i < kFirst / 2; ++i) probs[i] = pack<T>(e[2 * i], e[2 * i + 1]);
+    };
+    half_values = half;
+    if (half_values) {
+      add_first_half();
+    } else {
+#pragma unroll
+      for (int i = kFirst; i < kKeys / 2; ++i) s[i] = exp2_in_place(s[i] * p.scale_log2 - base[i / 2 % 2]);
+      add_first_half();
+#pragma unroll
+      for (int i = kFirst; i < kKeys / 2; ++i) sums[i % 4] += s[i];
+#pragma unroll
+      for (int i = kFirst / 2; i < kKeys / 4; ++i) probs[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+    }
+    sum[0] = sums[0] + sums[1];
+    sum[1] = sums[2] + sums[3];
+    values_begin = begin - tile;
+    values_end = len - tile;
+    fresh = half = false;
+  }
+
+  // All items of this CTA.
+  __device__ void run() {
     begin_item();
     if (!more) return;
     if (group == 1) named_pass(1, 256);
@@ -564,6 +547,50 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
         for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
       }
     }
+  }
+};
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // for other chips there is prefill_mma
+  using Shape = Shape<T, D>;
+  using Shared = typename Shape::Shared;
+  constexpr int kKeys = Shape::kKeys, kHalves = Shape::kHalves;
+  constexpr int kKeyBuffers = Shape::kKeyBuffers, kValueBuffers = Shape::kValueBuffers;
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.q);
+    prefetch_map(&p.k);
+    prefetch_map(&p.v);
+    for (int i = 0; i < kQueryBuffers; ++i) {
+      barrier_init(&shared.work_full[i], 1);
+      barrier_init(&shared.q_full[i], 1);
+      barrier_init(&shared.q_empty[i], 8);
+    }
+    for (int i = 0; i < kKeyBuffers; ++i) {
+      barrier_init(&shared.k_full[i], 1);
+      barrier_init(&shared.k_empty[i], 8);
+    }
+    for (int i = 0; i < kValueBuffers; ++i) {
+      barrier_init(&shared.v_full[i], 1);
+      barrier_init(&shared.v_empty[i], 8);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_for_previous_kernels();
+
+  if (warp < 4) {
+    keep_registers<40>();
+    if (warp == 0) fetch_queries<kKeys, kHalves>(p, shared, lane);
+    if (warp == 1) fetch_cache<kKeyBuffers>(p, shared, &p.k, shared.k, shared.k_full, shared.k_empty, lane);
+    if (warp == 2) fetch_cache<kValueBuffers>(p, shared, &p.v, shared.v, shared.v_full, shared.v_empty, lane);
+  } else {
+    take_registers<232>();
+    Warpgroup<T, D>(p, shared, warp, lane).run();
   }
 #endif
 }
