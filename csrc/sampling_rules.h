@@ -30,11 +30,11 @@ constexpr uint8_t kNothingAllowed = 2;  // its raw logits are sound, but penalti
 
 // Per token of a row that has marks: how often it is in the output, and
 constexpr uint32_t kInPrompt = 1u << 31;
-constexpr uint32_t kStop = 1u << 30;       // must not come before min_tokens outputs
+constexpr uint32_t kStop = 1u << 30;       // not allowed before min_tokens outputs
 constexpr uint32_t kForbidden = 1u << 29;  // not among the allowed ids
 constexpr uint32_t kCount = kForbidden - 1;
 
-// A row of `table`: what one seated sequence asks for.  Written by engine/executor/sampling.py (RECORD).
+// A row of `table`: the sampling settings of one sequence.  Written by engine/executor/sampling.py (RECORD).
 struct alignas(8) Seat {
   int64_t seed;
   uint32_t* marks;    // [V], 16-byte aligned; null: no penalties, masks or stop ids

@@ -15,7 +15,7 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights beside them
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights
 // Numbers of `inner` summed in a register before they join the sum of the runs before.  Rounding errors of a sum grow with
 // its length; in float32 it is what decides them, in 16 bits they are far below the last rounding.
 template <class T>

@@ -1,4 +1,4 @@
-// The kernel behind decode(): decode.h has the words, decode_plan.cuh what it is told by the plan.
+// The kernel behind decode(): decode.h defines the terms, decode_plan.cuh what it reads from the plan.
 //
 // q, out [tokens, H, D] bf16 or fp16 · caches [blocks, Hkv, block_size, D] of the same or e4m3 · tables i32
 // Grid (multiprocessors), 8 warps, or 4 where each needs much shared memory.  Reads each key and value that a query sees
@@ -198,7 +198,7 @@ struct DecodeKernel {
   static __device__ uint32_t operand(uint32_t pair) {
     if constexpr (std::is_same_v<T, Operand>) {
       return pair;
-    } else {  // bf16 queries beside an e4m3 cache
+    } else {  // bf16 queries with an e4m3 cache
       const auto clamp = [](float x) { return fminf(fmaxf(x, -65504.f), 65504.f); };
       return pack<__half>(clamp(__uint_as_float(pair << 16)), clamp(__uint_as_float(pair & 0xffff0000u)));
     }
@@ -379,7 +379,7 @@ struct DecodeKernel {
     }
   }
 
-  // Merges pieces [first, last] that exist(i) says, in order.  state(i, j) and acc(i, j) are their vectors, of which
+  // Merges the pieces of [first, last] for which exist(i) holds, in order.  state(i, j) and acc(i, j) are their vectors, of which
   // kAtOnce pieces' are loaded at a time.  Gives use(state, acc, step, n) the result of each of the steps first_step,
   // first_step + stride, ...
   template <int kAtOnce, class Exists, class StateAt, class AccAt, class Use>
@@ -473,7 +473,7 @@ struct DecodeKernel {
       const int others = (threadIdx.x ? cta_ends.last_last : cta_ends.first_last) - owner;
       bool all = false;
       if ((threadIdx.x ? goes_on : began_before) >= 0) {
-        fence();  // what the CTA wrote is seen by whoever sees the counter
+        fence();  // a CTA that sees the counter also sees what this CTA wrote
         all = atomicAdd(args.plan.arrived + owner, 1) == others;
         fence();
         if (all) args.plan.arrived[owner] = 0;  // for the next layer
@@ -509,7 +509,7 @@ struct DecodeKernel {
   }
 
   __device__ void run() {
-    // The plan and the tables were complete before the kernel in front of this one began (decode.h says so); only what
+    // The plan and the tables were complete before the kernel in front of this one began (see decode.h); only what
     // that one writes has to be waited for.
     const DecodeHeader header = *args.plan.header;
     const DecodeEnds ends = args.plan.ends[blockIdx.x];

@@ -55,7 +55,7 @@ struct DecodeArgs {
   const int32_t* tables;   // [max_rows, max_blocks]
   int64_t table_stride;
   const int32_t* rows;     // [seqs]
-  int seqs;                // as the plan was told
+  int seqs;                // as in the plan
   int heads, kv_heads, head_size, block_size;
   float scale;
   float soft_cap;          // > 0: score = soft_cap * tanh(score / soft_cap)
@@ -64,7 +64,7 @@ struct DecodeArgs {
   void* plan;              // as decode_plan wrote it
 };
 
-// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64.  The door has checked all that.
+// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.
 // rows and tables must have been written before decode_plan was called: they and the plan are read early, while the
 // kernel in front of this one may still run.
 // Reads no key outside the window and none past the end.  A sequence of no keys has its query's output set to zeros.

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
   const int groups = shape.kv_heads * shape.parts_per_kv;
   const auto seq_at = [&](int s) {
     const int token = args.q_start[s], queries = args.q_start[s + 1] - token, len = args.lens[s];
-    // A sequence without a query has no work: say so in a way that the walk over sequences understands.
+    // A sequence without a query has no work: store that so that the walk over sequences understands it.
     if (queries <= 0) return DecodeSeq{.token = -1, .len = 0, .first = 0, .unused = 0};
     return DecodeSeq{.token = token, .len = len, .first = args.window > 0 ? max(0, len - args.window) : 0, .unused = 0};
   };

@@ -23,7 +23,7 @@ __host__ __device__ constexpr int shared_limit(int arch) {
 __host__ __device__ constexpr int decode_warp_bytes(int head_size, int row_bytes, int n_tiles, int stages) {
   return stages * 2 * kTile * (row_bytes + 16) + 2 * head_size * 8 * n_tiles * static_cast<int>(sizeof(float));
 }
-constexpr int kDecodeOtherBytes = 3 << 10;  // at most, of a CTA beside that
+constexpr int kDecodeOtherBytes = 3 << 10;  // at most, of a CTA in addition
 
 // Warps of a CTA: as many as fit with two stages each; the same for all dtypes, because the plan depends on it.
 __host__ __device__ constexpr int decode_warps(int head_size, int n_tiles, int arch) {
@@ -58,7 +58,7 @@ struct alignas(16) DecodeSeq {
   __device__ int end_tile() const { return (len + kTile - 1) / kTile; }
 };
 
-// So many consecutive tiles for one warp.  count == 0: nothing to do, and the rest says nothing.
+// So many consecutive tiles for one warp.  count == 0: nothing to do, and the other fields are undefined.
 struct alignas(16) DecodeShare {
   int seq;
   int kv_head, part;  // its head group: the `part`th of those of the KV head

@@ -55,7 +55,7 @@ constexpr PrefillTiling prefill_tiling(int list) {
   return list == 0 ? PrefillTiling{64, false, 2} : list == 1 ? PrefillTiling{128, true, 1} : PrefillTiling{128, false, 2};
 }
 
-// Where everything lies in the bytes that the plan was given; the same for whoever gives the same arguments.
+// Where everything lies in the bytes of the plan.  It depends on the arguments only.
 struct PrefillPlan {
   PrefillList* list[kPrefillLists];
   PrefillItem* items[kPrefillLists];
@@ -112,7 +112,7 @@ struct PrefillArgs {
   int64_t plan_bytes;
 };
 
-// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64, any G, scale > 0.  The door has checked that.
+// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64, any G, scale > 0.  The bindings have checked that.
 // Picks one of the two below.
 void prefill(const PrefillArgs& args, cudaStream_t stream);
 

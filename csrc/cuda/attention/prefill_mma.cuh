@@ -126,7 +126,7 @@ class Queue {
   }
 
  private:
-  // Two places in turn, so that nobody overwrites what others still have to read.
+  // Two places in turn, so that no warp overwrites what others still have to read.
   __device__ int4* word(int i) const {
     return reinterpret_cast<int4*>(shared_ + C::kWord + (1 + 3 * turn_ + i) * C::kQPitch);
   }
@@ -199,7 +199,7 @@ class Item {
     int stage = 0;
     for (int key = item_.first; key < item_.last; key += C::kKeys, stage ^= 1) {
       wait_for_all_copies();
-      __syncthreads();  // this tile is there, for all; the one before is no longer needed, by anyone
+      __syncthreads();  // this tile is there for all warps; no warp needs the one before
       if (key == draw_key) queue_.draw();
       if (key + C::kKeys >= item_.last) queue_.fetch_item();
       const auto load_next = [&](int piece) { load_piece(key + C::kKeys, stage ^ 1, piece); };
@@ -618,7 +618,7 @@ class Item {
     }
   }
 
-  // In the order of the parts, whoever came last, so that the result does not depend on that.
+  // In the order of the parts, so that the result does not depend on which part arrived last.
   __device__ void merge_parts() const {
     const int rows = min(C::kRows, rows_of_sequence_ - item_.row);
     const int parts = few_ ? item_.parts * kWarps : item_.parts;

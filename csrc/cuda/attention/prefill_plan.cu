@@ -1,4 +1,4 @@
-// Turns lens and q_start, which only the device knows, into the lists of items of prefill.h: once a step, for all layers.
+// Turns lens and q_start, which only the device holds, into the lists of items of prefill.h: once a step, for all layers.
 //
 // Grid (lists, kCtas): the CTAs of a list all find where each sequence's items begin (each of S sequences looks at all
 // others, S <= 3072) and share the writing.  Moves 32 bytes an item.
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     int count = 0;
     for (int s = lane; s < seqs; s += 32) count += items[s] * parts_of(s);
     count = sum_of_warp(count);
-    if (count > plan.capacity) __trap();  // more tokens or sequences than prefill_plan_bytes was told of
+    if (count > plan.capacity) __trap();  // more tokens or sequences than prefill_plan_bytes was called with
     if (lane == 0) header = {.count = count, .ticket = 0, .finished = 0, .unused = 0};
   }
   if (list == 0) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     const Tiles tiles = tiles_of(s);
     const int n = tiles.count(), p = parts_of(s);
     PrefillItem* const out = plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
-    // Heads whose K and V stay in L2 together go side by side, so that long tiles of one run beside short ones of another.
+    // Heads whose K and V stay in L2 together go side by side, so that long tiles of one run while short ones of another do.
     const int kv_bytes = 2 * 2 * args.head_size;  // of a key and its value, if of 2 bytes a number
     const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
     for (int i = helper * 32 + lane; i < items[s] * p; i += helpers * 32) {

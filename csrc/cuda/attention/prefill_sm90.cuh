@@ -229,7 +229,7 @@ struct Output {
 __device__ inline float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
 
 // Partial results lie as the threads hold them.  Each warp leaves its own 16 rows and counts its parts in a byte of its
-// warpgroup's counter; the last of a tile's parts to come adds them all up, in the order of the parts.
+// warpgroup's counter; the last of a tile's parts to arrive adds them all up, in the order of the parts.
 struct Parts {
   const Params& p;
   const Work& work;

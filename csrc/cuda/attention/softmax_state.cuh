@@ -1,7 +1,7 @@
 // What online softmax carries from one set of keys to the next (Milakov and Gimelshein 2018), and how the results of
 // different sets of keys become one (Flash-Decoding, 2023).
 //
-// Of the scores s seen so far, in units of log2:  max = the largest,  sum = sum of 2^(s - max),  and beside them the sum
+// Of the scores s seen so far, in units of log2:  max = the largest,  sum = sum of 2^(s - max),  and with them the sum
 // of 2^(s - max) * value.  A result with another maximum is brought to a common one by the factor 2^(max - common).
 
 #pragma once

@@ -1,11 +1,11 @@
 // Hopper's own instructions (sm_90a), one small function each: barriers in shared memory, bulk tensor copies, warpgroup
 // matrix products.  Written for prefill_sm90.cuh; what the words mean:
 //
-//   mbarrier    a counter in shared memory that ends a phase when so many threads have arrived and so many bytes have come
-//               in.  Waiting for phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
-//   TMA         the unit that copies a box of a tensor to shared memory by itself: one thread issues, an mbarrier says done.
+//   mbarrier    a counter in shared memory that ends a phase when as many threads have arrived, and as many bytes, as it
+//               expects.  Waiting for phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
+//   TMA         the unit that copies a box of a tensor to shared memory by itself: one thread issues, an mbarrier signals the end.
 //   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix.  Asynchronous: registers and shared memory that
-//               it uses may not be touched until wait_for_products says so.
+//               it uses may not be touched until wait_for_products returns.
 //   proxy       TMA and wgmma see shared memory by another way than ordinary loads and stores do; a fence joins the two.
 
 #pragma once
@@ -26,14 +26,14 @@ __device__ inline void barrier_init(uint64_t* bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 
-// After the inits, before anyone uses the barriers: lets the TMA unit see them too.
+// After the inits, before any thread uses the barriers: lets the TMA unit see them too.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-// Arrives, and says that the phase also has to wait for so many bytes.
+// Arrives, and makes the phase also wait for `bytes` bytes.
 __device__ inline void arrive_expecting(uint64_t* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
                : "memory");

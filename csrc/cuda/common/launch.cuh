@@ -1,4 +1,4 @@
-// Small things every kernel here needs.
+// Launching kernels, with errors of the CUDA runtime as exceptions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,14 +32,14 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 // launch() lets a kernel start while its predecessor in the stream still runs (programmatic dependent launch, Hopper and
 // later; elsewhere both functions below are empty).  The kernel must call wait_for_previous_kernels() before it reads or
 // writes anything that an earlier kernel may still write or read: in practice, before its first access to device memory
-// other than weights.  All of the predecessor's work is done and visible after it, and so is everybody's before that.
+// other than weights.  All of the predecessor's work is done and visible after it, and so is the work of all kernels before it.
 __device__ inline void wait_for_previous_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel of the stream may start now (once all CTAs said so), up to its own wait.
+// The next kernel of the stream may start now (once all CTAs have called this), up to its own wait.
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -47,14 +47,14 @@ __device__ inline void let_next_kernel_start() {
 }
 
 // Launches kernel(args...), which calls the two functions above, so that it may start while its predecessor still runs.
-// `wish` is a second attribute of the launch; before Hopper there are none.
+// `second` is another attribute of the launch; before Hopper the launch has no attributes.
 template <class... Params, class... Args>
-void launch_with(cudaLaunchAttribute wish, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
                  cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1] = wish;
+  attributes[1] = second;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;

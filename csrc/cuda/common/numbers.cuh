@@ -100,7 +100,7 @@ __device__ Pack<T, n> narrow(const float (&x)[n]) {
   return pack;
 }
 
-// run(T{}) with the type behind `dtype`, one of f32, bf16 and fp16: doors let no other through.
+// run(T{}) with the type behind `dtype`, one of f32, bf16 and fp16: bindings refuse any other.
 template <class Run>
 void by_dtype(Dtype dtype, const Run& run) {
   switch (dtype) {

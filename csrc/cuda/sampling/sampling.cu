@@ -7,13 +7,13 @@
 //
 //   1  read the logits (rows x size x 2 or 4 bytes: what this kernel must move); the largest, over the cluster.  A row
 //      without a temperature ends here
-//   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, say which bucket holds the
-//      floor; the next 9 bits of that bucket's members say it closer, the last 9 bits exactly.  A radix select: nothing
+//   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
+//      floor; the next 9 bits of that bucket's members narrow it down, the last 9 bits exactly.  A radix select: nothing
 //      is ever sorted
-//   3  sums of kept weights by warp, over the cluster, say in whose piece the goal lies; by tile, say where in that
+//   3  sums of kept weights by warp, over the cluster, show whose piece holds the goal; by tile, where in that
 //
 // Each look at the row after the first computes w anew from the logits, which then come from L2: 20 instructions for
-// those who count, a comparison for those who do not.  Keeping w in shared memory instead was slower from 32 rows on, as
+// the weights that count, a comparison for the others.  Keeping w in shared memory instead was slower from 32 rows on, as
 // it takes 8 CTAs to hold a row (docs/notes/kernels/sampling.md).
 //
 // Why the sums are of integers: floats added in another order give another sum, so the token would depend on how the
@@ -465,7 +465,7 @@ struct Weights {
     }
   }
 
-  // A lane's largest.  Where it stands only if adjusted: else somebody will draw, and need not know.
+  // A lane's largest.  Where it stands only if adjusted: else a draw follows, which does not need it.
   __device__ uint64_t best() const {
     float top = -std::numeric_limits<float>::infinity(), all = top;
     int place = 0;

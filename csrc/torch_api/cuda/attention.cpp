@@ -31,7 +31,7 @@ void expect_head_size(int64_t head_size) {
 
 int narrow(int64_t size) { return static_cast<int>(size); }
 
-// The plan of the decodes comes first, that of the rest behind it.
+// The plan of the decodes is stored first, that of the prompt chunks behind it.
 struct PlanParts {
   int64_t decode_bytes, prefill_bytes;
   char *decode, *prefill;
