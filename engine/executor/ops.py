@@ -1,4 +1,4 @@
-"""Loads and calls the kernels of csrc: the only module that knows what torch calls them.  kernels_build.py compiles them.
+"""Loads and calls the kernels of csrc.  No other module names torch.ops.  kernels_build.py compiles the kernels.
 
 `load()` must return before any operator is called.  `python -m engine.executor.ops` compiles the kernels now rather
 than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
@@ -104,9 +104,9 @@ def paged_attention(
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
     lens        [S] int32, keys of each sequence, those of this step (already written) included
-    window      > 0: a query sees only so many keys, its own included; 0: all before it
+    window      > 0: a query sees only the last `window` keys, its own included; 0: all keys before it
     soft_cap    > 0: scores become soft_cap * tanh(score / soft_cap); 0: left alone
-    decodes     the first so many sequences have one query each (or, lens 0, none)
+    decodes     that many sequences, the first ones, have one query each (or none, where lens is 0)
     plan        what `attention_plan` wrote for this step; on a CPU not needed
     scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: number = stored * scale
 
@@ -131,9 +131,9 @@ def attention_plan(
     window: int,
     plan: torch.Tensor,
 ) -> None:
-    """Share out the work of `paged_attention`: once a step, before the first layer with these sizes and this window.
+    """Divide the work of `paged_attention`, once a step, before the first layer with these sizes and this window.
 
-    q_start, lens, decodes  as the layers will pass them; `tables` and `rows` must have been written by now
+    q_start, lens, decodes  as the layers will pass them; `tables` and `rows` must be written before this call
     plan    [attention_plan_bytes(...)] uint8 on the device; also holds partial results of long sequences
     """
     torch.ops.quire.attention_plan.default(q_start, lens, decodes, heads, kv_heads, head_size, window, plan)
@@ -142,7 +142,7 @@ def attention_plan(
 def attention_plan_bytes(
     device: torch.device, *, max_seqs: int, max_tokens: int, heads: int, kv_heads: int, head_size: int
 ) -> int:
-    """How large a plan must be for steps of up to max_seqs sequences and max_tokens tokens.  0 on a CPU."""
+    """Bytes of a plan for steps of up to max_seqs sequences and max_tokens tokens.  0 on a CPU."""
     like = torch.empty(0, device=device)
     size: int = torch.ops.quire.attention_plan_bytes.default(like, max_seqs, max_tokens, heads, kv_heads, head_size)
     return size
@@ -170,7 +170,10 @@ def block_gather(caches: list[torch.Tensor], blocks: torch.Tensor, buffer: torch
 
 
 def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch.Tensor]) -> None:
-    """The way back of `block_gather`, to these or other blocks; none may be named twice."""
+    """caches[c][blocks[i]] = buffer[i, c]: the inverse of `block_gather`, to the same or other blocks.
+
+    No block may be named twice.
+    """
     torch.ops.quire.block_scatter.default(buffer, blocks, caches)
 
 
@@ -262,23 +265,23 @@ def decode_inputs(
     rows: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    """Lay out the next token of each decoding seat, in one launch.
+    """Prepare the inputs of the next token of each decoding slot, in one launch.
 
-    seats                   [n] int32: rows of the mirror, in the order of the step; -1 is padding
-    token, position         [max_rows] int64: what each seat computes next, and where
+    seats                   [n] int32: slots, which are rows of the tables, in the order of the step; -1 is padding
+    token, position         [max_rows] int64: the token that each slot computes next, and its position
     tables                  [max_rows, max_blocks] int32
-    ids, positions, slots   [n] int64, written: as the model and `kv_write` want them
-    rows, lens              [n] int32, written: as `paged_attention` wants them
+    ids, positions, slots   [n] int64, written: the inputs of the model and of `kv_write`
+    rows, lens              [n] int32, written: the inputs of `paged_attention`
 
-    Padding, and a seat past the end of its table, becomes id 0, position 0, slot -1, row 0, lens 0.
+    Padding, and a slot past the end of its table, becomes id 0, position 0, slot -1, row 0, lens 0.
     """
     torch.ops.quire.decode_inputs.default(seats, token, position, tables, block_size, ids, positions, slots, rows, lens)
 
 
 def decode_outputs(seats: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> None:
-    """Feed sampled tokens [n] int64 back: token[seats[i]] = tokens[i], position[seats[i]] += 1; seat -1 is padding.
+    """Feed sampled tokens [n] int64 back: token[seats[i]] = tokens[i], position[seats[i]] += 1; -1 is padding.
 
-    No seat may be named twice.
+    No slot may be named twice.
     """
     torch.ops.quire.decode_outputs.default(seats, tokens, token, position)
 
@@ -292,24 +295,26 @@ def sample(
     tokens: torch.Tensor,
     outcome: torch.Tensor,
 ) -> None:
-    """Choose one token for each row of logits [N, V]: the same token on every device, in any batch (csrc/sampling_rules.h).
+    """Choose one token for each row of logits [N, V], the same on every device and in any batch.
+
+    csrc/sampling_rules.h has the rules.
 
     seats, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
-    table         [max_seqs, 8] int64: what each seat asks for and where its tokens are counted; `SamplerBank`'s
-    general       False: the likeliest token of each row, whatever the table says, at one reading of the logits
+    table         [max_seqs, 8] int64: each slot's settings, and where its tokens are counted; `SamplerBank` owns it
+    general       False: the likeliest token of each row, with one pass over the logits; `table` is not read
     tokens        [N] int64, out; 0 where none is chosen
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
     """
     torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, outcome)
 
 
-# Products on a CPU with a weight that was packed for them, once, at load.  torch's own linear converts the weight in
-# every call, which at the few rows of a decode step costs as much as the product itself.
+# Products on a CPU with a weight that is packed once, at load.  torch's own linear converts the weight in every call;
+# for the few rows of a decode step that costs as much as the product itself.
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [out, in] as `packed_linear` wants it: opaque."""
+    """A weight [out, in] in the layout of `packed_linear`."""
 
     numbers: torch.Tensor
     size: int  # out
@@ -362,9 +367,10 @@ def _onednn_bfloat16() -> bool:
 
 
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
-    """Whether our products take no more time than the libraries', as far as measured (docs/notes/kernels/product.md).
+    """Whether our products take at most the time of the libraries', as measured in docs/notes/kernels/product.md.
 
-    They do where the library knows an instruction that this build has not, or matrix tiles (AMX), which ours don't use.
+    They take longer where the library uses an instruction that this build lacks, or matrix tiles (AMX), which ours
+    never use.
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:
@@ -374,7 +380,7 @@ def _ordered_is_fast(dtype: torch.dtype) -> bool:
 
 
 def set_threads(count: int) -> None:
-    """How many threads our kernels share their work among on a CPU, in this process; 0: as many as torch's own do."""
+    """Set the number of threads of our CPU kernels in this process; 0: as many as torch uses for its own."""
     torch.ops.quire.set_threads.default(count)
 
 

@@ -11,8 +11,8 @@ Every filter keeps an *upper set* of the weights w (all tokens at least as likel
 come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
 
 The draw: u = hash(seed, sibling, output position) in [0, 1), then the first token, in vocabulary order, at which the
-running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of (logits, seed,
-sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
+running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of (logits,
+seed, sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
