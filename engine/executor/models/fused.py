@@ -43,7 +43,7 @@ from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
 
-# What limits the keys that a layer of each family sees, as its own attention module says it.
+# The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     LlamaForCausalLM: lambda attention: None,
     MistralForCausalLM: lambda attention: attention.config.sliding_window,
