@@ -111,8 +111,8 @@ class SamplerBank:
     """The sampling settings of each slot.  Call `seat` before a slot's first sample, `free` when its sequence ends.
 
     A step: `seat` and `free`, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so a CUDA
-    graph may record it: one for `general` false and one for true, for each N.  A recorded graph also serves slots that are
-    filled later.  `general` chooses between the two; where it is false, both give the same tokens.
+    graph may record it: one for `general` false and one for true, for each N.  A recorded graph also serves slots that
+    are filled later.  `general` chooses between the two; where it is false, both give the same tokens.
     """
 
     def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device) -> None:
