@@ -1,5 +1,5 @@
-// Every operator of Quire, declared once.  cpu/ops.cpp and cuda/door/*.cpp implement them; torch's dispatcher picks by
-// where the tensors live, so Python has no device branch.
+// Every operator of Quire, declared once.  torch_api/cpu and torch_api/cuda implement them.  Torch's dispatcher chooses by
+// the tensors' device, so Python has no device branch.
 //
 //   T tokens of this step, all sequences one after another     S sequences in this step
 //   H query heads   Hkv KV heads (H % Hkv == 0)                D head size
@@ -18,7 +18,7 @@ TORCH_LIBRARY(quire, m) {
   // q_start [S + 1] i32, sequence s owns q[q_start[s]:q_start[s + 1]] · lens [S] i32, keys including this step's.
   // Query i of n stands at position lens - n + i and sees positions <= its own, with window > 0 only the last `window`
   // of them.  soft_cap > 0: score = soft_cap * tanh(score / soft_cap).
-  // decodes: the first so many sequences have at most one query each (a hint a device may use).
+  // decodes: that many sequences, the first ones, have at most one query each (a hint that a device may use).
   // plan: what attention_plan wrote for the same q_start, lens, decodes, sizes and window, after tables and rows were
   // written; a sequence with lens 0 has its output written as zeros.
   m.def(
@@ -54,7 +54,7 @@ TORCH_LIBRARY(quire, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // x [rows, inner] · packed: a weight [features, inner] as product_layout says, padded with zeros · bias [features] · plus,
+  // x [rows, inner] · packed: a weight [features, inner] in the layout of product_layout, padded with zeros · bias [features] · plus,
   // out [rows, features] = x weight^T + bias + plus; out may be plus.  Sums in float32, rounded once; a row's result is bit
   // for bit the same whatever else is in the call
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
@@ -70,9 +70,6 @@ TORCH_LIBRARY(quire, m) {
 
   // x, out [T, size], or [T, heads, size] with a norm for each head · weight [size].  out may be x
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
-
-  // x += delta, then out = rms_norm(x); all [T, size]
-  m.def("add_rms_norm(Tensor(a!) x, Tensor delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
 
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
@@ -100,11 +97,11 @@ TORCH_LIBRARY(quire, m) {
   // tokens [n] i64, sampled: token[seats[i]] = tokens[i], position[seats[i]] += 1.  No seat is named twice
   m.def("decode_outputs(Tensor seats, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
 
-  // One token for each row of logits [N, V]: what sampling.h says.  seats [N] i64: the row of `table` each samples for, or
+  // One token for each row of logits [N, V], by the rules of sampling_rules.h.  seats [N] i64: the row of `table` each samples for, or
   // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
   // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where none is chosen · outcome [N] u8:
-  // kChosen, kNotFinite or kNothingAllowed of sampling.h.
-  // general false: the likeliest token of each row's raw logits, whatever `table` says; nothing is counted.
+  // kChosen, kNotFinite or kNothingAllowed of sampling_rules.h.
+  // general false: the likeliest token of each row's raw logits, `table` is not read and nothing is counted.
   m.def(
       "sample(Tensor logits, Tensor seats, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");

@@ -13,14 +13,14 @@
 //
 // Decode moves 2 * len * D * sizeof(Kv) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
 
-#include "attention.h"
+#include "cpu/attention.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "pool.h"
-#include "simd.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 namespace {
@@ -336,7 +336,7 @@ class Attention {
     }
   }
 
-  // s.weight = scores of all rows, those with keys nobody sees left to chance.  Fetches the rows of `ahead` on the way.
+  // s.weight = scores of all rows, undefined for keys that no row sees.  Fetches the rows of `ahead` on the way.
   template <class At>
   void multiply(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {

@@ -1,4 +1,4 @@
-#include "batch.h"
+#include "cpu/batch.h"
 
 namespace quire::cpu {
 

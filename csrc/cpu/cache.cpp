@@ -1,10 +1,10 @@
-#include "cache.h"
+#include "cpu/cache.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "pool.h"
-#include "simd.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 

@@ -1,12 +1,12 @@
-#include "layers.h"
+#include "cpu/layers.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
-#include "pool.h"
-#include "simd.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 namespace {
@@ -107,24 +107,12 @@ void rotate(To* to, const T* from, const T* cos, const T* sin, int64_t size, Flo
 }  // namespace
 
 template <class T>
-void rms_norm(Heads<T> x, Heads<const T> delta, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads,
-              int64_t size, int threads) {
+void rms_norm(Heads<const T> x, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads, int64_t size,
+              int threads) {
   over_rows(tokens * heads, size, threads, [&](int64_t row) {
     const int64_t token = row / heads, head = row % heads;
-    T* from = x.at(token, head);
-    T* to = out.at(token, head);
-    Floats squares = {};
-    if (delta.data) {
-      const T* add = delta.at(token, head);
-      over_lanes(size, [&](int64_t i, auto n) {
-        write(from + i, read(from + i, n) + read(add + i, n), n);
-        const Floats sum = read(from + i, n);
-        squares = fma(sum, sum, squares);
-      });
-    } else {
-      squares = sum_of_squares(from, size);
-    }
-    apply_norm(to, from, weight, norm_scale(squares, size, eps), size);
+    const T* from = x.at(token, head);
+    apply_norm(out.at(token, head), from, weight, norm_scale(sum_of_squares(from, size), size, eps), size);
   });
 }
 
@@ -205,7 +193,7 @@ void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int
 }
 
 #define QUIRE_INSTANTIATE(T)                                                                                          \
-  template void rms_norm<T>(Heads<T>, Heads<const T>, const T*, float, Heads<T>, int64_t, int64_t, int64_t, int);      \
+  template void rms_norm<T>(Heads<const T>, const T*, float, Heads<T>, int64_t, int64_t, int64_t, int);                \
   template void silu_mul<T>(const T*, T*, int64_t, int64_t, int);                                                     \
   template void rope_kv_write<T, T>(const RopeArgs<T>&);                                                               \
   template void rope_kv_write<T, e4m3>(const RopeArgs<T>&);                                                            \

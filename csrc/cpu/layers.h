@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cache.h"
+#include "cpu/cache.h"
 
 namespace quire::cpu {
 
@@ -18,11 +18,10 @@ struct Heads {
   T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight [size], over the numbers of each head.  `delta`, unless null, is added to x
-// first, in place, and what is normalised is that sum rounded to T.  out may be x.
+// out = x / sqrt(mean(x^2) + eps) * weight [size], over the numbers of each head.  out may be x.
 template <class T>
-void rms_norm(Heads<T> x, Heads<const T> delta, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads,
-              int64_t size, int threads);
+void rms_norm(Heads<const T> x, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads, int64_t size,
+              int threads);
 
 // out [tokens, size] = silu(gate) * up, where gate_up [tokens, 2 * size] holds gate, then up.
 template <class T>

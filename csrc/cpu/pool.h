@@ -1,6 +1,6 @@
 // Work sharing on torch's own threads.
 //
-// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would link the system's one beside it (clang: even
+// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would also link the system's (clang: even
 // another kind), and then two pools of spinning threads fight for the same cores.  So nothing here is compiled with
 // OpenMP; the one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all have, and the
 // loader finds it in the runtime that libtorch itself depends on.

@@ -6,16 +6,16 @@
 //      +-------------+      | of inner|      of the result has a lane to itself, which walks the run from left to right:
 //                           +---------+      who its neighbours are can't enter its sum.
 
-#include "product.h"
+#include "cpu/product.h"
 
 #include <algorithm>
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 namespace quire::cpu {
 namespace {
 
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights beside them
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights
 // Numbers of `inner` summed in a register before they join the sum of the runs before.  Rounding errors of a sum grow with
 // its length; in float32 it is what decides them, in 16 bits they are far below the last rounding.
 template <class T>

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 

@@ -1,13 +1,13 @@
-#include "sampling.h"
+#include "cpu/sampling.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "layers.h"
-#include "pool.h"
-#include "simd.h"
+#include "cpu/layers.h"
+#include "cpu/pool.h"
+#include "cpu/simd.h"
 
 namespace quire::cpu {
 namespace {

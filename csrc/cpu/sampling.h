@@ -1,10 +1,10 @@
-// One token for each row of logits: see ../sampling.h for what all devices agree on.
+// One token for each row of logits: see sampling_rules.h for what all devices agree on.
 
 #pragma once
 
 #include <cstdint>
 
-#include "../sampling.h"
+#include "sampling_rules.h"
 
 namespace quire::cpu {
 

@@ -1,7 +1,7 @@
 // Vectors of float for any CPU: the compiler's own vector types (GCC and clang), as wide as the machine's registers,
 // with intrinsics only where C++ has no word for the instruction.
 //
-// Products are fused with sums only where the code says fma() (-ffp-contract=off): which sums are fused is part of the
+// Products are fused with sums only where the code calls fma() (-ffp-contract=off): which sums are fused is part of the
 // result, and results must not depend on how a loop was unrolled.
 
 #pragma once

@@ -4,9 +4,9 @@
                                                                    1. write k, v of this step's tokens to their slots
                                                                    2. attend from q over the row's block table
 
-Everything comes in with the `step` keyword: no globals, so two workers may live in one process.
+All inputs arrive with the `step` keyword: no globals, so two workers may live in one process.
 The name matters: transformers strips a `paged|` prefix, treats names containing `sdpa` or `flash` specially, and builds
-no mask at all for a name its mask registry does not know, which is what we want: the kernel is causal by itself.
+no mask at all for a name that its mask registry lacks.  None is needed: the kernel is causal by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Executor protocol, and the executor that needs no model: what the loop expects of whoever runs a StepPlan."""
+"""The Executor protocol, which the loop requires of any code that runs a StepPlan, and an executor without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.core.plan import Sampler, StepPlan, StepResult
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the rest of the engine may know about the loaded model."""
+    """Facts about the loaded model for the rest of the engine."""
 
     name: str
     fingerprint: str  # digest of weights, dtype and config
@@ -30,7 +30,7 @@ class StepError(Exception):
 
 
 class ExecutorLost(Exception):
-    """The device does not answer any more: this process can serve nobody.  One line for the operator."""
+    """The device no longer answers, so this process cannot serve.  One line for the operator."""
 
 
 class Executor(Protocol):
@@ -83,7 +83,7 @@ class ScriptedExecutor:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
-        """Sized as the checkpoint's config.json says, where there is one: its tokenizer can then decode the script."""
+        """Take sizes from the checkpoint's config.json, if there is one; its tokenizer can then decode the script."""
         path = Path(config.model) / "config.json"
         shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
         info = ModelInfo(
@@ -121,7 +121,7 @@ class ScriptedExecutor:
         return StepResult(plan.step, rows, tokens, device_s=self.step_seconds)
 
     def token(self, sampler: Sampler, position: int) -> int:
-        """What a row says at an output position."""
+        """The token of a row at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     def catch_up(self) -> bool:

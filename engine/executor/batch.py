@@ -14,7 +14,7 @@ Tokens of a step lie one sequence after another:   | one for each decoding row |
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
 Those of a step with slices are made on the host, save what belongs to decoding rows, in one page of memory.
 
-One plan at a time: `stage` (host only), then whoever owns the Staging sends it, then `begin` (device only), then
+One plan at a time: `stage` (host only), then the owner of the Staging sends it, then `begin` (device only), then
 `decode_step` and `gather`, or `mixed_step`; compute; `finish`.
 """
 
@@ -113,7 +113,7 @@ class Page(NamedTuple):
     """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
 
     One after another in one piece of memory, so that they travel in one copy and a graph finds them again.  What
-    belongs to decoding rows is left open: only the device knows it.
+    belongs to decoding rows is left open: only the device has it.
     """
 
     ids: Any  # [T] i64
@@ -180,7 +180,7 @@ class Batch:
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.seats = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
-        self._sample_seats = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # as sampling wants them
+        self._sample_seats = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # the same, i64 for sampling
         self._ids, self._positions, self._slots, self._known = torch.zeros(
             4, max_seqs, dtype=torch.int64, device=device
         )
@@ -200,8 +200,10 @@ class Batch:
         self._changed = True
 
     def vacate(self) -> None:
-        """Take every row off its seat on the device, until the next plan is staged.  Only while no row is in use: what
-        runs meanwhile then reads and writes nothing of theirs."""
+        """Empty every slot on the device until the next plan is staged.  Call it only while no row is in use.
+
+        A step that runs meanwhile then reads and writes nothing of any row.
+        """
         self.seats.fill_(-1)
         self._sample_seats.fill_(-1)
         self._changed = True
@@ -242,7 +244,7 @@ class Batch:
         self._changed = True
 
     def _leave(self, row: int) -> None:
-        """Whoever stands last takes the place of the one who goes."""
+        """Remove a row from the order; the last row takes its place."""
         if (at := self._place.pop(row, None)) is None:
             return
         last = self._order.pop()
@@ -302,8 +304,8 @@ class Batch:
         page.q_start[shape.decodes + 1 :] = ends[-1]
         page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
-        # Logits are wanted of every row that samples, in the order of the seats: decoding rows, slices that reach their
-        # last known token, forks, which read their parents' once more; then of every token with a target.
+        # Logits are computed for every row that samples, in the order of the seats: decoding rows, slices that reach
+        # their last known token, and forks, which read their parent's again.  Then for every token with a target.
         number = {piece.row: i for i, piece in enumerate(slices) if piece.sampler}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)
@@ -345,9 +347,10 @@ class Batch:
             self.position.index_copy_(0, *staged.mixed.joined)
 
     def decode_step(self, size: int) -> StepTensors:
-        """A step of nothing but the first `size` seats; those behind the decoding rows compute nothing.
+        """A step of the first `size` seats only; seats past the decoding rows are padding.
 
-        Its tensors mean something after `gather`."""
+        Its tensors are valid after `gather`.
+        """
         return StepTensors(
             input_ids=self._ids[None, :size],
             position_ids=self._positions[None, :size],
@@ -404,7 +407,7 @@ class Batch:
         return Mixed(shape, page, None, [])
 
     def finish(self, tokens: Tensor) -> None:
-        """Remember the tokens [N] i64 that the first N seats sampled: they are the next step's input."""
+        """Store the tokens [N] i64 that the first N seats sampled, as the next step's input."""
         ops.decode_outputs(self.seats[: len(tokens)], tokens, self.token, self.position)
 
     def _decode_inputs(

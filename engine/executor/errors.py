@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ModelLoadError(Exception):
-    """The checkpoint is absent, damaged, or asks for more than the configuration gives it."""
+    """The checkpoint is absent, damaged, or needs more than the configuration gives it."""
 
 
 class UnsupportedModel(ModelLoadError):

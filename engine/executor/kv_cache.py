@@ -62,7 +62,7 @@ def blocks_that_fit(
 ) -> int:
     """How many KV blocks to allocate: `kv_blocks` where set, else as many as the memory holds.
 
-    activations: bytes that a step takes beside weights and cache.
+    activations: bytes that a step takes in addition to weights and cache.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """

@@ -2,7 +2,7 @@
 
 On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released: a thread in
 between would cost a hand-over per step and gain nothing.  On a CPU torch computes
-inside `submit` and lets go of the interpreter there; the bus thread goes on meanwhile.
+inside `submit` and releases the interpreter there, so the bus thread runs meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
 log = logging.getLogger(__name__)
 
-# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU wants many rows in a step: a roofline of 1,000
-# prompts at once, 8B, says that 256 seats would cost 6 % against 1024, and 1024 tokens a step 1.5 % against 8192.
+# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many rows in a step: by a roofline of
+# 1,000 prompts at once, 8B, 256 slots cost 6 % against 1024, and 1024 tokens a step 1.5 % against 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
@@ -98,9 +98,9 @@ class LocalExecutor:
         }
         if kind == "cuda":
             log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
-        # A device computes step N while Python plans N+1.  On a CPU both want the same cores: planning ahead gains
+        # A device computes step N while Python plans N+1.  On a CPU both need the same cores: planning ahead gains
         # nothing (5.5 to 5.8 ms a token at batch 1 with depth 1, 5.6 to 6.0 with 2), computes a row too many after each
-        # stop token, and lets whoever arrives during step N wait for N+1 as well.
+        # stop token, and makes a request that arrives during step N wait for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Pending | Exception] = deque()
         self._begun: deque[float] = deque()  # when each was submitted
@@ -167,7 +167,7 @@ class LocalExecutor:
         """Drop the steps in flight and let go of all memory."""
         self._in_flight.clear()
         self._worker = None
-        gc.unfreeze()  # a worker and its graphs know each other
+        gc.unfreeze()  # a worker and its graphs refer to each other
         gc.collect()
         torch.cuda.empty_cache()  # nothing where no GPU was used
 

@@ -1,70 +1,53 @@
-"""Builds the kernels of csrc and calls them: the only module that knows how they are compiled or what torch calls them.
+"""Loads and calls the kernels of csrc.  No other module names torch.ops.  kernels_build.py compiles the kernels.
 
-`load()` must have returned before any operator is called.  It compiles on first use (seconds for a CPU, minutes at most
-with CUDA) and keeps the result in a cache; afterwards it costs milliseconds.  `python -m engine.executor.ops` compiles
-now rather than at first use; with `--ahead DIRECTORY` for machines other than this one, say into an image.
+`load()` must return before any operator is called.  `python -m engine.executor.ops` compiles the kernels now rather
+than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
 """
 
 from __future__ import annotations
 
-import argparse
-import fcntl
-import hashlib
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import ninja
 import torch
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-LIBRARY = "libquire.so"
-AHEAD_CPU = "x86-64-v3" if platform.machine() in ("x86_64", "AMD64") else "armv8.2-a"
-CUDA_PLACES = ["/usr/local/cuda"]  # looked at after CUDA_HOME and PATH
-AHEAD_GPUS = ("8.0", "8.6", "8.9", "9.0", "10.0")  # A100, A10, L4 and L40, H100 and H200, B200
+from engine.executor.kernels_build import (
+    AHEAD_CPU,
+    AHEAD_GPUS,
+    CSRC,
+    LIBRARY,
+    KernelBuildError,
+    Target,
+    build,
+    build_ahead,
+    build_script,
+    default_directory,
+    main,
+)
 
-
-class KernelBuildError(Exception):
-    """The kernels could not be compiled.  The message names the compiler, the first error and the full log."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What to compile for, and against which torch."""
-
-    cpu: str = "native"  # the compiler's name of an architecture
-    gpus: tuple[str, ...] = ()  # compute capabilities; none: no CUDA
-    torch_root: Path = field(default_factory=lambda: Path(torch.__file__).parent)
-
-    @classmethod
-    def this_machine(cls) -> Target:
-        """The CPU and GPUs here.  Raises KernelBuildError for a GPU without the means to compile for it."""
-        if not torch.cuda.is_available():
-            return cls()
-        cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return cls(gpus=tuple(f"{major}.{minor}" for major, minor in sorted(cards)))
-
-
-def default_directory() -> Path:
-    """Where compiled kernels are kept unless the caller says otherwise: the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "kernels"
+_build_script = build_script  # tests/test_image.py still uses this name
+__all__ = [
+    "AHEAD_CPU",
+    "AHEAD_GPUS",
+    "CSRC",
+    "LIBRARY",
+    "KernelBuildError",
+    "Packed",
+    "Target",
+    "build",
+    "build_ahead",
+    "default_directory",
+    "load",
+]
 
 
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
-    """Make the operators callable in this process, compiling them first unless `directory` holds a build that fits.
+    """Make the operators callable in this process.  Compile them first unless `directory` holds a build that fits.
 
-    `library`: one compiled ahead, taken as it is.
-    Any number of processes may call this at once: one compiles, the others wait for it.  Calling again is harmless and
-    does nothing: a process has its operators from one library.
-    Says on stderr when it compiles.  Raises KernelBuildError.
+    library: a library that was compiled ahead; it is loaded as it is.
+
+    Several processes may call this at once: one compiles, the others wait for it.  A second call does nothing, because
+    a process takes its operators from one library.  Writes to stderr when it compiles.  Raises KernelBuildError.
     """
     if library is not None and not library.is_file():
         raise KernelBuildError(f"{library}: no such file; `python -m engine.executor.ops --ahead DIRECTORY` makes one")
@@ -72,180 +55,6 @@ def load(directory: Path | None = None, *, library: Path | None = None) -> None:
         return
     path = library or build(directory or default_directory())
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-
-
-def build(directory: Path) -> Path:
-    """Compile csrc unless `directory` has a build of these sources, flags, torch and CPU; return the library."""
-    target = Target.this_machine()
-    script = _build_script(target)
-    home = directory / _digest(script)
-    library = home / LIBRARY
-    if library.exists():  # only ever appears complete
-        return library
-    home.mkdir(parents=True, exist_ok=True)
-    with open(home / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even if this process is killed
-        if not library.exists():
-            os.replace(_compile(home, script), library)
-    return library
-
-
-def build_ahead(directory: Path, target: Target) -> Path:
-    """Compile csrc for `target`, whatever this machine is, into directory/libquire.so; what has not changed is kept."""
-    directory.mkdir(parents=True, exist_ok=True)
-    library = directory / LIBRARY
-    shutil.copy2(_compile(directory, _build_script(target)), library)
-    return library
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX") or "c++"
-
-
-def _cuda_home() -> Path:
-    """Where nvcc lives.  Raises KernelBuildError."""
-    found = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME"), str(Path(found).resolve().parents[1]) if found else None, *CUDA_PLACES]
-    for place in places:
-        if place and (Path(place) / "bin" / "nvcc").exists():
-            return Path(place)
-    raise KernelBuildError(
-        "there is a GPU but no CUDA compiler: install the CUDA toolkit (12.8 or later) so that nvcc is on PATH, or set "
-        "CUDA_HOME; or use an image with compiled kernels; or serve from the CPU with --device cpu"
-    )
-
-
-def _gencode(capability: str) -> str:
-    """Hopper's and Blackwell's own instructions exist only in the target with an `a`."""
-    number = capability.replace(".", "")
-    if int(number) >= 90:
-        number += "a"
-    return f"-gencode=arch=compute_{number},code=sm_{number}"
-
-
-def _build_script(target: Target) -> str:
-    """The build.ninja of csrc: all of it, or all but csrc/cuda."""
-    torch_root = target.torch_root
-    option = "-march" if platform.machine() in ("x86_64", "AMD64") else "-mcpu"
-    common = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG"]
-    flags = [
-        *common,
-        f"{option}={target.cpu}",
-        # Results must not depend on which multiplications the optimiser chose to fuse (see simd.h).
-        "-ffp-contract=off",
-        # Vectors are passed between inlined functions only, so that no ABI is at stake.
-        *("-Wall", "-Wno-psabi", "-Wno-unknown-warning-option"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *("-isystem", str(torch_root / "include")),
-    ]
-    # No -fopenmp: pool.h says why.  GOMP_parallel stays open here and is found in what libtorch_cpu depends on.
-    libraries = [f"-L{torch_root / 'lib'}", f"-Wl,-rpath,{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    # A compiler that has libstdc++ only as an archive links a second one; were it seen from outside, half of its calls
-    # would go to the process's own, and messages with numbers in them crash.
-    libraries.append("-Wl,--exclude-libs,ALL")
-    sources = sorted(CSRC.rglob("*.cpp"))
-    rules = [("compile", "$cxx -MMD -MF $out.d $flags -c $in -o $out")]
-    if target.gpus:
-        cuda = _cuda_home()
-        rules.append(
-            (
-                "compile_cuda",
-                f"{_escape(shlex.quote(str(cuda / 'bin' / 'nvcc')))} -MMD -MF $out.d $cuda_flags -c $in -o $out",
-            )
-        )
-        flags += ["-isystem", str(cuda / "include")]
-        libraries += [f"-L{cuda / 'lib64'}", "-lc10_cuda", "-lcudart"]
-        sources += sorted(CSRC.rglob("*.cu"))
-    else:
-        sources = [source for source in sources if "cuda" not in source.parts[len(CSRC.parts) :]]
-    cuda_flags = [
-        *("-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
-        *map(_gencode, target.gpus),
-    ]
-    objects = [str(source.relative_to(CSRC)).replace("/", "_") + ".o" for source in sources]
-    lines = [
-        f"cxx = {_escape(_compiler())}",
-        f"flags = {_escape(shlex.join(flags))}",
-        f"cuda_flags = {_escape(shlex.join(cuda_flags))}",
-        f"libraries = {_escape(shlex.join(libraries))}",
-    ]
-    for name, command in rules:
-        lines += [
-            f"rule {name}",
-            f"  command = {command}",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = compile $in",
-        ]
-    lines += ["rule link", "  command = $cxx -shared -o $out $in $libraries", "  description = link $out"]
-    for source, name in zip(sources, objects, strict=True):
-        rule = "compile_cuda" if source.suffix == ".cu" else "compile"
-        lines.append(f"build {name}: {rule} {_escape(str(source)).replace(' ', '$ ').replace(':', '$:')}")
-    return "\n".join([*lines, f"build {LIBRARY}: link {' '.join(objects)}", ""])
-
-
-def _escape(text: str) -> str:
-    return text.replace("$", "$$")
-
-
-def _digest(script: str) -> str:
-    """Of everything that decides what the compiler makes: sources, flags, torch, and the CPU behind -march=native."""
-    digest = hashlib.sha256(f"{script}\n{torch.__version__}\n{_cpu()}".encode())
-    for source in sorted(path for path in CSRC.rglob("*") if path.suffix in SOURCES):
-        digest.update(f"\n{source.relative_to(CSRC)}\n".encode() + source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-SOURCES = {".cpp", ".h", ".cu", ".cuh"}
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if re.match(r"model name|flags|Features|CPU part", line))
-
-
-def _compile(home: Path, script: str) -> Path:
-    """Run ninja in home/build; the library it made."""
-    compiler = shlex.split(_compiler())[0]
-    if shutil.which(compiler) is None:
-        raise KernelBuildError(
-            f"no C++ compiler: {compiler!r} is not on PATH; install g++ 12 or clang 14 or later, or set CXX to one"
-        )
-    work = home / "build"
-    work.mkdir(exist_ok=True)
-    (work / "build.ninja").write_text(script)
-    log = home / "build.log"
-    started = time.monotonic()
-    _say(f"compiling {CSRC} with {_compiler()} into {home} (once for this machine)")
-    first_error = ""
-    with (
-        open(log, "w") as full,
-        subprocess.Popen(
-            [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(work), LIBRARY],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            full.write(line)
-            if line.startswith("["):  # [2/6] compile ...
-                _say(line.rstrip())
-            elif not first_error and re.search(r"\berror\b", line, re.IGNORECASE):
-                first_error = line.strip()
-    if process.returncode != 0:
-        raise KernelBuildError(f"{_compiler()} failed: {first_error or 'no error line'} (full log: {log})")
-    _say(f"compiled in {time.monotonic() - started:.1f} s")
-    return work / LIBRARY
-
-
-def _say(text: str) -> None:
-    print(f"kernels: {text}", file=sys.stderr, flush=True)
 
 
 # The operators.  Shapes: T tokens of the step, S sequences, H query heads, Hkv KV heads, D head size.
@@ -295,9 +104,9 @@ def paged_attention(
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
     lens        [S] int32, keys of each sequence, those of this step (already written) included
-    window      > 0: a query sees only so many keys, its own included; 0: all before it
+    window      > 0: a query sees only the last `window` keys, its own included; 0: all keys before it
     soft_cap    > 0: scores become soft_cap * tanh(score / soft_cap); 0: left alone
-    decodes     the first so many sequences have one query each (or, lens 0, none)
+    decodes     that many sequences, the first ones, have one query each (or none, where lens is 0)
     plan        what `attention_plan` wrote for this step; on a CPU not needed
     scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: number = stored * scale
 
@@ -322,9 +131,9 @@ def attention_plan(
     window: int,
     plan: torch.Tensor,
 ) -> None:
-    """Share out the work of `paged_attention`: once a step, before the first layer with these sizes and this window.
+    """Divide the work of `paged_attention`, once a step, before the first layer with these sizes and this window.
 
-    q_start, lens, decodes  as the layers will pass them; `tables` and `rows` must have been written by now
+    q_start, lens, decodes  as the layers will pass them; `tables` and `rows` must be written before this call
     plan    [attention_plan_bytes(...)] uint8 on the device; also holds partial results of long sequences
     """
     torch.ops.quire.attention_plan.default(q_start, lens, decodes, heads, kv_heads, head_size, window, plan)
@@ -333,7 +142,7 @@ def attention_plan(
 def attention_plan_bytes(
     device: torch.device, *, max_seqs: int, max_tokens: int, heads: int, kv_heads: int, head_size: int
 ) -> int:
-    """How large a plan must be for steps of up to max_seqs sequences and max_tokens tokens.  0 on a CPU."""
+    """Bytes of a plan for steps of up to max_seqs sequences and max_tokens tokens.  0 on a CPU."""
     like = torch.empty(0, device=device)
     size: int = torch.ops.quire.attention_plan_bytes.default(like, max_seqs, max_tokens, heads, kv_heads, head_size)
     return size
@@ -361,7 +170,10 @@ def block_gather(caches: list[torch.Tensor], blocks: torch.Tensor, buffer: torch
 
 
 def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch.Tensor]) -> None:
-    """The way back of `block_gather`, to these or other blocks; none may be named twice."""
+    """caches[c][blocks[i]] = buffer[i, c]: the inverse of `block_gather`, to the same or other blocks.
+
+    No block may be named twice.
+    """
     torch.ops.quire.block_scatter.default(buffer, blocks, caches)
 
 
@@ -398,18 +210,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.  x [T, size], weight [size] -> [T, size]."""
     out = torch.empty_like(x)
     torch.ops.quire.rms_norm.default(x, weight, eps, out)
-    return out
-
-
-def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """`rms_norm` of each head, in place.  x [T, heads, D], any strides as long as heads are contiguous; weight [D]."""
-    torch.ops.quire.rms_norm.default(x, weight, eps, x)
-
-
-def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x += delta, in place, then `rms_norm` of that sum.  x, delta [T, size], weight [size] -> [T, size]."""
-    out = torch.empty_like(x)
-    torch.ops.quire.add_rms_norm.default(x, delta, weight, eps, out)
     return out
 
 
@@ -465,23 +265,23 @@ def decode_inputs(
     rows: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    """Lay out the next token of each decoding seat, in one launch.
+    """Prepare the inputs of the next token of each decoding slot, in one launch.
 
-    seats                   [n] int32: rows of the mirror, in the order of the step; -1 is padding
-    token, position         [max_rows] int64: what each seat computes next, and where
+    seats                   [n] int32: slots, which are rows of the tables, in the order of the step; -1 is padding
+    token, position         [max_rows] int64: the token that each slot computes next, and its position
     tables                  [max_rows, max_blocks] int32
-    ids, positions, slots   [n] int64, written: as the model and `kv_write` want them
-    rows, lens              [n] int32, written: as `paged_attention` wants them
+    ids, positions, slots   [n] int64, written: the inputs of the model and of `kv_write`
+    rows, lens              [n] int32, written: the inputs of `paged_attention`
 
-    Padding, and a seat past the end of its table, becomes id 0, position 0, slot -1, row 0, lens 0.
+    Padding, and a slot past the end of its table, becomes id 0, position 0, slot -1, row 0, lens 0.
     """
     torch.ops.quire.decode_inputs.default(seats, token, position, tables, block_size, ids, positions, slots, rows, lens)
 
 
 def decode_outputs(seats: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> None:
-    """Feed sampled tokens [n] int64 back: token[seats[i]] = tokens[i], position[seats[i]] += 1; seat -1 is padding.
+    """Feed sampled tokens [n] int64 back: token[seats[i]] = tokens[i], position[seats[i]] += 1; -1 is padding.
 
-    No seat may be named twice.
+    No slot may be named twice.
     """
     torch.ops.quire.decode_outputs.default(seats, tokens, token, position)
 
@@ -495,24 +295,26 @@ def sample(
     tokens: torch.Tensor,
     outcome: torch.Tensor,
 ) -> None:
-    """Choose one token for each row of logits [N, V]: the same token on every device, in any batch (csrc/sampling.h).
+    """Choose one token for each row of logits [N, V], the same on every device and in any batch.
+
+    csrc/sampling_rules.h has the rules.
 
     seats, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
-    table         [max_seqs, 8] int64: what each seat asks for and where its tokens are counted; `SamplerBank`'s
-    general       False: the likeliest token of each row, whatever the table says, at one reading of the logits
+    table         [max_seqs, 8] int64: each slot's settings, and where its tokens are counted; `SamplerBank` owns it
+    general       False: the likeliest token of each row, with one pass over the logits; `table` is not read
     tokens        [N] int64, out; 0 where none is chosen
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
     """
     torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, outcome)
 
 
-# Products on a CPU with a weight that was packed for them, once, at load.  torch's own linear converts the weight in
-# every call, which at the few rows of a decode step costs as much as the product itself.
+# Products on a CPU with a weight that is packed once, at load.  torch's own linear converts the weight in every call;
+# for the few rows of a decode step that costs as much as the product itself.
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [out, in] as `packed_linear` wants it: opaque."""
+    """A weight [out, in] in the layout of `packed_linear`."""
 
     numbers: torch.Tensor
     size: int  # out
@@ -565,9 +367,10 @@ def _onednn_bfloat16() -> bool:
 
 
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
-    """Whether our products take no more time than the libraries', as far as measured (csrc/notes/product.md).
+    """Whether our products take at most the time of the libraries', as measured in docs/notes/kernels/product.md.
 
-    They do where the library knows an instruction that this build has not, or matrix tiles (AMX), which ours don't use.
+    They take longer where the library uses an instruction that this build lacks, or matrix tiles (AMX), which ours
+    never use.
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:
@@ -577,27 +380,8 @@ def _ordered_is_fast(dtype: torch.dtype) -> bool:
 
 
 def set_threads(count: int) -> None:
-    """How many threads our kernels share their work among on a CPU, in this process; 0: as many as torch's own do."""
+    """Set the number of threads of our CPU kernels in this process; 0: as many as torch uses for its own."""
     torch.ops.quire.set_threads.default(count)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m engine.executor.ops", description="Compile the kernels now.")
-    parser.add_argument("--ahead", type=Path, metavar="DIRECTORY", help="for other machines, into this directory")
-    parser.add_argument("--cpu", default=AHEAD_CPU, help=f"with --ahead: oldest CPU to run on ({AHEAD_CPU})")
-    parser.add_argument(
-        "--gpus",
-        default=" ".join(AHEAD_GPUS) if torch.version.cuda else "",
-        help="with --ahead: compute capabilities, say '8.0 9.0'; '' for none",
-    )
-    args = parser.parse_args(arguments)
-    try:
-        if args.ahead:
-            print(build_ahead(args.ahead, Target(args.cpu, tuple(args.gpus.split()))))
-        else:
-            print(build(default_directory()))
-    except KernelBuildError as error:
-        sys.exit(f"kernels: {error}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a spare engine does ahead of a takeover, so that the takeover need not: it warms caches and decides nothing.
 
-Everything that says what is served (config, weights, fingerprint) is read again at the takeover, so a model directory
+All that decides what is served (config, weights, fingerprint) is read again at the takeover, so a model directory
 that changes meanwhile is served as it is then.  What a waiting spare holds:
 
     host memory     the imported packages, the kernels' library; with a GPU also `swap_memory_gib` of pinned memory
@@ -37,7 +37,7 @@ TINY_VOCAB, TINY_LEN = 1024, 256  # of the model that is rehearsed with
 
 def prepare(config: EngineConfig) -> Iterator[str]:
     """Prepare for `config`, one part each time it is advanced.  A part that fails raises."""
-    torch.set_num_threads(1)  # a team of threads is started by the thread and in the size that the takeover wants
+    torch.set_num_threads(1)  # a team of threads is started by the thread and in the size that the takeover needs
     ops.load(library=Path(config.kernels) if config.kernels else None)
     yield "kernels"
     kind = local.device_kind(config)

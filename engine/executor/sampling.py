@@ -1,4 +1,4 @@
-"""Logits -> tokens, for all rows of a step at once; what a row asks for sits in a table on the device.
+"""Logits -> tokens, for all rows of a step at once.  A table on the device holds each slot's settings.
 
 Order of operations on a row's logits (float32), the one transformers uses where it has the same control:
 
@@ -11,8 +11,8 @@ Every filter keeps an *upper set* of the weights w (all tokens at least as likel
 come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
 
 The draw: u = hash(seed, sibling, output position) in [0, 1), then the first token, in vocabulary order, at which the
-running sum of w passes u * total.  Sums are of integers (csrc/sampling.h), so a token is a function of (logits, seed,
-sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
+running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of (logits,
+seed, sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
@@ -43,7 +43,7 @@ from engine.wire.messages import Sampling, TokenLogprob
 # tokens take 0.3 GB, while a head that is read again for every 128 rows costs a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
-# sampling::Seat of csrc/sampling.h
+# sampling::Seat of csrc/sampling_rules.h
 RECORD = np.dtype(
     [
         ("seed", "<i8"),
@@ -64,7 +64,7 @@ RECORD = np.dtype(
 WORDS = RECORD.itemsize // 8
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
-# What became of a row: as in csrc/sampling.h.
+# What became of a row: as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 
 # bits of a mark; the lower ones count the token in the output
@@ -108,11 +108,11 @@ def send(values: Tensor, to: Tensor) -> None:
 
 
 class SamplerBank:
-    """What each seated row asks for.  `seat` before its first sample, `free` when it leaves.
+    """The sampling settings of each slot.  Call `seat` before a slot's first sample, `free` when its sequence ends.
 
-    A step: seats and frees, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so it may be
-    recorded in a CUDA graph: one for `general` false and one for true, for each N.  A recorded graph serves whoever is
-    seated later.  Which of the two: `general`; both give the same tokens where it is false.
+    A step: `seat` and `free`, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so a CUDA
+    graph may record it: one for `general` false and one for true, for each N.  A recorded graph also serves slots that
+    are filled later.  `general` chooses between the two; where it is false, both give the same tokens.
     """
 
     def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -137,12 +137,12 @@ class SamplerBank:
 
     @property
     def general(self) -> bool:
-        """Whether any seated row wants more than the likeliest token of its raw logits.  Costs nothing to ask."""
+        """Whether any slot needs more than the likeliest token of its raw logits.  Constant time."""
         return bool(self._general)
 
     @property
     def reporting(self) -> bool:
-        """Whether any seated row wants logprobs.  Costs nothing to ask."""
+        """Whether any slot reports logprobs.  Constant time."""
         return bool(self._top_logprobs)
 
     def seat(self, row: int, sampler: Sampler) -> None:
@@ -222,7 +222,7 @@ class SamplerBank:
         ops.sample(logits, seats, known, self._table, general, tokens, outcome)
 
     def logprobs(self, logits: Tensor, rows: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
-        """What the rows that report logprobs say about the tokens [N] they got; None where none of them does."""
+        """Logprobs of the sampled tokens [N], for the rows that report them; None where no row does."""
         if not self.reporting:
             return None
         asked = [(i, row, self._top_logprobs[row]) for i, row in enumerate(rows) if row in self._top_logprobs]
@@ -244,7 +244,7 @@ class Logprobs:
     On the host, or on their way there: read them once the step that they belong to is done.
     """
 
-    asked: list[tuple[int, int]]  # [L]: row, and how many of the likeliest it wants
+    asked: list[tuple[int, int]]  # [L]: row, and how many of the likeliest tokens to report
     chosen: list[Tensor]  # all of them, in pieces: [.] f32
     likeliest: list[tuple[Tensor, Tensor]]  # in the same pieces: token ids [., most] i64, log-probabilities f32
 

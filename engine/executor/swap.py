@@ -5,9 +5,9 @@
 
 Everything runs on a stream of its own.  Why the detour through `staging`, in device memory: a kernel that reads or
 writes the host's memory itself is as fast, but takes room and bandwidth on the chip for as long as the bus is busy, and
-one copy for each block and layer reaches a fifth of the bus (csrc/notes/layers.md has the table).
+one copy for each block and layer reaches a fifth of the bus (docs/notes/kernels/layers.md has the table).
 
-The scheduler decides what to swap, and `engine/core/policy/step_cost.py` says when it pays
+The scheduler decides what to swap, and `engine/core/policy/step_cost.py` computes when it pays
 (PagedAttention, SOSP 2023, section 4.5).
 """
 
@@ -71,7 +71,7 @@ class Swap:
                 for places, host in runs(list(range(len(part))), there):
                     self.host[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
             end = self._now()
-        computing.wait_event(read)  # whoever is given these blocks writes them
+        computing.wait_event(read)  # the next owner of these blocks writes them
         self._moving.append((len(pairs), begin, end))
         return end
 

@@ -49,11 +49,11 @@ GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads t
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A step that was launched.  Host memory named here may be read once `done`, until GPU_DEPTH further launches."""
+    """A launched step.  Its host memory may be read after the step, until GPU_DEPTH further launches."""
 
     step: int
     rows: tuple[int, ...] = ()  # that sample
-    heard: StepOutput | None = None  # of the rows, in their order
+    output: StepOutput | None = None  # of the rows, in their order
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one row
@@ -63,47 +63,42 @@ class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
     def __init__(self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int) -> None:
-        """Takes the KV memory, captures CUDA graphs.  The kernels must be loaded.
+        """Take the KV memory and capture CUDA graphs.  The kernels must be loaded.
 
         Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len.
         """
         self.device = device = model.module.device
         self._gpu = device.type == "cuda"
-        self._model = model.module
+        self._config, self._loaded, self._model = config, model, model.module
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=model.vocab_size, device=device)
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
-        # What a step says, in one copy: tokens, then a byte for each with its outcome (engine/executor/sampling.py).
-        said = torch.zeros(9 * max_seqs, dtype=torch.uint8, device=device)
-        heard = [torch.zeros(9 * max_seqs, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(GPU_DEPTH + 1)]
-        self._said, self._heard = StepOutput(said, max_seqs), [StepOutput(each, max_seqs) for each in heard]
-        self._clocks = [Stopwatch(self._gpu) for _ in heard]
+        # Written on the device by each step, then copied to one of the host's buffers.
+        self._output = StepOutput.allocate(max_seqs, device=device)
+        self._host_outputs = [StepOutput.allocate(max_seqs, pinned=self._gpu) for _ in range(GPU_DEPTH + 1)]
+        self._clocks = [Stopwatch(self._gpu) for _ in self._host_outputs]
         self._launches = 0
-        # Where graphs leave the logits.
-        graphs = self._gpu and config.graph_seconds > 0
-        rows = max_seqs if graphs else 0
-        self._graph_logits = torch.zeros(rows, model.vocab_size, dtype=model.dtype, device=device)
+        self._allocate_cache()
+        # Steps are padded to the sizes that graphs have, or would have.  The number of rows of a product decides the
+        # order of its sums, and a graph must not change a token.
+        self._sizes = ladder(max_seqs) if self._gpu else []
+        self._batch.shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
+        self._captured = False
+        self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
+        self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
+        self._graph_seconds = config.graph_seconds  # that are left for them
+        started = time.monotonic()
+        self._prepare_graphs()
+        self.graphs_s = time.monotonic() - started  # that graphs took at the start
 
-        def batch(caches: Caches) -> Batch:
-            return Batch(
-                max_seqs=max_seqs,
-                max_model_len=model.max_model_len,
-                step_tokens=step_tokens,
-                block_size=config.block_size,
-                caches=caches,
-            )
-
+    def _allocate_cache(self) -> None:
+        """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
+        config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        activations = 0
-        if self._gpu and not config.kv_blocks and not config.kv_memory_gib:
-            self._batch = batch(allocate(model.layers, 1, config.block_size, kv_dtype, device))
-            # A takeover finds what the engine before it measured.
-            plan = MemoryPlan(config, model.directory, f"{max_seqs} {step_tokens} {model.max_model_len} {model.dtype}")
-            activations = plan.recall() if config.standby else 0
-            if not activations:
-                activations = self._activation_bytes()
-                plan.remember(activations)
+        # Where graphs leave the logits.
+        graph_rows = self._max_seqs if self._has_graphs else 0
+        self._graph_logits = torch.zeros(graph_rows, model.vocab_size, dtype=model.dtype, device=self.device)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
@@ -111,42 +106,64 @@ class Worker:
             max_model_len=model.max_model_len,
             kv_blocks=config.kv_blocks,
             kv_memory_gib=config.kv_memory_gib,
-            device=device,
-            activations=activations,
+            device=self.device,
+            activations=self._planned_activations(kv_dtype),
         )
         fill = float("nan") if config.poison_free_blocks else 0.0
         caches = allocate(
-            model.layers, self.blocks, config.block_size, kv_dtype, device, fill, on_demand=config.standby
+            model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill, on_demand=config.standby
         )
         self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
-        self._batch = batch(caches)
-        # Nothing new starts while anything is swapped: no more than what the cache held can ever want to go, twice if
-        # most of it was shared, since each holder takes a copy.
+        self._batch = self._new_batch(caches)
+        # No sequence starts while another one is swapped out.  So at most the contents of the cache are ever swapped
+        # out, or twice that if most blocks were shared, because each holder takes a copy.
         wanted = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
         self.host_blocks = min(wanted // (token_bytes * config.block_size), 2 * self.blocks)
         self.swap = Swap(caches, self.host_blocks)
-        # Steps are padded to the sizes that graphs have, or would have: how many rows a product has decides how it adds
-        # up, and a graph must not change a token.
-        self._sizes = ladder(max_seqs) if self._gpu else []
-        self._batch.shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
-        self._captured = False
-        self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
-        self._put_off: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
-        self._graph_seconds = config.graph_seconds  # that are left for them
-        self.graphs_s = time.monotonic()
-        if graphs:
-            self._make_graphs()
-            if config.standby:
-                self._second_use = SecondUse()
-                self._put_off.extend(itertools.chain(*self._captures()))
-            else:
-                self._capture(config.graph_seconds)
-        self.graphs_s = time.monotonic() - self.graphs_s  # that graphs took at the start
+
+    def _planned_activations(self, kv_dtype: torch.dtype) -> int:
+        """Bytes to leave free for activations; 0 where the configuration fixes the size of the cache, or on a CPU."""
+        config, model = self._config, self._loaded
+        if not self._gpu or config.kv_blocks or config.kv_memory_gib:
+            return 0
+        self._batch = self._new_batch(allocate(model.layers, 1, config.block_size, kv_dtype, self.device))
+        # A takeover reuses what the engine before it measured.
+        sizes = f"{self._max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype}"
+        plan = MemoryPlan(config, model.directory, sizes)
+        activations = plan.recall() if config.standby else 0
+        if not activations:
+            activations = self._activation_bytes()
+            plan.remember(activations)
+        return activations
+
+    def _new_batch(self, caches: Caches) -> Batch:
+        return Batch(
+            max_seqs=self._max_seqs,
+            max_model_len=self._loaded.max_model_len,
+            step_tokens=self._step_tokens,
+            block_size=self._config.block_size,
+            caches=caches,
+        )
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._gpu and self._config.graph_seconds > 0
+
+    def _prepare_graphs(self) -> None:
+        """Capture all graphs; after a takeover postpone them to idle moments and to their second use."""
+        if not self._has_graphs:
+            return
+        self._make_graphs()
+        if self._config.standby:
+            self._second_use = SecondUse()
+            self._postponed.extend(itertools.chain(*self._captures()))
+        else:
+            self._capture(self._config.graph_seconds)
 
     def reset(self) -> None:
-        """Free every row.  KV contents stay: whoever gets a block writes it before reading it.
+        """Free every row.  KV contents stay, because a new owner of a block writes it before reading it.
 
-        Raises RuntimeError when the device does not answer any more.
+        Raises RuntimeError when the device no longer answers.
         """
         if self._gpu:
             torch.cuda.synchronize(self.device)
@@ -193,10 +210,10 @@ class Worker:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
         seconds = pending.clock.wait() if pending.clock is not None else 0.0
         prompt_logprobs = {found.asked[0][0]: found.entries() for found in pending.prompt_logprobs}
-        rows, heard = pending.rows, pending.heard
-        if heard is None:
+        rows, output = pending.rows, pending.output
+        if output is None:
             return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs, device_s=seconds)
-        tokens, outcomes = heard.tokens.numpy()[: len(rows)], heard.outcomes.numpy()[: len(rows)]
+        tokens, outcomes = output.tokens.numpy()[: len(rows)], output.outcomes.numpy()[: len(rows)]
         failed, impossible = {}, {}
         if outcomes.any():
             failed = {rows[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
@@ -213,7 +230,7 @@ class Worker:
         )
 
     def _decode(self, number: int) -> Pending:
-        """One more token for every row: two graph launches where there are graphs."""
+        """Compute one more token for every row, with two graph launches where there are graphs."""
         size = self._padded(len(self._batch.rows))
         if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
@@ -226,7 +243,7 @@ class Worker:
         return self._pending(number, logits)
 
     def _mixed(self, number: int, mixed: Mixed) -> Pending:
-        """Prompt slices beside the rows that decode."""
+        """Compute prompt slices together with the rows that decode."""
         count = len(self._batch.rows)
         if mixed.shape in self._batch.shapes and (self._captured or self._recorded_mixed(number, mixed)):
             self._mixed_graphs.replay(mixed.shape)
@@ -241,7 +258,7 @@ class Worker:
         return self._pending(number, logits, tuple(self._score(forward, each) for each in step.targets))
 
     def _sample_padded(self, size: int) -> None:
-        """Sample from what a graph of the model has left: with a graph where there is one of this size."""
+        """Sample from the logits that a graph of the model left, with a graph where one has this size."""
         general = self._samplers.general
         if size in self._sample_graphs[general]:
             self._sample_graphs[general].replay(size)
@@ -249,8 +266,9 @@ class Worker:
             self._sample(self._batch.decode_step(size), self._graph_logits[:size], general)
 
     def _recorded(self, number: int, size: int) -> bool:
-        """Whether step `number` finds graphs of a decode step of this size.  After a takeover, records them where its
-        launches have run before."""
+        """Whether step `number` has graphs of a decode step of this size.
+
+        After a takeover, record them the second time their launches run."""
         if self._second_use is None:
             return False
         kinds = self._decode_graphs, self._sample_graphs[self._samplers.general]
@@ -260,7 +278,7 @@ class Worker:
         return self._record([partial(graphs.capture, size, run=False) for graphs in missing])
 
     def _recorded_mixed(self, number: int, mixed: Mixed) -> bool:
-        """The same for the model's graph of a step with slices."""
+        """Whether step `number` has the model's graph of a step with these slices.  Records as `_recorded` does."""
         if self._second_use is None:
             return False
         if mixed.shape in self._mixed_graphs:
@@ -271,7 +289,7 @@ class Worker:
         return self._record([partial(self._mixed_graphs.capture, mixed.shape, run=False)])
 
     def _record(self, captures: Sequence[Callable[[], None]]) -> bool:
-        """Do these captures while requests are served.  False: a graph cannot be had, and no other one is tried."""
+        """Capture these graphs while requests are served.  False: a capture failed, and no other one is tried."""
         try:
             for capture in captures:
                 capture()
@@ -283,45 +301,46 @@ class Worker:
         return True
 
     def _padded(self, count: int) -> int:
-        """How many rows a step of `count` computes."""
+        """Number of rows that a step of `count` rows computes, padding included."""
         return rung(self._sizes, count) or count
 
     def _logits(self, forward: Forward, at: Tensor | None) -> Tensor:
-        """Logits [., V] of tokens `at` of a step, None: of all.  Every step without a graph gets its logits here."""
+        """Logits [., V] of tokens `at` of a step (None: of all).  Every step without a graph uses this."""
         return forward.logits(at)
 
     def _score(self, forward: Forward, asked: Targets) -> Logprobs:
-        """Prompt logprobs of one slice, TARGET_ROWS positions at a time: the prompt's length does not matter."""
+        """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
         entries = [(asked.row, asked.top)] * len(asked.ids)
         return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
         """Choose a token for each row, logits [N, V], and make it the next step's input."""
         count = len(step.sample_seats)
-        tokens, outcomes = self._said.tokens[:count], self._said.outcomes[:count]
+        tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         self._samplers.run(logits, step.sample_seats, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
 
     def _pending(self, number: int, logits: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> Pending:
-        """Send home what the step said."""
+        """Copy the step's output to the host, in the background."""
         rows = self._batch.rows
-        logprobs = self._samplers.logprobs(logits, rows, self._said.tokens)
+        logprobs = self._samplers.logprobs(logits, rows, self._output.tokens)
         at = self._launches = self._next()
-        heard, clock = self._heard[at], self._clocks[at]
-        heard.all.copy_(self._said.all, non_blocking=True)
+        output, clock = self._host_outputs[at], self._clocks[at]
+        output.all.copy_(self._output.all, non_blocking=True)
         clock.stop()
-        return Pending(number, rows, heard, clock, logprobs, prompt_logprobs)
+        return Pending(number, rows, output, clock, logprobs, prompt_logprobs)
 
     def _next(self) -> int:
-        """Which of the buffers for what steps say the next one uses."""
-        return (self._launches + 1) % len(self._heard)
+        """Index of the output buffer that the next step uses."""
+        return (self._launches + 1) % len(self._host_outputs)
 
     # ------------------------------------------------------------------------------------------------- once, on a GPU
 
     @torch.inference_mode()
     def _activation_bytes(self) -> int:
-        """What the largest steps take beside weights and KV cache, found by running them on nothing.  All rows sample,
-        and a prompt is scored."""
+        """Bytes that the largest step takes besides weights and KV cache, measured on an empty step.
+
+        All rows sample, and a prompt is scored."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         rows = self._max_seqs
@@ -339,7 +358,7 @@ class Worker:
         return peak
 
     def _make_graphs(self) -> None:
-        """All kinds of graphs, none captured yet."""
+        """Create all kinds of graphs; capture none yet."""
         batch = self._batch
 
         def decode(size: int) -> None:
@@ -361,8 +380,7 @@ class Worker:
         self._mixed_graphs = Graphs(mixed, where)
 
     def _captures(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """What to capture, in this order: decode steps of every size with both ways to sample; small steps with
-        slices."""
+        """Captures in order: decode steps of every size with both ways to sample; small steps with slices."""
 
         def decode(graphs: Graphs[int], size: int) -> None:
             if size not in graphs:  # else it was recorded while requests were served
@@ -380,7 +398,7 @@ class Worker:
         return decodes, [partial(mixed, shape) for shape in self._batch.shapes]
 
     def _use_captured(self) -> bool:
-        """Use the sizes that have all their graphs from now on, and no others.  False: there is none."""
+        """From now on use only the sizes that have all their graphs.  False: no size has."""
         kinds = self._decode_graphs, *self._sample_graphs
         if sizes := [size for size in self._decode_graphs.keys if all(size in graphs for graphs in kinds)]:
             self._sizes, self._captured = sizes, True
@@ -399,32 +417,31 @@ class Worker:
 
     @torch.inference_mode()
     def catch_up(self) -> bool:
-        """Capture one of the graphs that a takeover put off.  Returns whether more are left.
+        """Capture one of the graphs that a takeover postponed.  Returns whether more are left.
 
-        Only while no request is here: the rows of what has ended are taken off their seats, and capturing runs a step
-        on nothing."""
-        if not self._put_off:
+        Call it only while no request runs: it frees the slots of ended sequences, and a capture runs an empty step."""
+        if not self._postponed:
             return False
         self._batch.vacate()
         started = time.monotonic()
         try:
-            self._put_off.popleft()()
+            self._postponed.popleft()()
         except RuntimeError as error:
             log.warning("no further CUDA graphs: %s", str(error).splitlines()[0])
-            self._put_off.clear()
+            self._postponed.clear()
             torch.cuda.synchronize(self.device)
         self._graph_seconds -= time.monotonic() - started
         if self._graph_seconds <= 0:
-            self._put_off.clear()
-        if not self._put_off and self._use_captured():
+            self._postponed.clear()
+        if not self._postponed and self._use_captured():
             self._second_use = None
             self._batch.shapes = self._mixed_graphs.keys
             log.info("CUDA graphs of %d batch sizes and %d mixed sizes", len(self._sizes), len(self._batch.shapes))
-        return bool(self._put_off)
+        return bool(self._postponed)
 
 
 class Stopwatch:
-    """Clocks a step where it runs, and waits for its end.  On a CPU it has run when `stop` is called."""
+    """Times a step on its device and waits for its end.  On a CPU the step has ended when `stop` is called."""
 
     def __init__(self, gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []  # type: ignore[no-untyped-call]
@@ -443,7 +460,7 @@ class Stopwatch:
             self._ended = time.perf_counter()
 
     def wait(self) -> float:
-        """Until what was queued before `stop` is through; seconds since `start` was."""
+        """Wait for the work queued before `stop`.  Returns the seconds since the device reached `start`."""
         if not self._events:
             return self._ended - self._began
         self._events[1].synchronize()
@@ -452,9 +469,14 @@ class Stopwatch:
 
 
 class StepOutput:
-    """Views of one buffer: what a step says of its rows, in their order."""
+    """Tokens and outcomes of a step's rows, in their order, as views of one buffer, so that one copy moves both."""
 
-    def __init__(self, both: Tensor, rows: int) -> None:
-        self.all = both  # [9 * rows] u8
-        self.tokens = both[: 8 * rows].view(torch.int64)  # [rows]
-        self.outcomes = both[8 * rows :]  # [rows] u8
+    def __init__(self, buffer: Tensor, rows: int) -> None:
+        self.all = buffer  # [9 * rows] u8
+        self.tokens = buffer[: 8 * rows].view(torch.int64)  # [rows]
+        self.outcomes = buffer[8 * rows :]  # [rows] u8, values of engine/executor/sampling.py
+
+    @classmethod
+    def allocate(cls, rows: int, *, device: torch.device | str = "cpu", pinned: bool = False) -> StepOutput:
+        """An output of zeros.  pinned: in memory that a GPU can copy to in the background."""
+        return cls(torch.zeros(9 * rows, dtype=torch.uint8, device=device, pin_memory=pinned), rows)

@@ -47,15 +47,6 @@ def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         x = random(tokens, hidden)
         return lambda: functional.rms_norm(x, (hidden,), weight, 1e-5)
 
-    def add_norm(tokens: int) -> Call:
-        x, delta = random(tokens, hidden), random(tokens, hidden)
-        delta.mul_(1e-3)  # it is added again in every replay
-        return lambda: ops.add_rms_norm(x, delta, weight, 1e-5)
-
-    def torch_add_norm(tokens: int) -> Call:
-        x, delta = random(tokens, hidden), random(tokens, hidden)
-        return lambda: functional.rms_norm(x + delta, (hidden,), weight, 1e-5)
-
     def silu(tokens: int) -> Call:
         x = random(tokens, 2 * inter)
         return lambda: ops.silu_mul(x)
@@ -80,7 +71,6 @@ def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
     for n in (1, 256, 8192) if quick else (1, 8, 32, 256, 1024, 8192):
         yield row(f"rms_norm {n} x {hidden}", 4 * n * hidden, partial(norm, n), partial(torch_norm, n), top)
-        yield row(f"add_rms_norm {n} x {hidden}", 8 * n * hidden, partial(add_norm, n), partial(torch_add_norm, n), top)
         yield row(f"silu_mul {n} x {inter}", 6 * n * inter, partial(silu, n), partial(torch_silu, n), top)
         turned = n * HEAD_SIZE * 2 * (2 * (HEADS + 2 * KV_HEADS) + 2)
         yield row(f"rope_kv_write {n}, {HEADS}/{KV_HEADS}", turned, partial(rope, n, False), None, top)
@@ -173,7 +163,7 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 def seats(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
-    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling.h."""
+    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
     scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
     records = b"".join(

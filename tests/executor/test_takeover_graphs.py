@@ -83,7 +83,7 @@ def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
     made._make_graphs()
     made._second_use = SecondUse()
     for jobs in made._captures():
-        made._put_off.extend(jobs)
+        made._postponed.extend(jobs)
     return engine
 
 

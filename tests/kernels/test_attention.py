@@ -198,23 +198,23 @@ def test_result_does_not_depend_on_where_blocks_lie_or_their_size() -> None:
         assert torch.equal(result, results[0])
 
 
-# What the door refuses.
+# What the bindings refuse.
 
 
 @pytest.mark.parametrize(
     ("field", "change", "kind", "message"),
     [
-        ("k_cache", lambda t: t[..., :32].contiguous(), ValueError, "k_cache: head size is 32, q said 64"),
-        ("v_cache", lambda t: t[:, :1], ValueError, "v_cache: KV heads is 1, k_cache said 2"),
-        ("v_cache", lambda t: t.half(), ValueError, "v_cache: dtype is Half, q said Float"),
+        ("k_cache", lambda t: t[..., :32].contiguous(), ValueError, "k_cache: head size is 32, q has 64"),
+        ("v_cache", lambda t: t[:, :1], ValueError, "v_cache: KV heads is 1, k_cache has 2"),
+        ("v_cache", lambda t: t.half(), ValueError, "v_cache: dtype is Half, q has Float"),
         ("k_cache", lambda t: t.transpose(2, 3), ValueError, "k_cache: "),
         ("q", lambda t: t[:, :3], ValueError, "q: 3 heads are not a multiple of k_cache's 2"),
         ("q", lambda t: t[:-1], ValueError, "q_start: runs from 0 to 6, q has 5 tokens"),
-        ("q", lambda t: t.double(), ValueError, "dtype is Float, q said Double"),
+        ("q", lambda t: t.double(), ValueError, "dtype is Float, q has Double"),
         ("q", lambda t: t[0], ValueError, "q: has 2 dimensions, not 3"),
         ("rows", lambda t: t.long(), ValueError, "rows: dtype is Long, this operator wants Int"),
         ("rows", lambda t: t + 9, IndexError, "tables have 4 rows"),
-        ("lens", lambda t: t[:1], ValueError, "lens: sequences is 1, rows said 2"),
+        ("lens", lambda t: t[:1], ValueError, "lens: sequences is 1, rows has 2"),
         ("lens", lambda t: t // 5, ValueError, r"lens\[1\] is 1, less than its 5 queries"),
         ("lens", lambda t: t + 999, ValueError, "tables hold 3 blocks of 16"),
         ("q_start", lambda t: t[:-1], ValueError, "q_start: has 2 entries for 2 sequences"),

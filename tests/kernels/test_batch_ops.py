@@ -76,11 +76,11 @@ def test_shapes_and_indices_are_checked() -> None:
     token, position, tables = mirror()
     with pytest.raises(IndexError, match=r"seats\[1\] is 20, not in \[-1, 20\)"):
         ops.decode_outputs(torch.tensor([0, 20], dtype=torch.int32), torch.zeros(2).long(), token, position)
-    with pytest.raises(ValueError, match="tokens: seats is 3, seats said 2"):
+    with pytest.raises(ValueError, match="tokens: seats is 3, seats has 2"):
         ops.decode_outputs(torch.tensor([0, 1], dtype=torch.int32), torch.zeros(3).long(), token, position)
     with pytest.raises(ValueError, match="seats: dtype is Long, this operator wants Int"):
         ops.decode_inputs(torch.zeros(2).long(), token, position, tables, BLOCK_SIZE, **step(2))
-    with pytest.raises(ValueError, match="ids: seats is 3, seats said 2"):
+    with pytest.raises(ValueError, match="ids: seats is 3, seats has 2"):
         ops.decode_inputs(torch.zeros(2).int(), token, position, tables, BLOCK_SIZE, **step(3))
     with pytest.raises(IndexError, match=r"edits\[1\]: column is 8, tables have 8"):
         ops.apply_edits(torch.tensor([[0, 0, 1], [0, 8, 1]], dtype=torch.int32), tables)

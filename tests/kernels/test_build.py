@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.executor import ops
+from engine.executor import kernels_build, ops
+from engine.executor.errors import ModelLoadError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,13 +51,29 @@ def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ops.build(tmp_path)
 
 
+def test_no_compiler_on_path_is_one_line_that_the_engine_catches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"^cannot build the kernels: no C\+\+ compiler.*set CXX$") as raised:
+        ops.build(tmp_path)
+    assert "\n" not in str(raised.value)
+    command = [sys.executable, "-m", "engine.executor.ops"]
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("kernels: cannot build the kernels: no C++ compiler")
+
+
 def test_failed_build_names_compiler_error_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     (csrc / "broken.cpp").write_text("int broken( { }\n")
-    monkeypatch.setattr(ops, "CSRC", csrc)
+    monkeypatch.setattr(kernels_build, "CSRC", csrc)
     with pytest.raises(
         ops.KernelBuildError, match=r"c\+\+ failed: .*broken.cpp:1:.*error.*full log: .*build.log"
     ) as raised:
@@ -72,7 +89,7 @@ def test_failed_build_names_compiler_error_and_log(
 def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     csrc = tmp_path / "csrc"
     csrc.mkdir()
-    monkeypatch.setattr(ops, "CSRC", csrc)
+    monkeypatch.setattr(kernels_build, "CSRC", csrc)
     (csrc / "a.cpp").write_text("int a() { return 1; }\n")
     first = ops.build(tmp_path)
     (csrc / "a.h").write_text("// a new header\n")
@@ -96,10 +113,10 @@ def test_only_torchs_thread_pool_is_used() -> None:
 def test_a_gpu_without_a_cuda_compiler_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ops.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(ops.torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(ops, "CUDA_PLACES", [])
+    monkeypatch.setattr(kernels_build.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels_build.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels_build.torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels_build, "CUDA_PLACES", [])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     with pytest.raises(ops.KernelBuildError, match=r"a GPU but no CUDA compiler: .* CUDA_HOME; .* --device cpu"):
@@ -109,7 +126,7 @@ def test_a_gpu_without_a_cuda_compiler_is_an_error_that_says_what_to_do(
 def test_built_ahead_for_other_machines_is_loaded_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     csrc = tmp_path / "csrc"
     csrc.mkdir()
-    monkeypatch.setattr(ops, "CSRC", csrc)
+    monkeypatch.setattr(kernels_build, "CSRC", csrc)
     (csrc / "a.cpp").write_text("int a() { return 1; }\n")
     library = ops.build_ahead(tmp_path / "ahead", ops.Target(cpu=ops.AHEAD_CPU))
     assert f"={ops.AHEAD_CPU} " in (tmp_path / "ahead" / "build" / "build.ninja").read_text()
@@ -123,8 +140,8 @@ def test_each_gpu_gets_machine_code_of_its_own(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    script = ops._build_script(ops.Target(gpus=("8.0", "9.0")))
+    script = kernels_build.build_script(ops.Target(gpus=("8.0", "9.0")))
     assert "arch=compute_80,code=sm_80" in script
     assert "arch=compute_90a,code=sm_90a" in script  # wgmma exists in the `a` target alone
     assert ops.Target().gpus == ()
-    assert "nvcc" not in ops._build_script(ops.Target())
+    assert "nvcc" not in kernels_build.build_script(ops.Target())

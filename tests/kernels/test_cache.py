@@ -85,9 +85,9 @@ def test_every_e4m3_number_is_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"key": torch.zeros(4, 2, 80)}, ValueError, "key: KV heads is 2, k_cache said 3"),
-        ({"value": torch.zeros(5, 3, 80)}, ValueError, "value: tokens is 5, key said 4"),
-        ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "key: dtype is Half, k_cache said Float"),
+        ({"key": torch.zeros(4, 2, 80)}, ValueError, "key: KV heads is 2, k_cache has 3"),
+        ({"value": torch.zeros(5, 3, 80)}, ValueError, "value: tokens is 5, key has 4"),
+        ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "value: dtype is Float, key has Half"),
         ({"key": torch.zeros(4, 80, 3).mT}, ValueError, "key: last dimension has stride 3, not 1"),
         ({"slots": torch.zeros(4).int()}, ValueError, "slots: dtype is Int, this operator wants Long"),
         ({"slots": torch.tensor([0, 1, 640, 3])}, IndexError, r"slots\[2\] is 640, not in \[-1, 640\)"),
@@ -144,5 +144,5 @@ def test_blocks_outside_the_pool_are_refused() -> None:
         ops.block_copy(caches, torch.tensor([[0, 40]]))
     with pytest.raises(IndexError, match=r"blocks\[0\] is -1"):
         ops.block_fill(caches, torch.tensor([-1]), 0.0)
-    with pytest.raises(ValueError, match="pairs: columns is 3, a pair said 2"):
+    with pytest.raises(ValueError, match="pairs: columns is 3, a pair has 2"):
         ops.block_copy(caches, torch.tensor([[0, 1, 2]]))

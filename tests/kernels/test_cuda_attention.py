@@ -155,7 +155,7 @@ def test_strided_queries_and_outputs() -> None:
     assert error(on_gpu.attend(), exact) <= TOLERANCE[torch.bfloat16]
 
 
-def test_what_the_door_refuses() -> None:
+def test_what_the_bindings_refuse() -> None:
     batch = decodes([30], dim=64, dtype=torch.bfloat16).to("cuda")
     plan = torch.zeros(16, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="plan: has 16 bytes"):

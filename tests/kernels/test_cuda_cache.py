@@ -121,10 +121,10 @@ def test_the_mirror_moves_as_on_the_cpu(rows: int) -> None:
 
 def test_shapes_and_devices_are_checked() -> None:
     caches = list(two_caches(torch.float32))
-    with pytest.raises(ValueError, match="pairs: columns is 3, a pair said 2"):
+    with pytest.raises(ValueError, match="pairs: columns is 3, a pair has 2"):
         ops.block_copy(caches, torch.tensor([[0, 1, 2]], device=CUDA))
     with pytest.raises(ValueError, match="caches: is on cpu"):
         ops.block_fill([caches[0].cpu()], torch.tensor([1], device=CUDA), 0.0)
     key = torch.zeros(4, 3, 80, device=CUDA)
-    with pytest.raises(ValueError, match="k_cache: dtype is Float, the tokens said Half"):
+    with pytest.raises(ValueError, match="k_cache: dtype is Float, key has Half"):
         ops.kv_write(key.half(), key.half(), *caches, torch.arange(4, device=CUDA))

@@ -134,5 +134,5 @@ def test_wrong_tensors_are_named() -> None:
     x, weight = randn(2, 64, dtype=torch.bfloat16), randn(16, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="weight: is on cpu"):
         ops.linear(x, weight.cpu())
-    with pytest.raises(ValueError, match="weight: dtype is Half, x said BFloat16"):
+    with pytest.raises(ValueError, match="weight: dtype is Half, x has BFloat16"):
         ops.linear(x, weight.half())

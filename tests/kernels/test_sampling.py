@@ -156,7 +156,7 @@ def test_padded_rows_and_views() -> None:
 def test_shapes_and_indices_are_checked() -> None:
     logits, seats = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     table, outcome = torch.zeros(4, WORDS, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="known: rows is 1, logits said 2"):
+    with pytest.raises(ValueError, match="known: rows is 1, logits has 2"):
         ops.sample(logits, seats, seats[:1], table, True, seats.clone(), outcome)
     with pytest.raises(ValueError, match="words of a seat is 7"):
         ops.sample(logits, seats, seats, table[:, :7], True, seats.clone(), outcome)

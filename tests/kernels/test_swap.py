@@ -113,5 +113,5 @@ def test_shapes_and_indices_are_checked() -> None:
     swap = Swap(caches, 2)
     with pytest.raises(IndexError, match=r"blocks\[1\] is 4, not in \[0, 4\)"):
         swap.out([(0, 0), (4, 1)])
-    with pytest.raises(ValueError, match="buffer: blocks is 0, blocks said 1"):
+    with pytest.raises(ValueError, match="buffer: blocks is 0, blocks has 1"):
         swap.back([(2, 0)])

@@ -1,6 +1,6 @@
 """The checkpoint served when no model is named: llama shape, seeded random weights, a real byte-level BPE tokenizer.
 
-It says nothing sensible, but it is a checkpoint like any other (config, safetensors, tokenizer, chat template), made
+Its text makes no sense, but it is a checkpoint like any other (config, safetensors, tokenizer, chat template), made
 in seconds from what is on the machine, so that a first run needs no network:
 
     python -m engine.executor.models.builtin [DIRECTORY]     makes it if need be, prints where it is
@@ -70,7 +70,7 @@ def _corpus(size: int) -> list[str]:
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write everything `from_pretrained` reads.  Atomic: the directory is complete or absent, whoever else makes it."""
+    """Write everything `from_pretrained` reads.  The directory is complete or absent, even with several writers."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
     try:

@@ -1,24 +1,25 @@
-"""Swaps submodules of a transformers model for ones that compute the same, faster.  Everything else stays as it is.
+"""Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
-    nn.Linear, Conv1D   -> PackedLinear   on a CPU: the weight is put into the layout of a product once, at load
-    the decoder of      -> Decoder        llama, mistral, qwen2, qwen3 on a CPU: a quarter of the operators
+    nn.Linear, Conv1D   -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
+    the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
-Both are measured in engine/executor/README.md.  A decoder layer as transformers writes it, and as it runs here (T
-tokens, sequence after sequence; `x` is the residual stream, added to in place):
+engine/executor/README.md has the measurements.  A decoder layer as transformers writes it, and as it runs here (T
+tokens, sequence after sequence; `x` is the residual stream, which the last product of each half updates in place):
 
-    input norm, 6 operators          add_rms_norm: the addition that ends the layer before, and the norm
-    q, k, v projections              one product
-    rotary embedding, 10             rope_kv_write: rotates, and stores keys and values in their blocks
-    attention                        paged_attention
-    o projection                     o projection
-    addition, norm, 7                add_rms_norm
-    gate, up projections             one product
-    silu, product                    silu_mul
-    down projection                  down projection; the sum with x is left to whoever comes next
-    addition
+    input norm, 6 operators          part of the next product
+    q, k, v projections              one product, of the normed input           linear: norm, product
+    norms of q and k heads (qwen3)   part of the next operator
+    rotary embedding, 10             rotates, and stores keys and values        rope_kv_write
+    attention                        attention over KV blocks                   paged_attention
+    o projection, addition           one product, added to x                    linear: product, plus
+    norm, 6                          part of the next product
+    gate, up projections             one product, of the normed x               linear: norm, product, silu_mul
+    silu, product                    part of the product before it
+    down projection, addition        one product, added to x                    linear: product, plus
 
-Only a model whose modules have exactly the names and types expected is taken apart; any other runs as it is.
+On a CPU with packed weights a product is up to three operators: rms_norm, packed_linear (with the addition), silu_mul.
+A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
 
-# What limits the keys that a layer of each family sees, as its own attention module says it.
+# The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     LlamaForCausalLM: lambda attention: None,
     MistralForCausalLM: lambda attention: attention.config.sliding_window,
     Qwen2ForCausalLM: lambda attention: attention.sliding_window,
     Qwen3ForCausalLM: lambda attention: attention.sliding_window,
 }
-ON_A_GPU = "on a GPU products and attention are cut into shares that depend on who else is in the step"
+ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
 VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear whose weight [out, in] exists in packed form only, so that it costs no memory twice."""
+    """nn.Linear whose weight [out, in] exists in packed form only, so that it takes its memory once."""
 
     def __init__(self, packed: ops.Packed, bias: Tensor | None) -> None:
         super().__init__()
@@ -76,13 +77,13 @@ class RMSNorm(nn.Module):
 
 
 class Product(nn.Module):
-    """A matrix product with what stands before and behind it: [T, in] -> [T, out].
+    """A matrix product with the norm before it and the activation or addition after it: [T, in] -> [T, out].
 
-    Several linear layers of the same input become one: their outputs, one after another.
+    Several linear layers of the same input become one product: their outputs, one after another.
     """
 
     def __init__(self, *linears: nn.Linear, ordered: bool, norm: RMSNorm | None = None, silu_mul: bool = False) -> None:
-        """norm: of the input, first.  silu_mul: of the output's halves, gate and up, silu(gate) * up is returned."""
+        """norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up."""
         super().__init__()
         first, *others = linears
         weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
@@ -94,7 +95,7 @@ class Product(nn.Module):
         self.weight = weight if self.packed is None else None
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """plus [T, out]: is added, and must not be used afterwards.  out [T, out]: where to write the result."""
+        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
         if self.weight is not None:
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
@@ -167,7 +168,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: a step -> what the layers make of it -> logits of any of its tokens."""
+    """The whole model: a step -> hidden states -> logits of any of its tokens."""
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, ordered: bool) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class Decoder(nn.Module):
         self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered)
 
     def forward(self, step: StepTensors) -> Tensor:
-        """What the layers make of a step: [T, hidden]."""
+        """Hidden states of a step, after all layers: [T, hidden]."""
         x: Tensor = self.embed_tokens(step.input_ids[0])
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         for layer in self.layers:
@@ -193,7 +194,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits [., V] of tokens `at` (None: of all), where the layers made x of the step; in `out` where given."""
+        """Logits [., V] of tokens `at` (None: of all) from the hidden states x; in `out` where given."""
         if at is not None:
             x = x.index_select(0, at)
         if not len(x):
@@ -204,10 +205,10 @@ class Decoder(nn.Module):
 
 
 def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -> None:
-    """Swap what can be swapped, in place.  The model must be on its device, in its dtype, and never move again.
+    """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
-    ordered: on a CPU, have products whose bits don't depend on the batch even where others are faster.
-    A model whose decoder was swapped is good for `Forward` and nothing else.
+    ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
+    A model whose decoder was swapped works only through `Forward`.
     """
     if has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, ordered), nn.Identity()
@@ -222,10 +223,10 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
 
 
 def batch_dependence(model: PreTrainedModel) -> str:
-    """Why a fused model's logits may depend on who else is in a step, to the last bit; empty: they do not.
+    """Why a fused model's logits may depend, in the last bit, on the other sequences of a step; empty: they do not.
 
-    On a CPU: attention, norms and our products don't.  What a model brings of its own may: products with weights that
-    are in no linear layer (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
+    On a CPU attention, norms and our products do not depend on them.  A model's own modules may: products with weights
+    outside linear layers (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
     """
     if model.device.type != "cpu":
         return ON_A_GPU
@@ -244,17 +245,17 @@ def batch_dependence(model: PreTrainedModel) -> str:
 
 
 def is_fused(model: PreTrainedModel) -> bool:
-    """Whether `fuse` swapped the whole decoder, so that nothing runs but our operators."""
+    """Whether `fuse` swapped the whole decoder, so that only our operators run."""
     return isinstance(getattr(model, "model", None), Decoder)
 
 
 class Forward:
-    """One step through a model.  The layers run once; logits can be had piece by piece, as the memory allows."""
+    """One step through a model.  The layers run once; logits are computed piece by piece, to bound the memory."""
 
     def __init__(self, model: PreTrainedModel, step: StepTensors) -> None:
         self._model = model
         self._step = step
-        self._hidden: Any = None  # what the layers made of the step; None: they have not run
+        self._hidden: Any = None  # hidden states; None: the layers have not run
 
     def logits(self, at: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Logits [., V] of the step's tokens `at`, i64 (None: of all), in `out` where given."""
@@ -268,10 +269,11 @@ class Forward:
         return logits if out is None else out.copy_(logits)
 
     def _plain(self, keep: int | Tensor) -> Tensor:
-        """Logits by transformers' own forward, which knows what follows the head (scales, soft caps).
+        """Logits by transformers' own forward, which applies what follows the head (scales, soft caps).
 
-        Its decoder gives back what it returned the first time.  A model whose decoder cannot be told apart runs whole
-        for each piece: slower, and the same logits."""
+        The decoder returns its first result again.  A model without a separate decoder runs whole for each piece:
+        slower, with the same logits.
+        """
         decoder = self._model.get_decoder()
         run = decoder.forward
 
@@ -296,7 +298,7 @@ class Forward:
 
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:
-    """Whether `Decoder` computes what this model's decoder does: a known class, whose parts are what we know."""
+    """Whether `Decoder` can replace this model's decoder: a known class, whose parts are the expected ones."""
     if type(model) not in WINDOW:
         return False
     if len({parameter.dtype for parameter in model.parameters()}) != 1:

@@ -40,7 +40,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run on its device, and what the worker must know about it."""
+    """A model ready to run on its device, with the facts that the worker needs."""
 
     module: PreTrainedModel
     directory: Path
@@ -49,7 +49,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    batch_dependence: str  # why logits may depend on who else is in the step, to the last bit; empty: they do not
+    batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
 
 
 def find(name: str) -> Path:
@@ -149,7 +149,7 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """The config of a checkpoint, if its architecture can be served by what its class says of itself."""
+    """The config of a checkpoint, if its class declares an architecture that can be served."""
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
     try:
@@ -213,7 +213,7 @@ def eos_ids(module: PreTrainedModel) -> list[int]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that says something."""
+    """The first line that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

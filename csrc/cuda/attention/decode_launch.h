@@ -1,0 +1,24 @@
+// Between decode.cu and the kernels, which are compiled head size by head size.
+
+#pragma once
+
+#include "cuda/attention/decode_plan.cuh"
+
+namespace quire::cuda {
+
+struct DecodeKernelArgs {
+  DecodeArgs a;
+  DecodePlan plan;
+  DecodeShape shape;
+  int block_shift;                        // log2 of block_size
+  uint32_t k_block_bytes, v_block_bytes;  // from one block to the next
+  float score_scale, cap;                 // of products, as score() wants them
+};
+
+void decode_64(const DecodeKernelArgs& args, cudaStream_t stream);
+void decode_80(const DecodeKernelArgs& args, cudaStream_t stream);
+void decode_96(const DecodeKernelArgs& args, cudaStream_t stream);
+void decode_128(const DecodeKernelArgs& args, cudaStream_t stream);
+void decode_256(const DecodeKernelArgs& args, cudaStream_t stream);
+
+}  // namespace quire::cuda

@@ -1,0 +1,217 @@
+// Turns lens and q_start, which only the device holds, into the lists of items of prefill.h: once a step, for all layers.
+//
+// Grid (lists, kCtas): the CTAs of a list all find where each sequence's items begin (each of S sequences looks at all
+// others, S <= 3072) and share the writing.  Moves 32 bytes an item.
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/attention/prefill.h"
+#include "cuda/common/warp.cuh"
+
+namespace quire::cuda {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kCtas = 8;
+constexpr int kMaxSeqs = 3072;         // 4 numbers each in shared memory
+constexpr int kAlign = 128;            // keys; items begin at multiples of it
+constexpr int kMinPart = 512;          // keys; a shorter part would cost more to merge than it saves
+constexpr int kPartOverhead = 300;     // keys that one more item on a CTA costs
+constexpr int kChoices = 4;
+constexpr int kNearbyKv = 36 << 20;    // bytes of K and V that tiles running at the same time may want of the L2 cache
+
+// Partial results are kept for so many rows in all.
+constexpr int partial_rows(int sms) { return 256 * sms; }
+
+// One sequence, one KV head.
+struct Tiles {
+  int rows, group, window, queries, len;
+
+  __device__ int count() const { return (queries * group + rows - 1) / rows; }
+  // One past the last key that tile t sees.
+  __device__ int last(int t) const {
+    const int query = min(queries - 1, ((t + 1) * rows - 1) / group);
+    return max(0, len - queries + query + 1);
+  }
+  // The first key that it sees, rounded down.
+  __device__ int first(int t) const {
+    if (window <= 0) return 0;
+    return max(0, len - queries + t * rows / group + 1 - window) / kAlign * kAlign;
+  }
+  __device__ int keys(int t) const { return max(0, last(t) - first(t)); }
+};
+
+__global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, PrefillPlan plan, int sms) {
+  extern __shared__ int shared[];
+  const int list = blockIdx.x, seqs = args.seqs - args.first;
+  const PrefillTiling tiling = prefill_tiling(list);
+  const int group = args.heads / args.kv_heads;
+  const int tile_rows = tiling.whole_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
+  int* const cost = shared;             // keys that the sequence's last tile sees
+  int* const parts = shared + seqs;     // each of its tiles is cut into
+  int* const items = shared + 2 * seqs; // of all its KV heads, before its tiles are cut
+  int* const base = shared + 3 * seqs;  // its first partial result
+  __shared__ unsigned long long work;   // keys that all tiles see together, near enough
+  if (threadIdx.x == 0) work = 0;
+  __syncthreads();
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+
+  const auto tiles_of = [&](int s) {
+    const int begin = args.q_start[args.first + s], end = args.q_start[args.first + s + 1];
+    return Tiles{tile_rows, group, args.window, end - begin, args.lens[args.first + s]};
+  };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned long long own_work = 0;
+  for (int s = threadIdx.x; s < seqs; s += kThreads) {
+    const Tiles tiles = tiles_of(s);
+    const int n = tiles.count();
+    cost[s] = n ? tiles.keys(n - 1) : 0;
+    items[s] = n * args.kv_heads;
+    if (n) own_work += (0ull + cost[s] + tiles.keys(0)) * items[s] / 2;
+  }
+  own_work = sum_of_warp(own_work);
+  if (lane == 0) atomicAdd(&work, own_work);
+  __syncthreads();
+
+  // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, ...: whichever should
+  // end first.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
+  const int slots = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / slots);
+  const int room = plan.rows / tiling.rows;  // for partial results
+  const auto cut = [&](int s, int choice) {
+    const int part_keys = max(kMinPart, fair >> choice);
+    const int most = min(kPrefillMaxParts / tile_rows, max(1, room / max(1, items[s])));
+    return tiling.parts_per_sm ? min(max(1, (cost[s] + part_keys / 2) / part_keys), most) : 1;
+  };
+  __shared__ int count[kChoices], longest[kChoices];
+  if (threadIdx.x < kChoices) count[threadIdx.x] = longest[threadIdx.x] = 0;
+  __syncthreads();
+  for (int s = threadIdx.x; s < seqs; s += kThreads) {
+    for (int choice = 0; choice < kChoices; ++choice) {
+      const int p = cut(s, choice);
+      atomicAdd(&count[choice], items[s] * p);
+      atomicMax(&longest[choice], cost[s] / p);
+    }
+  }
+  __syncthreads();
+  const auto end_of = [&](int choice) {
+    const int rounds = (count[choice] + slots - 1) / slots;
+    return rounds == 1 ? longest[choice] : fair + longest[choice] / 2 + rounds * kPartOverhead;
+  };
+  int best = 0;
+  for (int choice = 1; choice < kChoices; ++choice) {
+    if (end_of(choice) < end_of(best)) best = choice;
+  }
+  for (int s = threadIdx.x; s < seqs; s += kThreads) parts[s] = cut(s, best);
+  __syncthreads();
+
+  // Items of costlier sequences come before those of others.
+  constexpr int kWarps = kThreads / 32;
+  const auto sum_before = [&](int s, auto value) {
+    int sum = 0;
+    for (int other = lane; other < seqs; other += 32) {
+      if (cost[other] > cost[s] || (cost[other] == cost[s] && other < s)) sum += value(other);
+    }
+    return sum_of_warp(sum);
+  };
+  for (int s = warp; s < seqs; s += kWarps) {
+    const int sum = sum_before(s, [&](int other) { return parts[other] > 1 ? items[other] * parts[other] : 0; });
+    if (lane == 0) base[s] = sum;
+  }
+  __syncthreads();
+  // A sequence whose partial results find no room is left whole.
+  const auto parts_of = [&](int s) { return base[s] + items[s] * parts[s] <= room ? parts[s] : 1; };
+
+  PrefillList& header = *plan.list[list];
+  const int writer = blockIdx.y * kWarps + warp;
+  constexpr int kWriters = kCtas * kWarps;
+  if (writer == 0) {
+    int count = 0;
+    for (int s = lane; s < seqs; s += 32) count += items[s] * parts_of(s);
+    count = sum_of_warp(count);
+    if (count > plan.capacity) __trap();  // more tokens or sequences than prefill_plan_bytes was called with
+    if (lane == 0) header = {.count = count, .ticket = 0, .finished = 0, .unused = 0};
+  }
+  if (list == 0) {
+    for (int i = blockIdx.y * kThreads + threadIdx.x; i < plan.rows / 64; i += kCtas * kThreads) plan.arrived[i] = 0;
+  }
+
+  // With few sequences several warps write the items of one.
+  const int helpers = max(1, kWriters / seqs);
+  const int helper = writer / seqs;
+  if (helper >= helpers) return;
+  for (int s = writer % seqs; s < seqs; s += kWriters) {
+    const Tiles tiles = tiles_of(s);
+    const int n = tiles.count(), p = parts_of(s);
+    PrefillItem* const out = plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
+    // Heads whose K and V stay in L2 together go side by side, so that long tiles of one run while short ones of another do.
+    const int kv_bytes = 2 * 2 * args.head_size;  // of a key and its value, if of 2 bytes a number
+    const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
+    for (int i = helper * 32 + lane; i < items[s] * p; i += helpers * 32) {
+      const int first_head = i / (n * p * heads) * heads;
+      const int together = min(heads, args.kv_heads - first_head);
+      const int rest = i - first_head * n * p;
+      const int tile = n - 1 - rest / (together * p);
+      const int head = first_head + rest / p % together;
+      const int part = rest % p;
+      const int first = tiles.first(tile), last = max(first, tiles.last(tile));
+      const int share = (last - first + p * kAlign - 1) / (p * kAlign) * kAlign;
+      out[i] = {
+          .seq = args.first + s,
+          .kv_head = head,
+          .row = tile * tiles.rows,
+          .first = min(last, first + part * share),
+          .last = min(last, first + (part + 1) * share),
+          .part = part,
+          .parts = p,
+          .partial = base[s] + (head * n + tile) * p,
+      };
+    }
+  }
+}
+
+int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+}  // namespace
+
+PrefillPlan prefill_plan_layout(void* plan, int64_t bytes, int head_size) {
+  char* at = static_cast<char*>(plan);
+  const auto take = [&]<class T>(T*& pointer, int64_t count) {
+    pointer = reinterpret_cast<T*>(at);
+    at += (count * static_cast<int64_t>(sizeof(T)) + 127) / 128 * 128;
+  };
+  PrefillPlan p{};
+  p.rows = partial_rows(multiprocessors());
+  for (PrefillList*& list : p.list) take(list, 1);
+  take(p.arrived, p.rows / 64);
+  take(p.max, p.rows);
+  take(p.sum, p.rows);
+  take(p.acc, int64_t{p.rows} * head_size);
+  const int64_t left = static_cast<char*>(plan) + bytes - at;
+  p.capacity = static_cast<int>(std::max<int64_t>(0, left / kPrefillLists / 128 * 128 / sizeof(PrefillItem)));
+  for (PrefillItem*& items : p.items) take(items, p.capacity);
+  return p;
+}
+
+int64_t prefill_plan_bytes(int max_seqs, int max_tokens, int heads, int kv_heads, int head_size) {
+  const int sms = multiprocessors();
+  // Each sequence's last tile may be partly empty; parts are at most as many as there is room for their results.
+  const int64_t items = int64_t{max_tokens} * heads / 64 + int64_t{max_seqs} * kv_heads + partial_rows(sms) / 64;
+  char* const nothing = nullptr;
+  const PrefillPlan empty = prefill_plan_layout(nothing, 0, head_size);
+  const int64_t before = reinterpret_cast<char*>(empty.items[0]) - nothing;
+  return before + kPrefillLists * ((items * static_cast<int64_t>(sizeof(PrefillItem)) + 127) / 128 * 128);
+}
+
+void prefill_plan(const PrefillPlanArgs& args, cudaStream_t stream) {
+  const int seqs = args.seqs - args.first;
+  if (seqs <= 0) return;
+  if (seqs > kMaxSeqs) throw std::invalid_argument("prefill: at most 3072 sequences in a step");
+  launch(plan_kernel, dim3(kPrefillLists, kCtas), dim3(kThreads), 4 * seqs * static_cast<int>(sizeof(int)), stream, args,
+         prefill_plan_layout(args.plan, args.plan_bytes, args.head_size), multiprocessors());
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,36 @@
+// What online softmax carries from one set of keys to the next (Milakov and Gimelshein 2018), and how the results of
+// different sets of keys become one (Flash-Decoding, 2023).
+//
+// Of the scores s seen so far, in units of log2:  max = the largest,  sum = sum of 2^(s - max),  and with them the sum
+// of 2^(s - max) * value.  A result with another maximum is brought to a common one by the factor 2^(max - common).
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+namespace quire::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ inline float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+struct SoftmaxState {
+  float max = -INFINITY;
+  float sum = 0;
+};
+
+// The factor that brings what was summed under the maximum `from` to `to` >= from.  0 for what holds nothing yet.
+__device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.f : exp2_fast(from - to); }
+
+// cap * tanh(x), where `doubled` is 2x in units of log2: cannot overflow.
+__device__ inline float soften(float doubled, float cap) {
+  return cap - __fdividef(2 * cap, exp2_fast(doubled) + 1);
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,224 @@
+// Hopper's own instructions (sm_90a), one small function each: barriers in shared memory, bulk tensor copies, warpgroup
+// matrix products.  Written for prefill_sm90.cuh; what the words mean:
+//
+//   mbarrier    a counter in shared memory that ends a phase when as many threads have arrived, and as many bytes, as it
+//               expects.  Waiting for phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
+//   TMA         the unit that copies a box of a tensor to shared memory by itself: one thread issues, an mbarrier signals the end.
+//   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix.  Asynchronous: registers and shared memory that
+//               it uses may not be touched until wait_for_products returns.
+//   proxy       TMA and wgmma see shared memory by another way than ordinary loads and stores do; a fence joins the two.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/common/async_copy.cuh"
+
+namespace quire::cuda::hopper {
+
+// -- mbarriers
+
+__device__ inline void barrier_init(uint64_t* bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+}
+
+// After the inits, before any thread uses the barriers: lets the TMA unit see them too.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void arrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+// Arrives, and makes the phase also wait for `bytes` bytes.
+__device__ inline void arrive_expecting(uint64_t* bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void wait(uint64_t* bar, int phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}" ::"r"(shared_address(bar)), "r"(phase)
+      : "memory");
+}
+
+// Which buffer of a ring of n is next, and in which phase its barriers are.
+struct Ring {
+  int at = 0, phase = 0;
+  __device__ void step(int n) {
+    if (++at == n) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// -- Named barriers: among so many threads of the CTA, sync waits for all, pass only counts as there.
+
+__device__ inline void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void named_pass(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// -- TMA
+
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the box at (c0, c1, c2, c3) of a 4-dimensional tensor; bar counts its bytes.
+__device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// Copies the box at (c0, c1, c2) of a 3-dimensional tensor that is read once, and so leaves L2 first, or by many CTAs, and
+// so leaves last.  The policies are createpolicy's.
+__device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
+                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
+
+__device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {
+  copy_with_policy(to, map, bar, c0, c1, c2, 0x12F0000000000000);
+}
+
+__device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {
+  copy_with_policy(to, map, bar, c0, c1, c2, 0x14F0000000000000);
+}
+
+// -- Registers move between warpgroups: the ones that copy need few, the ones that multiply many.
+
+template <int N>
+__device__ inline void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// -- wgmma
+
+// Where an operand lies in shared memory: rows of 128 bytes, in groups of 8 (1024 bytes, aligned), swizzled as TMA does
+// with SWIZZLE_128B: 16-byte chunk c of row r stands at chunk c ^ (r % 8).
+//
+// A row holds 64 numbers along the contraction ("K-major"): `between` is ignored.  16 numbers further: + 32 bytes.
+// A row holds 64 numbers along the result ("MN-major", a transposed operand): rows run along the contraction, the next 64
+// numbers of the result lie `between` bytes further.  16 rows further: + 2048 bytes.
+__device__ inline uint64_t operand(const void* start, int between) {
+  const uint64_t address = (shared_address(start) & 0x3ffff) >> 4;
+  return address | static_cast<uint64_t>(between >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+__device__ inline uint64_t operand_further(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
+
+// Before the first product after registers were written by ordinary instructions.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// What was issued since the last call is one group.
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most Pending of the last groups are under way.
+template <int Pending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// The compiler may move reads of a result above the wait for it, as it sees no connection.  This makes one.
+template <int N>
+__device__ inline void pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]));
+}
+
+// What d holds is not needed any more.  A product that overwrites d takes it as an input nevertheless, and the compiler
+// would keep it.
+template <int N>
+__device__ inline void forget(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
+}
+
+// Result d of 64 x N: the thread `lane` of warp w of the four holds, for column block j of 8,
+//   d[4j], d[4j + 1]      row 16w + lane / 4,      columns 8j + 2 (lane % 4), + 1
+//   d[4j + 2], d[4j + 3]  row 16w + lane / 4 + 8,  the same columns
+// and a left operand of 64 x 16 in registers is laid out like two column blocks of a result, packed in pairs.
+//
+// multiply_shared:     d = A B   (or d += A B), both operands K-major in shared memory
+// multiply_registers:  d += A B, A in registers, B MN-major in shared memory
+template <class T, int N>
+struct Wgmma;
+
+#define QUIRE_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define QUIRE_16(i) QUIRE_4(i), QUIRE_4(i + 4), QUIRE_4(i + 8), QUIRE_4(i + 12)
+#define QUIRE_D16 QUIRE_16(0)
+#define QUIRE_D32 QUIRE_D16, QUIRE_16(16)
+#define QUIRE_D48 QUIRE_D32, QUIRE_16(32)
+#define QUIRE_D64 QUIRE_D48, QUIRE_16(48)
+#define QUIRE_D128 QUIRE_D64, QUIRE_16(64), QUIRE_16(80), QUIRE_16(96), QUIRE_16(112)
+#define QUIRE_N16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define QUIRE_N32 QUIRE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define QUIRE_N48 QUIRE_N32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define QUIRE_N64 QUIRE_N48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QUIRE_N128                                                                                                    \
+  QUIRE_N64                                                                                                           \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
+  "%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"  \
+  "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// o0..o4: the numbers of the operands after the R = N / 2 registers of the result.
+#define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \
+  template <>                                                                                                         \
+  struct Wgmma<T, N> {                                                                                                \
+    __device__ static void multiply_shared(float* d, uint64_t a, uint64_t b, bool add) {                              \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #o2 ", 0;\n"                                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" QUIRE_N##R "}, %" #o0 ", %" #o1 \
+                   ", add, 1, 1, 0, 0;\n}"                                                                            \
+                   : QUIRE_D##R                                                                                       \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                     \
+    }                                                                                                                 \
+    __device__ static void multiply_registers(float* d, const uint32_t* a, uint64_t b) {                         \
+      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" QUIRE_N##R "}, {%" #o0 ", %" #o1 \
+                   ", %" #o2 ", %" #o3 "}, %" #o4 ", add, 1, 1, 1;\n}"                                                \
+                   : QUIRE_D##R                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+    }                                                                                                                 \
+  };
+
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 32, 16, 16, 17, 18, 19, 20)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 96, 48, 48, 49, 50, 51, 52)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132)
+QUIRE_WGMMA(__half, "f16", 32, 16, 16, 17, 18, 19, 20)
+QUIRE_WGMMA(__half, "f16", 64, 32, 32, 33, 34, 35, 36)
+QUIRE_WGMMA(__half, "f16", 96, 48, 48, 49, 50, 51, 52)
+QUIRE_WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
+QUIRE_WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132)
+
+}  // namespace quire::cuda::hopper

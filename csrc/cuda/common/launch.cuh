@@ -1,0 +1,87 @@
+// Launching kernels, with errors of the CUDA runtime as exceptions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace quire::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+inline int current_device() {
+  int device;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int value;
+  check(cudaDeviceGetAttribute(&value, attribute, current_device()), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// A decode step is a chain of small kernels, and starting one after the other has ended leaves a gap of microseconds.
+// launch() lets a kernel start while its predecessor in the stream still runs (programmatic dependent launch, Hopper and
+// later; elsewhere both functions below are empty).  The kernel must call wait_for_previous_kernels() before it reads or
+// writes anything that an earlier kernel may still write or read: in practice, before its first access to device memory
+// other than weights.  All of the predecessor's work is done and visible after it, and so is the work of all kernels before it.
+__device__ inline void wait_for_previous_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel of the stream may start now (once all CTAs have called this), up to its own wait.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches kernel(args...), which calls the two functions above, so that it may start while its predecessor still runs.
+// `second` is another attribute of the launch; before Hopper the launch has no attributes.
+template <class... Params, class... Args>
+void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
+                 cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1] = second;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 2 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "launch");
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream, Args&&... args) {
+  // CTAs of two kernels share a multiprocessor only if both want its memory split alike into cache and shared memory.
+  cudaLaunchAttribute carveout{};
+  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  launch_with(carveout, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+}
+
+// The same with clusters of `cluster` CTAs, which share their shared memory; 1 where there are none (before Hopper).
+template <class... Params, class... Args>
+void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
+                     cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute clusters{};
+  clusters.id = cudaLaunchAttributeClusterDimension;
+  clusters.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  launch_with(clusters, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,102 @@
+// The instructions that bring operands to the tensor cores and run them, for any GPU since Ampere.
+//
+// mma16816 multiplies A [16, 16] by B [16, 8] into C [16, 8] (float32).  With g = lane / 4 and t = lane % 4 a lane holds
+//   A  a[0] row g, columns 2t and 2t + 1;  a[1] row g + 8;  a[2], a[3] the same rows, columns 2t + 8 and 2t + 9
+//   B  b[0] rows 2t and 2t + 1, column g;  b[1] rows 2t + 8 and 2t + 9
+//   C  c[0], c[1] row g, columns 2t and 2t + 1;  c[2], c[3] row g + 8
+// (PTX ISA, "Matrix Fragments for mma.m16n8k16").
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "cuda/common/async_copy.cuh"
+
+namespace quire::cuda {
+
+// Matrices of 8 rows of 16 bytes; lane i of 8 * m .. 8 * m + 7 gives the address of row i % 8 of matrix m.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void load_matrices(uint32_t (&r)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void load_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ inline void load_transposed(uint32_t (&r)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+}
+
+// An 8x8 matrix of 2-byte numbers that the warp holds two to a lane, row lane / 4: its transpose, held alike.
+__device__ inline uint32_t transpose(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+template <class T>
+__device__ inline void mma16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+template <>
+__device__ inline void mma16816<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+template <>
+__device__ inline void mma16816<__half>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Two floats as one register of the tensor cores' dtype, `low` in the lower half.
+template <class T>
+__device__ inline uint32_t pack(float low, float high);
+
+template <>
+__device__ inline uint32_t pack<__nv_bfloat16>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+template <>
+__device__ inline uint32_t pack<__half>(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// Two e4m3 numbers in the lower half of `pair` as two of fp16, exactly.
+__device__ inline uint32_t widen_e4m3(uint32_t pair) {
+  const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return wide.x | static_cast<uint32_t>(wide.y) << 16;
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,50 @@
+// Sums and maxima over the lanes of a warp.  All 32 lanes must call; every lane gets the result.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace quire::cuda {
+
+constexpr unsigned kAllLanes = ~0u;
+
+// Over the four lanes of a quad, which hold one row of a tensor core's result.
+__device__ inline float max_of_quad(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+__device__ inline float sum_of_quad(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// Over neighbouring lanes; `lanes` is a power of two up to 32.
+template <class T>
+__device__ T sum_of_lanes(T x, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+template <class T>
+__device__ T sum_of_warp(T x) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+template <class T>
+__device__ T max_of_warp(T x) {
+  for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+// The sum over this lane and all lanes before it.
+template <class T>
+__device__ T sum_up_to_lane(T x) {
+  for (int step = 1; step < 32; step *= 2) {
+    const T before = __shfl_up_sync(kAllLanes, x, step);
+    if (threadIdx.x % 32 >= step) x += before;
+  }
+  return x;
+}
+
+}  // namespace quire::cuda

@@ -1,2 +1,0 @@
-#define QUIRE_LINEAR_EIGHTS 2
-#include "linear.cuh"

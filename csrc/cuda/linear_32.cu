@@ -1,2 +1,0 @@
-#define QUIRE_LINEAR_EIGHTS 4
-#include "linear.cuh"

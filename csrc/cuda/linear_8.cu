@@ -1,2 +1,0 @@
-#define QUIRE_LINEAR_EIGHTS 1
-#include "linear.cuh"

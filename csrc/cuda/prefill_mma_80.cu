@@ -1,5 +1,0 @@
-#include "prefill_mma.cuh"
-
-namespace quire::cuda::mma {
-template void launch_prefill<80>(const PrefillArgs&, cudaStream_t);
-}

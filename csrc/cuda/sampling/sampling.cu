@@ -1,0 +1,739 @@
+// Sampling for a whole batch in one launch.
+//
+// logits [rows, size] f32, bf16, fp16 · seats, known, tokens [rows] i64 · outcome [rows] u8 · table [seats]
+//
+// A row belongs to a cluster of CTAs, each with a piece of the vocabulary, each warp with a piece of that, in order.
+// Grid: rows x cluster.  The clusters are large when rows are few, so that one row does not wait for one SM.
+//
+//   1  read the logits (rows x size x 2 or 4 bytes: what this kernel must move); the largest, over the cluster.  A row
+//      without a temperature ends here
+//   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
+//      floor; the next 9 bits of that bucket's members narrow it down, the last 9 bits exactly.  A radix select: nothing
+//      is ever sorted
+//   3  sums of kept weights by warp, over the cluster, show whose piece holds the goal; by tile, where in that
+//
+// Each look at the row after the first computes w anew from the logits, which then come from L2: 20 instructions for
+// the weights that count, a comparison for the others.  Keeping w in shared memory instead was slower from 32 rows on, as
+// it takes 8 CTAs to hold a row (docs/notes/kernels/sampling.md).
+//
+// Why the sums are of integers: floats added in another order give another sum, so the token would depend on how the
+// row was cut.  As it is, tokens equal those of cpu/sampling.cpp.
+
+#include "cuda/sampling/sampling.h"
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/common/warp.cuh"
+
+namespace quire::cuda {
+namespace {
+
+using sampling::Seat;
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVector = 8;           // numbers a lane reads at once
+constexpr int kTile = 32 * kVector;  // numbers a warp reads at once
+constexpr int kMaxCluster = 8;       // more CTAs are not promised to fit
+constexpr int kFine = 512;           // buckets of the second and third look
+constexpr int kFineBits = 9;
+constexpr unsigned kAll = 0xffffffff;
+static_assert(sampling::kBucketShift == 2 * kFineBits && sampling::kBuckets % kThreads == 0 && kFine % kThreads == 0);
+
+// --- clusters -------------------------------------------------------------------------------------------------------
+
+__device__ int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return 0;
+#endif
+}
+
+__device__ int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+  int size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+#else
+  return 1;
+#endif
+}
+
+// All threads of all CTAs of the cluster are here, and see each other's writes to shared memory.
+__device__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// A CTA must not end while others read its shared memory.  Each calls the first when it has read enough of theirs, and
+// the second before it ends.  (A release, as it must wait for the reads.)
+__device__ void done_with_peers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ void wait_until_peers_are_done() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same variable of the CTA `rank`.
+template <class T>
+__device__ const T& of_peer(const T& mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  const T* theirs;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(&mine), "r"(rank));
+  return *theirs;
+#else
+  return mine;
+#endif
+}
+
+// --- small arithmetic -----------------------------------------------------------------------------------------------
+
+// exp2 of cpu/simd.h, operation for operation, for x <= 0.  Below 2^-126 it stays there instead of dropping to 0, which
+// no weight or floor can tell.
+__device__ float exp2_as_cpu(float x) {
+  const float shifted = __fadd_rn(fmaxf(x, -126.0f), 0x1.8p23f);  // the nearest integer in the low bits
+  const float f = __fsub_rn(fmaxf(x, -126.0f), __fsub_rn(shifted, 0x1.8p23f));
+  float p = 1.535336188319500e-4f;
+  p = __fmaf_rn(p, f, 1.339887440266574e-3f);
+  p = __fmaf_rn(p, f, 9.618437357674640e-3f);
+  p = __fmaf_rn(p, f, 5.550332471162809e-2f);
+  p = __fmaf_rn(p, f, 2.402264791363012e-1f);
+  p = __fmaf_rn(p, f, 6.931472028550421e-1f);
+  p = __fmaf_rn(p, f, 1.0f);
+  return __fmul_rn(p, __int_as_float((__float_as_int(shifted) + 127) << 23));
+}
+
+// The larger, or NaN.
+__device__ float larger(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+__device__ uint32_t weight(float w) {
+  return static_cast<uint32_t>(static_cast<int32_t>(__fmaf_rn(w, sampling::kOne, sampling::kRounding)));
+}
+
+// Order of keys: by number, the largest first; among equals the lower place.  NaN comes before all.
+__device__ uint64_t key_of(float x, int place) {
+  const uint32_t bits = __float_as_uint(x);
+  const uint32_t ordered = x != x ? kAll : (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(place);
+}
+__device__ int place_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
+__device__ float number_of(uint64_t key) {
+  const uint32_t ordered = key >> 32;
+  return __uint_as_float((ordered & 0x80000000u) ? ordered & 0x7fffffffu : ~ordered);
+}
+
+// --- histograms -----------------------------------------------------------------------------------------------------
+
+struct Tally {
+  uint64_t sum;  // of weights
+  uint32_t count;
+};
+__device__ Tally operator+(Tally a, Tally b) { return {a.sum + b.sum, a.count + b.count}; }
+
+template <int buckets>
+struct Histogram {
+  uint32_t counts[buckets];
+  // Sums in two words, as shared memory adds 32 bits at a time.  The lower word comes first or second by turns of 16,
+  // so that all banks have some.
+  uint2 sums[buckets];
+
+  __device__ static bool swapped(int bucket) { return bucket & 16; }
+
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < buckets; i += kThreads) counts[i] = 0, sums[i] = {0, 0};
+  }
+  __device__ void add(int bucket, uint32_t weight, bool counted, bool summed) {
+    if (counted) atomicAdd(&counts[bucket], 1);
+    if (!summed) return;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&sums[bucket]);
+    if (atomicAdd(words + swapped(bucket), weight) > ~weight) atomicAdd(words + !swapped(bucket), 1);
+  }
+  // Of the whole cluster.
+  __device__ Tally total(int bucket, bool counted, bool summed) const {
+    switch (cluster_size()) {  // by name, so that all reads are under way at once
+      case 1: return total_of<1>(bucket, counted, summed);
+      case 2: return total_of<2>(bucket, counted, summed);
+      case 4: return total_of<4>(bucket, counted, summed);
+      default: return total_of<8>(bucket, counted, summed);
+    }
+  }
+
+ private:
+  template <int ranks>
+  __device__ Tally total_of(int bucket, bool counted, bool summed) const {
+    Tally tally{0, 0};
+    if (summed) {
+      uint2 words[ranks];
+#pragma unroll
+      for (int rank = 0; rank < ranks; ++rank) words[rank] = of_peer(sums[bucket], rank);
+      uint64_t sum_x = 0, sum_y = 0;
+#pragma unroll
+      for (int rank = 0; rank < ranks; ++rank) sum_x += words[rank].x, sum_y += words[rank].y;
+      tally.sum = swapped(bucket) ? (sum_x << 32) + sum_y : (sum_y << 32) + sum_x;
+    }
+    if (counted) {
+      uint32_t count[ranks];
+#pragma unroll
+      for (int rank = 0; rank < ranks; ++rank) count[rank] = of_peer(counts[bucket], rank);
+#pragma unroll
+      for (int rank = 0; rank < ranks; ++rank) tally.count += count[rank];
+    }
+    return tally;
+  }
+};
+
+struct Shared {
+  Histogram<sampling::kBuckets> coarse;
+  Histogram<kFine> fine[2];
+  uint64_t warp_best[kWarps], warp_sums[kWarps], tile_sums[kWarps];
+  Tally warp_tallies[2][kWarps];
+  struct {
+    int bucket;
+    Tally above, inside;
+  } found[4];  // by turn; and the coarse crossings of top_k and of top_p, that none waits for another's readers
+};
+constexpr int kTopK = 2, kTopP = 3;
+
+// The buckets of the whole cluster from the likeliest down; each thread holds a few.
+template <int buckets>
+struct Ladder {
+  static constexpr int kEach = buckets / kThreads;
+  Tally above;  // buckets of the threads before
+  Tally own[kEach];
+  Tally total;
+
+  __device__ static int bucket(int i) { return buckets - 1 - (static_cast<int>(threadIdx.x) * kEach + i); }
+
+  // Call after a cluster_sync() that follows the last add().  `turn` alternates from call to call.
+  __device__ Ladder(const Histogram<buckets>& mine, bool counted, bool summed, Shared& shared, int turn) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Tally sum{0, 0};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      own[i] = mine.total(bucket(i), counted, summed);
+      sum = sum + own[i];
+    }
+    Tally upto = sum;  // this thread's, and those of the lanes before
+    for (int step = 1; step < 32; step *= 2) {
+      const Tally before{__shfl_up_sync(kAll, upto.sum, step), __shfl_up_sync(kAll, upto.count, step)};
+      if (lane >= step) upto = upto + before;
+    }
+    if (lane == 31) shared.warp_tallies[turn][warp] = upto;
+    __syncthreads();
+    above = {upto.sum - sum.sum, upto.count - sum.count};
+    total = {0, 0};
+    for (int i = 0; i < kWarps; ++i) {
+      const Tally one = shared.warp_tallies[turn][i];
+      if (i < warp) above = above + one;
+      total = total + one;
+    }
+  }
+};
+
+struct Wanted {
+  bool by_count;
+  uint64_t least;  // tokens, or sum of weights
+  __device__ bool reached(Tally t) const { return (by_count ? t.count : t.sum) >= least; }
+};
+
+// The bucket at which what is wanted is reached, what lies above it and in it: the same for all threads.
+struct Crossing {
+  int bucket;
+  Tally above, inside;
+
+  // Only where above + ladder.total reaches what is wanted.
+  template <int buckets>
+  __device__ Crossing(const Ladder<buckets>& ladder, Tally above_all, Wanted wanted, Shared& shared, int place) {
+    Tally before = above_all + ladder.above;
+    for (int i = 0; i < Ladder<buckets>::kEach; ++i) {
+      const Tally upto = before + ladder.own[i];
+      if (!wanted.reached(before) && wanted.reached(upto)) {
+        shared.found[place] = {Ladder<buckets>::bucket(i), before, ladder.own[i]};
+      }
+      before = upto;
+    }
+    __syncthreads();
+    bucket = shared.found[place].bucket;
+    above = shared.found[place].above;
+    inside = shared.found[place].inside;
+  }
+};
+
+// --- rows -----------------------------------------------------------------------------------------------------------
+
+// Tiles of a row, one after another: a warp's piece.
+struct Piece {
+  int first, tiles;
+
+  __device__ Piece(int size, int warp) {  // of all warps of the cluster
+    const int warps = cluster_size() * kWarps, all = (size + kTile - 1) / kTile, each = (all + warps - 1) / warps;
+    first = warp * each;
+    tiles = max(0, min(each, all - first));
+  }
+};
+
+// Eight neighbours, packed as they are in memory: unpacked they would take a register each.
+template <class T>
+struct Eight {
+  static constexpr int kPerWord = 4 / sizeof(T);
+  alignas(16) uint32_t words[kVector / kPerWord];
+
+  __device__ float at(int i) const {
+    const uint32_t word = words[i / kPerWord];
+    if constexpr (std::is_same_v<T, float>) return __uint_as_float(word);
+    if constexpr (std::is_same_v<T, bf16>) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    if constexpr (std::is_same_v<T, fp16>) return to_float(__ushort_as_half(i % 2 ? word >> 16 : word & 0xffffu));
+  }
+  // NaN if there is one.
+  __device__ float largest() const {
+    if constexpr (std::is_same_v<T, float>) {
+      return larger(larger(larger(at(0), at(1)), larger(at(2), at(3))),
+                    larger(larger(at(4), at(5)), larger(at(6), at(7))));
+    } else {
+      using Pair = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+      const auto pair = [&](int i) { return *reinterpret_cast<const Pair*>(&words[i]); };
+      const Pair two = __hmax2_nan(__hmax2_nan(pair(0), pair(1)), __hmax2_nan(pair(2), pair(3)));
+      return larger(to_float(two.x), to_float(two.y));
+    }
+  }
+};
+
+template <class T>
+struct Row {
+  const T* logits;
+  int size;
+  bool packs;  // can be read 16 bytes at once
+
+  // A lane's part of a tile starts here.
+  __device__ static int at(int tile) { return tile * kTile + static_cast<int>(threadIdx.x) % 32 * kVector; }
+
+  __device__ bool whole(int tile) const { return packs && tile < size / kTile; }
+
+  __device__ Eight<T> read_whole(int tile) const {
+    Eight<T> eight;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof eight / 16); ++i) {
+      reinterpret_cast<uint4*>(eight.words)[i] = reinterpret_cast<const uint4*>(logits + at(tile))[i];
+    }
+    return eight;
+  }
+
+  // One by one.  Past the end there is nothing: -inf.
+  __device__ Eight<T> read(int tile) const {
+    Eight<T> eight;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const T nothing = from_float<T>(-std::numeric_limits<float>::infinity());
+      reinterpret_cast<T*>(eight.words)[i] = at(tile) + i < size ? logits[at(tile) + i] : nothing;
+    }
+    return eight;
+  }
+
+  // use(tile, eight) for the tiles of a piece, with the next ones on their way.
+  template <class Use>
+  __device__ void each(Piece piece, const Use& use) const {
+    constexpr int kAhead = 2;
+    int tile = piece.first;
+    const int end = whole_end(piece);
+    if (tile < end) {
+      Eight<T> next[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) next[i] = read_whole(min(tile + i, end - 1));
+      for (; tile < end; ++tile) {
+        const Eight<T> now = next[0];
+#pragma unroll
+        for (int i = 0; i + 1 < kAhead; ++i) next[i] = next[i + 1];
+        next[kAhead - 1] = read_whole(min(tile + kAhead, end - 1));
+        use(tile, now);
+      }
+    }
+    for (; tile < piece.first + piece.tiles; ++tile) use(tile, read(tile));
+  }
+
+  // The same for a use of a few instructions, which is written out several times.
+  template <class Use>
+  __device__ void each_quickly(Piece piece, const Use& use) const {
+    constexpr int kTogether = 8 / sizeof(T);
+    int tile = piece.first;
+    const int end = whole_end(piece);
+    for (; tile + kTogether <= end; tile += kTogether) {
+      Eight<T> eights[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) eights[i] = read_whole(tile + i);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) use(tile + i, eights[i]);
+    }
+    for (; tile < piece.first + piece.tiles; ++tile) use(tile, whole(tile) ? read_whole(tile) : read(tile));
+  }
+
+ private:
+  // Where a piece stops being of whole tiles.
+  __device__ int whole_end(Piece piece) const {
+    return packs ? min(piece.first + piece.tiles, size / kTile) : piece.first;
+  }
+};
+
+// The largest key of the cluster, to all threads.
+__device__ uint64_t cluster_max(uint64_t key, Shared& shared) {
+  const int lane = threadIdx.x % 32;
+  key = max_of_warp(key);
+  if (lane == 0) shared.warp_best[threadIdx.x / 32] = key;
+  cluster_sync();
+  for (int i = lane; i < cluster_size() * kWarps; i += 32) {
+    key = max(key, of_peer(shared.warp_best[i % kWarps], i / kWarps));
+  }
+  return max_of_warp(key);
+}
+
+// The largest of a lane's part of raw logits.
+template <class T>
+__device__ uint64_t best_of(const Row<T>& row, Piece piece) {
+  float top = -std::numeric_limits<float>::infinity(), all = top;
+  int best = piece.first;
+  row.each_quickly(piece, [&](int tile, const Eight<T>& eight) {
+    const float one = eight.largest();
+    all = larger(all, one);
+    if (one > top) top = one, best = tile;
+  });
+  if (all != all) return key_of(all, 0);
+  if (top == -std::numeric_limits<float>::infinity()) return 0;
+  // Once more, rather than carry along where in the eight it was.
+  const Eight<T> eight = row.whole(best) ? row.read_whole(best) : row.read(best);
+  int place = 0;
+#pragma unroll
+  for (int i = kVector - 1; i >= 0; --i) {
+    if (eight.at(i) == top) place = row.at(best) + i;
+  }
+  return key_of(top + 0.0f, place);  // + 0: no -0
+}
+
+struct Choice {
+  int token;
+  uint8_t outcome;
+};
+__device__ Choice choice_of(uint64_t key) {
+  const bool finite = isfinite(number_of(key));
+  return {finite ? place_of(key) : 0, finite ? sampling::kChosen : sampling::kNotFinite};
+}
+
+// --- weights --------------------------------------------------------------------------------------------------------
+
+// A row that is adjusted or drawn from.
+template <class T>
+struct Weights {
+  const Row<T>& row;
+  const Piece piece;
+  const Seat& seat;
+  const bool early;  // min_tokens are not out yet
+  const float scale;
+  float peak;  // the largest adjusted logit
+
+  __device__ bool adjusts() const { return seat.marks || seat.bias; }
+
+  __device__ void adjust(int at, const Eight<T>& raw, float (&x)[kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = raw.at(i);
+    if (!adjusts() || at >= row.size) return;
+    alignas(16) uint32_t marks[kVector] = {};
+    alignas(16) float bias[kVector] = {};
+#pragma unroll
+    for (int i = 0; i < kVector; i += 4) {  // lines are as long as whole vectors
+      if (seat.marks) *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(seat.marks + at + i);
+      if (seat.bias) *reinterpret_cast<float4*>(bias + i) = *reinterpret_cast<const float4*>(seat.bias + at + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (at + i < row.size) x[i] = sampling::adjusted(x[i], marks[i], bias[i], seat, early);
+    }
+  }
+
+  // A lane's largest.  Where it stands only if adjusted: else a draw follows, which does not need it.
+  __device__ uint64_t best() const {
+    float top = -std::numeric_limits<float>::infinity(), all = top;
+    int place = 0;
+    if (adjusts()) {
+      row.each(piece, [&](int tile, const Eight<T>& raw) {
+        float x[kVector];
+        adjust(row.at(tile), raw, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          all = larger(all, x[i]);
+          if (x[i] > top) top = x[i], place = row.at(tile) + i;
+        }
+      });
+    } else {
+      row.each_quickly(piece, [&](int, const Eight<T>& raw) { all = larger(all, raw.largest()); });
+    }
+    return key_of(all + 0.0f, place);  // + 0: no -0
+  }
+
+  // log2 of w, before rounding.
+  __device__ void scaled(int at, const Eight<T>& raw, float (&y)[kVector]) const {
+    adjust(at, raw, y);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) y[i] = __fmul_rn(__fsub_rn(y[i], peak), scale);
+  }
+  // exp2 is right to 1e-6 of its value: y below this has w < least, for sure.
+  __device__ static float coldest(float least) { return log2f(least) - 1e-3f; }
+
+  // --- the floor
+
+  struct Upper {
+    float floor;
+    uint64_t sum;  // of weights from there up
+  };
+
+  // The exact floor within a bucket of the coarse histogram, by two finer ones.
+  __device__ Upper descend(Crossing at, Wanted wanted, bool counted, Shared& shared, int& turn) const {
+    uint32_t prefix = at.bucket + sampling::kBucketBase;
+    for (int shift = sampling::kBucketShift; shift > 0; counted = true) {
+      // All members of the bucket, or its only one: its lower edge tells them from the rest as well as its least.
+      if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.least))) {
+        return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
+      }
+      turn ^= 1;
+      Histogram<kFine>& fine = shared.fine[turn];  // who read it two looks ago has since passed a cluster_sync()
+      fine.clear();
+      __syncthreads();
+      const uint32_t lowest = prefix << shift;
+      const float cold = coldest(__uint_as_float(lowest)), hot = log2f(__uint_as_float(lowest + (1u << shift))) + 1e-3f;
+      row.each(piece, [&](int tile, const Eight<T>& raw) {
+        float y[kVector];
+        scaled(row.at(tile), raw, y);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (y[i] < cold || y[i] > hot) continue;
+          const float w = exp2_as_cpu(y[i]);
+          const uint32_t rest = __float_as_uint(w) - lowest;
+          if (rest < 1u << shift) fine.add(rest >> (shift - kFineBits), weight(w), true, true);
+        }
+      });
+      cluster_sync();
+      at = Crossing(Ladder<kFine>(fine, true, true, shared, turn), at.above, wanted, shared, turn);
+      shift -= kFineBits;
+      prefix = prefix << kFineBits | at.bucket;
+    }
+    return {__uint_as_float(prefix), at.above.sum + at.inside.sum};
+  }
+
+  // What top_k and top_p ask for.
+  __device__ float floor(Shared& shared) const {
+    const bool counted = seat.top_k > 0, summed = seat.top_p < 1;
+    row.each(piece, [&](int tile, const Eight<T>& raw) {
+      float y[kVector];
+      scaled(row.at(tile), raw, y);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float w = exp2_as_cpu(y[i]);
+        const int bucket = sampling::bucket(__float_as_uint(w));
+        if (bucket > 0) shared.coarse.add(bucket, weight(w), counted, summed);
+      }
+    });
+    cluster_sync();
+    int turn = 0;
+    const Ladder<sampling::kBuckets> ladder(shared.coarse, counted, summed, shared, turn);
+    Upper kept{0.0f, ladder.total.sum};
+    const Wanted k{true, static_cast<uint64_t>(seat.top_k)};
+    if (counted && k.reached(ladder.total)) {
+      kept = descend(Crossing(ladder, {0, 0}, k, shared, kTopK), k, counted, shared, turn);
+    }
+    if (!summed) return kept.floor;
+    const Wanted p{false, sampling::share(seat.top_p, kept.sum)};
+    return fmaxf(kept.floor, descend(Crossing(ladder, {0, 0}, p, shared, kTopP), p, counted, shared, turn).floor);
+  }
+
+  // --- the draw
+
+  // A lane's sum of kept weights in a tile.
+  __device__ uint64_t sum(int tile, const Eight<T>& raw, float floor, float cold) const {
+    float y[kVector];
+    uint32_t one[kVector];
+    scaled(row.at(tile), raw, y);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      one[i] = 0;
+      if (y[i] < cold) continue;
+      const float w = exp2_as_cpu(y[i]);
+      if (w >= floor) one[i] = weight(w);
+    }
+    return uint64_t{one[0] + one[1] + one[2]} + (one[3] + one[4] + one[5]) + (one[6] + one[7]);  // 32 bits hold three
+  }
+
+  // The token at which the running sum of kept weights exceeds the goal: to one thread of the cluster; -1 to others.
+  __device__ int draw(float floor, uint64_t hash, Shared& shared) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float cold = coldest(floor);
+    uint64_t own = 0;
+    row.each(piece, [&](int tile, const Eight<T>& raw) { own += sum(tile, raw, floor, cold); });
+    own = sum_of_warp(own);
+    if (lane == 0) shared.warp_sums[warp] = own;
+    cluster_sync();
+    // Sums of the cluster's warps, in the order of their pieces: a few to each lane.
+    constexpr int kEach = kMaxCluster * kWarps / 32;
+    uint64_t sums[kEach], upto = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int other = lane * kEach + i;
+      sums[i] = other < cluster_size() * kWarps ? of_peer(shared.warp_sums[other % kWarps], other / kWarps) : 0;
+      upto += sums[i];
+    }
+    done_with_peers();
+    const uint64_t of_lane = upto;
+    upto = sum_up_to_lane(upto);
+    const uint64_t goal = sampling::goal(hash, __shfl_sync(kAll, upto, 31));
+    // Whose piece holds the goal, and how far into it.
+    uint64_t left = goal - (upto - of_lane);
+    int winner = -1;
+    if (goal < upto && goal >= upto - of_lane) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (winner < 0 && left < sums[i]) winner = lane * kEach + i;
+        if (winner < 0) left -= sums[i];
+      }
+    }
+    const int knows = __ffs(__ballot_sync(kAll, winner >= 0)) - 1;
+    winner = __shfl_sync(kAll, winner, knows);
+    left = __shfl_sync(kAll, left, knows);
+    if (winner / kWarps != cluster_rank()) return -1;
+    return find(Piece(row.size, winner), left, floor, shared);
+  }
+
+  // Within a piece, by all warps of the CTA.
+  __device__ int find(Piece among, uint64_t left, float floor, Shared& shared) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float cold = coldest(floor);
+    for (int first = among.first;; first += kWarps) {
+      uint64_t own = 0;
+      Eight<T> raw;
+      if (first + warp < among.first + among.tiles) {
+        raw = row.whole(first + warp) ? row.read_whole(first + warp) : row.read(first + warp);
+        own = sum(first + warp, raw, floor, cold);
+      }
+      const uint64_t upto = sum_up_to_lane(own);
+      if (lane == 31) shared.tile_sums[warp] = upto;
+      __syncthreads();
+      int tile = 0;
+      while (tile < kWarps && left >= shared.tile_sums[tile]) left -= shared.tile_sums[tile++];
+      __syncthreads();
+      if (tile == kWarps) continue;
+      if (tile != warp || left >= upto || left < upto - own) return -1;
+      left -= upto - own;
+      float y[kVector];
+      scaled(row.at(first + warp), raw, y);
+      int token = -1;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float w = exp2_as_cpu(y[i]);
+        const uint64_t one = w >= floor ? weight(w) : 0;
+        if (token < 0 && left < one) token = row.at(first + warp) + i;
+        left -= one;
+      }
+      return token;
+    }
+  }
+};
+
+// --- the kernel -----------------------------------------------------------------------------------------------------
+
+__device__ void write(const SampleArgs& a, int row, Choice choice) {
+  a.tokens[row] = choice.token;
+  a.outcome[row] = choice.outcome;
+}
+
+template <class T>
+__device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int index, Shared& shared) {
+  const uint64_t best = cluster_max(best_of(row, piece), shared);
+  done_with_peers();
+  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.seats[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
+  wait_until_peers_are_done();
+}
+
+// The outcome of a row whose adjusted logits are not finite, from its raw ones.  A call of its own, with values as
+// arguments, so that rows that get a token keep their registers.
+template <class T>
+__device__ __noinline__ uint8_t explain(Row<T> row, Piece piece, Shared& shared) {
+  cluster_sync();  // all have read `warp_best`, which is written once more
+  const Choice raw = choice_of(cluster_max(best_of(row, piece), shared));
+  return raw.outcome == sampling::kChosen ? sampling::kNothingAllowed : raw.outcome;
+}
+
+template <class T, bool general>
+__global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(SampleArgs a, bool packs) {
+  __shared__ Shared shared;
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int index = blockIdx.x / cluster_size();
+  const Row<T> row{static_cast<const T*>(a.logits) + index * a.row_stride, a.size, packs};
+  const Piece piece(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
+  if constexpr (!general) return greedy(a, row, piece, index, shared);
+
+  const bool speaker = cluster_rank() == 0 && threadIdx.x == 0;
+  const int64_t seat_index = a.seats[index];
+  if (seat_index < 0) {
+    if (speaker) write(a, index, {0, sampling::kChosen});
+    return;
+  }
+  const Seat seat = a.table[seat_index];
+  if (seat.scale == 0 && !seat.marks && !seat.bias) return greedy(a, row, piece, index, shared);
+  const int64_t position = a.known[index] - seat.prompt_len;
+  const bool filtered = seat.top_k > 0 || seat.top_p < 1;
+  if (filtered) shared.coarse.clear();
+  Weights<T> weights{row, piece, seat, position < seat.min_tokens, seat.scale, 0.0f};
+  const uint64_t best = cluster_max(weights.best(), shared);
+  weights.peak = number_of(best);
+  Choice likeliest = choice_of(best);
+  const bool sound = likeliest.outcome == sampling::kChosen;  // the same for all threads of the cluster
+  if (!sound && weights.adjusts()) likeliest.outcome = explain(row, piece, shared);
+  int token = speaker ? likeliest.token : -1;
+  if (seat.scale != 0 && sound) {
+    float floor = seat.min_p;  // the largest w is 1, so min_p is a floor as it stands
+    if (filtered) floor = fmaxf(floor, weights.floor(shared));
+    token = weights.draw(floor, sampling::hash(seat.seed, seat.sibling, position), shared);
+  } else {
+    done_with_peers();
+  }
+  if (token >= 0) {
+    write(a, index, {token, likeliest.outcome});
+    if (seat.marks && sound) seat.marks[token] += 1;
+  }
+  __syncwarp();
+  wait_until_peers_are_done();
+}
+
+}  // namespace
+
+void sample(const SampleArgs& a, cudaStream_t stream) {
+  if (a.rows == 0) return;
+  // Few rows: many CTAs for each, though their meetings cost the more the larger the cluster (measured: this rule picks
+  // the best at each of 1 to 1024 rows).  Rows that are looked at again take two, so that those under way fit into L2.
+  const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  int cluster = a.general ? std::min(2, most) : 1;
+  while (cluster < most && a.rows * cluster * cluster <= sms) cluster *= 2;
+  by_dtype(a.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto kernel = a.general ? sample_kernel<T, true> : sample_kernel<T, false>;
+    launch_clusters(kernel, cluster, static_cast<int>(a.rows) * cluster, kThreads, 0, stream, a,
+                    in_16_bytes(a.logits, a.row_stride, sizeof(T)));
+  });
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,126 @@
+// What the kinds of devices agree on when a token is drawn, so that equal logits give equal tokens on all of them.
+//
+//   x       a row's logits, adjusted (below), float32
+//   w       2^((x - max x) * scale), scale = log2(e) / temperature: one polynomial, one order of operations (exp2 of
+//           cpu/simd.h and of cuda/sampling.cu)
+//   weight  w in fixed point: an integer, round(w * 2^30); the likeliest token has 2^30
+//   floor   the highest of what top_k, top_p and min_p ask for: tokens with w >= floor are kept, ties included
+//   token   the first in vocabulary order at which the running sum of kept weights exceeds goal(hash, their sum)
+//
+// Sums of integers are exact in any order, so rows may be cut, and histograms filled, in whatever way suits a device.
+// A token less likely than 2^-31 of the likeliest has weight 0 and is never drawn.
+
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#ifdef __CUDACC__
+#define QUIRE_SHARED __host__ __device__ __forceinline__
+#else
+#define QUIRE_SHARED inline
+#endif
+
+namespace quire::sampling {
+
+// What became of a row: a byte for each.  Written by both devices, read by engine/executor/sampling.py.
+constexpr uint8_t kChosen = 0;          // its token is chosen
+constexpr uint8_t kNotFinite = 1;       // its raw logits hold NaN or +inf, or nothing but -inf: the model is broken
+constexpr uint8_t kNothingAllowed = 2;  // its raw logits are sound, but penalties, bias and masks leave no finite one
+
+// Per token of a row that has marks: how often it is in the output, and
+constexpr uint32_t kInPrompt = 1u << 31;
+constexpr uint32_t kStop = 1u << 30;       // not allowed before min_tokens outputs
+constexpr uint32_t kForbidden = 1u << 29;  // not among the allowed ids
+constexpr uint32_t kCount = kForbidden - 1;
+
+// A row of `table`: the sampling settings of one sequence.  Written by engine/executor/sampling.py (RECORD).
+struct alignas(8) Seat {
+  int64_t seed;
+  uint32_t* marks;    // [V], 16-byte aligned; null: no penalties, masks or stop ids
+  const float* bias;  // [V] added to the logits, 16-byte aligned; null: none
+  int32_t sibling;
+  int32_t prompt_len;
+  int32_t top_k;       // 0: off
+  int32_t min_tokens;  // outputs before a token marked kStop
+  float scale;         // log2(e) / temperature; 0: the likeliest token, nothing is drawn
+  float top_p;         // 1: off
+  float min_p;         // 0: off
+  float repetition, presence, frequency;
+};
+static_assert(sizeof(Seat) == 64);
+
+// weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.  kRounding is a half less one bit, so that 2^-31
+// is the first w to be rounded up, even where the sum itself rounds.
+constexpr float kOne = 1 << 30;
+constexpr float kRounding = 0x1.fffffep-2f;
+
+// A logit after penalties, bias and masks, in that order.  Never -0, so that equal logits have equal bits.
+// Each operation is rounded on its own: fused ones would round differently from device to device.
+QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Seat& seat, bool early) {
+#ifdef __CUDA_ARCH__
+  const auto mul = [](float a, float b) { return __fmul_rn(a, b); };
+  const auto div = [](float a, float b) { return __fdiv_rn(a, b); };
+  const auto sub = [](float a, float b) { return __fsub_rn(a, b); };
+  const auto add = [](float a, float b) { return __fadd_rn(a, b); };
+#else
+  const auto mul = [](float a, float b) { return a * b; };
+  const auto div = [](float a, float b) { return a / b; };
+  const auto sub = [](float a, float b) { return a - b; };
+  const auto add = [](float a, float b) { return a + b; };
+#endif
+  if (mark != 0) {
+    const uint32_t count = mark & kCount;
+    if (count != 0 || (mark & kInPrompt)) x = x > 0 ? div(x, seat.repetition) : mul(x, seat.repetition);
+    if (count != 0) x = sub(sub(x, mul(seat.frequency, static_cast<float>(count))), seat.presence);
+    if ((mark & kForbidden) || (early && (mark & kStop))) return -std::numeric_limits<float>::infinity();
+  }
+  return add(x, bias);
+}
+
+// Of a row's seed, sibling and output position: no state, so any position can be drawn at any time.
+// Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood, OOPSLA 2014).
+QUIRE_SHARED uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+QUIRE_SHARED uint64_t hash(int64_t seed, int64_t sibling, int64_t position) {
+  constexpr uint64_t golden = 0x9E3779B97F4A7C15ull;
+  uint64_t h = mix(static_cast<uint64_t>(seed) + golden);
+  h = mix(h ^ (static_cast<uint64_t>(sibling) + golden));
+  return mix(h ^ (static_cast<uint64_t>(position) * golden));
+}
+
+// hash / 2^64 of the way from 0 to total, rounded down: always less than total.
+QUIRE_SHARED uint64_t goal(uint64_t hash, uint64_t total) {
+#ifdef __CUDA_ARCH__
+  return __umul64hi(hash, total);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(hash) * total) >> 64);
+#endif
+}
+
+// The sum that top_p's set must reach, of a total below 2^53; at least the likeliest token is in it.
+QUIRE_SHARED uint64_t share(float p, uint64_t total) {
+#ifdef __CUDA_ARCH__
+  const double part = __dmul_rn(static_cast<double>(p), static_cast<double>(total));
+#else
+  const double part = static_cast<double>(p) * static_cast<double>(total);
+#endif
+  const uint64_t whole = static_cast<uint64_t>(part);
+  const uint64_t up = static_cast<double>(whole) < part ? whole + 1 : whole;
+  return up > 0 ? up : 1;
+}
+
+// Floors are found by histogram over the leading bits of w, whose order is that of w: five bits of its fraction and its
+// exponent, counted so that bucket 0 is what weighs nothing (w < 2^-31), and w = 1 is the last but some.
+constexpr int kBuckets = 1024;
+constexpr int kBucketShift = 23 - 5;
+constexpr int32_t kBucketBase = ((127 - 31) << 5) - 1;
+QUIRE_SHARED int32_t bucket(uint32_t bits_of_w) {
+  const int32_t code = static_cast<int32_t>(bits_of_w >> kBucketShift) - kBucketBase;
+  return code > 0 ? code : 0;
+}
+
+}  // namespace quire::sampling

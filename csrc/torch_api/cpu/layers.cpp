@@ -1,0 +1,74 @@
+// Binds what a decoder layer does between its products, on a CPU.
+
+#include "cpu/layers.h"
+
+#include <torch/library.h>
+
+#include <optional>
+
+#include "torch_api/cpu/convert.h"
+#include "torch_api/layers.h"
+
+namespace quire::cpu::torch_api {
+namespace {
+
+void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
+  const NormSizes sizes = check_rms_norm(x, weight, out, on_cpu());
+  by_dtype("x", x, [&](auto type) {
+    using T = decltype(type);
+    cpu::rms_norm<T>(heads_of<const T>(x), heads_of<const T>(weight).data, static_cast<float>(eps), heads_of<T>(out),
+                     sizes.tokens, sizes.heads, sizes.size, threads());
+  });
+}
+
+void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
+  const SiluMulSizes sizes = check_silu_mul(gate_up, out, on_cpu());
+  by_dtype("out", out, [&](auto type) {
+    using T = decltype(type);
+    cpu::silu_mul<T>(static_cast<const T*>(gate_up.const_data_ptr()), static_cast<T*>(out.data_ptr()), sizes.tokens,
+                     sizes.size, threads());
+  });
+}
+
+void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
+                   const at::Tensor& v_cache, const at::Tensor& slots, const std::optional<at::Tensor>& q_norm,
+                   const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
+  const RopeSizes sizes = check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, scales, kMaxRope,
+                                              on_cpu());
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  expect_below("slots", slot, sizes.tokens, -1, sizes.cache.blocks * sizes.cache.block_size);
+  by_dtype("qkv", qkv, [&](auto type) {
+    using T = decltype(type);
+    const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
+    const RopeArgs<T> args{
+        .qkv = heads_of<T>(qkv),
+        .cos = numbers(cos),
+        .sin = numbers(sin),
+        .cos_stride = cos.stride(0),
+        .sin_stride = sin.stride(0),
+        .q_norm = q_norm ? numbers(*q_norm) : nullptr,
+        .k_norm = k_norm ? numbers(*k_norm) : nullptr,
+        .eps = static_cast<float>(eps),
+        .k_cache = bytes_of(k_cache),
+        .v_cache = bytes_of(v_cache),
+        .scales = sizes.scales,
+        .slots = slot,
+        .tokens = sizes.tokens,
+        .heads = sizes.heads(),
+        .kv_heads = sizes.cache.kv_heads,
+        .size = sizes.cache.head_size,
+        .block_size = sizes.cache.block_size,
+        .threads = threads(),
+    };
+    sizes.scales ? cpu::rope_kv_write<T, e4m3>(args) : cpu::rope_kv_write<T, T>(args);
+  });
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, m) {
+  m.impl("rms_norm", rms_norm);
+  m.impl("silu_mul", silu_mul);
+  m.impl("rope_kv_write", rope_kv_write);
+}
+
+}  // namespace
+}  // namespace quire::cpu::torch_api

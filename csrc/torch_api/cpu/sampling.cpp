@@ -1,0 +1,34 @@
+// Binds sampling on a CPU.
+
+#include "cpu/sampling.h"
+
+#include <torch/library.h>
+
+#include "torch_api/cpu/convert.h"
+#include "torch_api/sampling.h"
+
+namespace quire::cpu::torch_api {
+namespace {
+
+void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
+            bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
+  const SampleSizes sizes = check_sample(logits, seats, known, table, tokens, outcome, on_cpu());
+  expect_below("seats", seats.const_data_ptr<int64_t>(), sizes.rows, -1, sizes.max_seqs);
+  const SampleArgs args{logits.stride(0),
+                        seats.const_data_ptr<int64_t>(),
+                        known.const_data_ptr<int64_t>(),
+                        static_cast<const sampling::Seat*>(table.const_data_ptr()),
+                        general,
+                        tokens.data_ptr<int64_t>(),
+                        outcome.data_ptr<uint8_t>(),
+                        sizes.rows,
+                        sizes.size};
+  by_dtype("logits", logits, [&](auto type) {
+    cpu::sample(static_cast<const decltype(type)*>(logits.const_data_ptr()), args, threads());
+  });
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl("sample", sample); }
+
+}  // namespace
+}  // namespace quire::cpu::torch_api

@@ -1,0 +1,57 @@
+// From tensors to what the CUDA kernels take.  The host cannot read what lies on the device (lengths, tables, slots)
+// without waiting for it, so the bindings here do not check it: the caller answers for its range.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/cache/cache.h"
+#include "cuda/common/dtype.h"
+#include "cuda/layers/layers.h"
+#include "torch_api/checks.h"
+
+namespace quire::cuda::torch_api {
+
+inline Dtype dtype_of(const char* who, const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Dtype::f32;
+    case at::kBFloat16: return Dtype::bf16;
+    case at::kHalf: return Dtype::fp16;
+    case at::kFloat8_e4m3fn: return Dtype::e4m3;
+    default:
+      TORCH_CHECK_VALUE(false, who, ": dtype is ", t.scalar_type(),
+                        ", not float32, bfloat16, float16 or (caches) float8_e4m3fn");
+  }
+}
+
+// For numbers that are computed with: no e4m3.
+inline Dtype model_dtype_of(const char* who, const at::Tensor& t) {
+  const Dtype dtype = dtype_of(who, t);
+  TORCH_CHECK_VALUE(dtype != Dtype::e4m3, who, ": dtype is ", t.scalar_type(), ", not float32, bfloat16 or float16");
+  return dtype;
+}
+
+// The stream that torch would launch on now, on the tensor's device.  The caller holds a c10::cuda::CUDAGuard for it.
+inline cudaStream_t stream_of(const at::Tensor& t) { return c10::cuda::getCurrentCUDAStream(t.device().index()); }
+
+// [tokens, size] counts as one head.
+inline Heads heads_of(const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
+}
+
+// Where a step's keys and values are stored.
+inline KvSlots kv_slots_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
+                           const at::Tensor& slots, const float* scales) {
+  return {
+      .k_cache = k_cache.data_ptr(),
+      .v_cache = v_cache.data_ptr(),
+      .k_block_stride = k_cache.stride(0),
+      .v_block_stride = v_cache.stride(0),
+      .block_size = static_cast<int>(block_size),
+      .slots = slots.const_data_ptr<int64_t>(),
+      .scales = scales,
+  };
+}
+
+}  // namespace quire::cuda::torch_api

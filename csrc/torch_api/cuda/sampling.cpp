@@ -1,0 +1,36 @@
+// Binds sampling on a GPU.
+
+#include "cuda/sampling/sampling.h"
+
+#include <torch/library.h>
+
+#include "torch_api/cuda/convert.h"
+#include "torch_api/sampling.h"
+
+namespace quire::cuda::torch_api {
+namespace {
+
+void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
+            bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
+  const SampleSizes sizes = check_sample(logits, seats, known, table, tokens, outcome, on_gpu(logits));
+  const SampleArgs args{
+      .dtype = model_dtype_of("logits", logits),
+      .logits = logits.const_data_ptr(),
+      .row_stride = logits.stride(0),
+      .seats = seats.const_data_ptr<int64_t>(),
+      .known = known.const_data_ptr<int64_t>(),
+      .table = static_cast<const sampling::Seat*>(table.const_data_ptr()),
+      .general = general,
+      .tokens = tokens.data_ptr<int64_t>(),
+      .outcome = outcome.data_ptr<uint8_t>(),
+      .rows = sizes.rows,
+      .size = static_cast<int>(sizes.size),
+  };
+  const c10::cuda::CUDAGuard guard(logits.device());
+  cuda::sample(args, stream_of(logits));
+}
+
+TORCH_LIBRARY_IMPL(quire, CUDA, m) { m.impl("sample", sample); }
+
+}  // namespace
+}  // namespace quire::cuda::torch_api

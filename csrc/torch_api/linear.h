@@ -1,0 +1,74 @@
+// What the bindings of all devices share of `linear`: the checks, and the product as a chain of other operators.  A CPU
+// always takes the chain.  A GPU takes it for many tokens, where the vendor's products cannot be beaten.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+
+#include <optional>
+#include <tuple>
+
+#include "torch_api/checks.h"
+
+namespace quire {
+
+inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& norm, bool silu_mul, const at::Tensor& out,
+                         const Place& place) {
+  Size tokens("tokens"), inner("inner size"), features("features"), rows("rows of the weight");
+  for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, inner},
+                                        {"out", out, features}}) {
+    expect_device(who, t, place);
+    expect(who, t, {tokens, columns});
+    expect_last_contiguous(who, t);
+    expect_dtype(who, t, x.scalar_type(), "x");
+  }
+  rows.agree("out", features * (silu_mul ? 2 : 1));
+  expect_plain("weight", weight, {rows, inner}, x.scalar_type(), place, "x");
+  if (bias) expect_plain("bias", *bias, {rows}, x.scalar_type(), place, "x");
+  if (norm) expect_plain("norm", *norm, {inner}, x.scalar_type(), place, "x");
+}
+
+inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps) {
+  static const auto rms_norm =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("quire::rms_norm", "")
+          .typed<void(const at::Tensor&, const at::Tensor&, double, const at::Tensor&)>();
+  const at::Tensor y = at::empty_like(x);
+  rms_norm.call(x, norm, eps, y);
+  return y;
+}
+
+inline void linear_chain(at::Tensor x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, at::Tensor out) {
+  static const auto silu_mul_op = c10::Dispatcher::singleton()
+                                      .findSchemaOrThrow("quire::silu_mul", "")
+                                      .typed<void(const at::Tensor&, const at::Tensor&)>();
+  if (norm) x = normed(x, *norm, eps);
+  if (!bias && !silu_mul) {
+    if (add) {
+      at::addmm_out(out, out, x, weight.t());
+    } else {
+      at::mm_out(out, x, weight.t());
+    }
+    return;
+  }
+  at::Tensor y = at::linear(x, weight, bias);
+  if (silu_mul) {
+    const at::Tensor gate_up = y;
+    y = add || !out.is_contiguous() ? at::empty(out.sizes(), out.options()) : out;
+    silu_mul_op.call(gate_up, y);
+  }
+  if (add) {
+    out.add_(y);
+  } else if (!y.is_same(out)) {
+    out.copy_(y);
+  }
+}
+
+}  // namespace quire
