@@ -39,7 +39,7 @@ from engine.common.tracing import Tracing
 from engine.wire.bus import BusDown, DuplicateRequest, Fleet, GatewaySide, IdempotencyKey
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Finish
-from service import admission, api, memory, resume, sse, text
+from service import admission, api, memory, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body, require_json
 from service.config import GatewayConfig
@@ -51,6 +51,8 @@ from service.metrics import Meter, Telemetry
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
 from service.streams import Before, HandedOver, OpenRequest, Streams
 from service.tenants import Tenant, Tenants, TenantsError
+from service.text_stream import decode
+from service.tokenizer import ModelError, Tokenizer, served_name
 
 log = logging.getLogger("quire.gateway")
 
@@ -93,7 +95,7 @@ class Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        tokenizer: text.Tokenizer,
+        tokenizer: Tokenizer,
         streams: Streams,
         telemetry: Telemetry,
         tenants: Tenants,
@@ -103,7 +105,7 @@ class Gateway:
         """`open_files`: how many files the process may have open, connections included."""
         self._config, self._tokenizer, self._streams, self._telemetry = config, tokenizer, streams, telemetry
         self._tenants, self._gateway = tenants, gateway
-        self._model = config.served_name or text.served_name(config.model)
+        self._model = config.served_name or served_name(config.model)
         self._created = int(time.time())
         self.connections = Connections(config, open_files)
         self._bodies = Bodies(config)
@@ -357,7 +359,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Write the answer, as a stream or whole, and note how much of it went out."""
         meter = request[METER]
-        async with contextlib.aclosing(text.decode(opened, valid, self._tokenizer)) as pieces:
+        async with contextlib.aclosing(decode(opened, valid, self._tokenizer)) as pieces:
             if valid.stream:
                 return await sse.write(request, pieces, form, meter, opened.sent)
             answered = []
@@ -626,8 +628,8 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants)
-        tokenizer = text.Tokenizer(config.model, literal_content=config.literal_content)
-    except (TenantsError, text.ModelError) as error:
+        tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
+    except (TenantsError, ModelError) as error:
         raise StartError(str(error)) from None
     try:
         bus = GatewaySide(
@@ -643,7 +645,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
         gateway_id,
-        model=config.served_name or text.served_name(config.model),
+        model=config.served_name or served_name(config.model),
         vllm=config.vllm_metrics,
         tracing=tracing,
         trace_prompts=config.trace_prompts,

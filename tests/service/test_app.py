@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import BadStatusLine
 from engine.wire.messages import Finish, Generate
 from service.app import _without_traceback
 from service.tenants import Tenant
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]

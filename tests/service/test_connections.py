@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.bodies import Scan
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine, Served, settled
 

@@ -15,7 +15,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Usage
 from engine.wire.messages import Finish, Generate
 from service.metrics import Telemetry
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]

@@ -18,7 +18,7 @@ from engine.wire.messages import Finish, Generate
 from service import resume
 from service.api import Refusal
 from service.format import Position
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
