@@ -48,7 +48,7 @@ class Overloaded(Refusal):
     """The refusal of a request that may come again: `retry_after_s` where nothing is promised, `terms` to ask for a
     promise on; None while nothing is known of the pace."""
 
-    terms: RetryTerms | None = None
+    retry_terms: RetryTerms | None = None
 
 
 def limits(fleet: Fleet) -> EngineLimits:
@@ -190,5 +190,5 @@ def decide(
     if pace > 0:
         full_pace = sum(_full_starts(load) * _trust(load, now_ms) for load in fresh)
         needed = min(2 * RETRY_CAP_S, max(1.0, wait - min(usual, deadline) / pace))
-        refusal.terms = RetryTerms(pace, full_pace, int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES)
+        refusal.retry_terms = RetryTerms(pace, full_pace, int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES)
     raise refusal

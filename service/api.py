@@ -305,9 +305,18 @@ def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> in
     return value
 
 
-def _past(key: str, message: str, param: str, limit: float, given: float) -> Refusal:
-    """The refusal for a limit of LIMITS that only the engines know."""
-    return Refusal(LIMITS[key].status, LIMITS[key].code, f"{param}: {message}", param=param, limit=limit, given=given)
+def limit_refusal(
+    key: str,
+    message: str,
+    limit: float,
+    *,
+    param: str | None = None,
+    given: float | str | None = None,
+    retry_after_s: float | None = None,
+) -> Refusal:
+    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
+    row = LIMITS[key]
+    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -548,13 +557,13 @@ def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool =
         f"the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
         f"{more}{prompt} in the prompt and {asked} to generate"
     )
-    return _past("context", message, param, longest, prompt + asked)
+    return limit_refusal("context", f"{param}: {message}", longest, param=param, given=prompt + asked)
 
 
 def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
     """The texts or token ids of one request are more than a gateway takes at once."""
     message = f"at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
-    return _past("tokens", message, param, limit, given)
+    return limit_refusal("tokens", f"{param}: {message}", limit, param=param, given=given)
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
@@ -569,8 +578,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             token = next(token for token in ids if not 0 <= token < vocab)
-            message = f"token ids are 0 to {vocab - 1}, got {shown(token)}"
-            raise _past("token_id", message, name, vocab - 1, token)
+            message = f"{name}: token ids are 0 to {vocab - 1}, got {shown(token)}"
+            raise limit_refusal("token_id", message, vocab - 1, param=name, given=token)
     _leave_a_token(sampling, limits)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size
@@ -582,8 +591,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         if len(ids) + asked > longest:
             raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
-            message = f"the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
-            raise _past("pool", message, param, pool, len(ids) + asked)
+            message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
+            raise limit_refusal("pool", message, pool, param=param, given=len(ids) + asked)
         room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
         if sampling.min_tokens > room:
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from service.api import Refusal
+from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
-from service.limits import LIMITS, STRUCTURES, VALUES, shown
+from service.limits import STRUCTURES, VALUES, shown
 
 FREE_BYTES = 16 * 1024  # of each body do not count as in flight, so that large bodies never keep out small requests
 PIECE_BYTES = 64 * 1024  # are unzipped and scanned at a time
@@ -67,7 +67,7 @@ class Body:
     def hold(self, total: int) -> None:
         """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no room for them."""
         more = max(0, total - FREE_BYTES) - self._held
-        self._bodies.take(more)
+        self._bodies.reserve(more)
         self._held += more
 
     def release(self) -> None:
@@ -84,10 +84,11 @@ class Bodies:
         self._room = config.max_bodies_mib * 2**20
         self.held = 0  # bytes
 
-    def take(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no room for them."""
         if self.held + more > self._room:
             message = f"the request bodies in flight are limited to {self._config.max_bodies_mib} MiB together"
-            raise Refusal(503, "too_many_bodies", message, limit=self._room, retry_after_s=1.0)
+            raise limit_refusal("bodies", message, self._room, retry_after_s=1.0)
         self.held += more
 
     @contextlib.asynccontextmanager
@@ -122,7 +123,7 @@ class Bodies:
                     parts.append(part)
         except TimeoutError:
             message = f"body: must arrive within {seconds:g} s, got {total} bytes of it"
-            raise Refusal(408, "body_timeout", message, param="body", limit=seconds, given=total) from None
+            raise limit_refusal("body time", message, seconds, param="body", given=total) from None
         except (web.RequestPayloadError, zlib.error):
             raise Refusal(
                 400, "invalid_body", "body: its transfer or content encoding is broken", param="body"
@@ -144,19 +145,18 @@ def require_json(request: web.Request) -> None:
 
 
 def _too_large(limit: int, given: int | str) -> Refusal:
-    row, message = LIMITS["body"], f"body: at most {limit} bytes, got {given}"
-    return Refusal(row.status, row.code, message, param=row.field, limit=limit, given=given)
+    return limit_refusal("body", f"body: at most {limit} bytes, got {given}", limit, param="body", given=given)
 
 
 def _check(scan: Scan, max_values: int) -> None:
     """Raises Refusal when the body, as far as it has arrived, holds too many values."""
-    for given, limit, what in (
-        (scan.structures, STRUCTURES, "strings, objects and lists"),
-        (scan.values, max_values + STRUCTURES, "values"),
+    for key, given, limit, what in (
+        ("body structures", scan.structures, STRUCTURES, "strings, objects and lists"),
+        ("body values", scan.values, max_values + STRUCTURES, "values"),
     ):
         if given > limit:
             message = f"body: at most {limit} {what}, got more than {limit}"
-            raise Refusal(400, "too_many", message, param="body", limit=limit, given=f"more than {limit}")
+            raise limit_refusal(key, message, limit, param="body", given=f"more than {limit}")
 
 
 async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:

@@ -20,7 +20,7 @@ from typing import cast
 
 from aiohttp import web
 
-from service.api import Refusal
+from service.api import limit_refusal
 from service.config import GatewayConfig
 
 PROBES = ("/ping", "/health", "/ready", "/metrics")
@@ -74,13 +74,13 @@ class Connection(asyncio.Protocol):
         if self._entered:
             self._inner.connection_lost(exc)
 
-    def begin(self) -> None:
+    def begin_request(self) -> None:
         """The head of a request is complete."""
         self._begun = True
         self._stop_waiting()
         self._all.idle.pop(self, None)
 
-    def end(self) -> None:
+    def end_request(self) -> None:
         """The request is answered; another one may follow."""
         if self.transport is not None and not self.transport.is_closing():
             self._begun = False
@@ -140,7 +140,7 @@ class Connections:
         found = self.of(request)
         if found is not None and found.probes_only and request.path not in PROBES:
             message = f"this gateway has {self.limit} connections at a time"
-            raise Refusal(503, "too_many_connections", message, limit=self.limit, retry_after_s=1.0)
+            raise limit_refusal("connections", message, self.limit, retry_after_s=1.0)
 
     def enter(self, one: Connection) -> bool:
         """Count a new connection; False when there is no room for it."""

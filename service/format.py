@@ -170,15 +170,11 @@ class Format:
         }
 
     @property
-    def completion_tokens(self) -> int:
-        return sum(self._tokens)
-
-    @property
     def tokens(self) -> list[int]:
         """Output tokens of each choice that have been written."""
         return self._tokens
 
-    def _note(self, piece: Piece) -> None:
+    def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
         if piece.cached_tokens:
             prompt = piece.choice // self._valid.n
@@ -205,7 +201,7 @@ class Format:
         role = (
             self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
         )
-        self._note(piece)
+        self._count(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
         if not begins and plain and not valid.continuous_usage:
             if not piece.text:
@@ -270,7 +266,7 @@ class Format:
         Long logprobs are encoded in turns, like `prepare` does."""
         by_choice: list[list[Piece]] = [[] for _ in self._tokens]
         for piece in pieces:
-            self._note(piece)
+            self._count(piece)
             by_choice[piece.choice].append(piece)
         parts, separator = [self._open], b',"choices":['
         for at, found in enumerate(by_choice):

@@ -77,7 +77,7 @@ class Mailbox:
         """Nothing waits here, but there is more in the log."""
         return not self._tokens and self.next > self.at
 
-    def put(self, delta: Delta) -> bool:
+    def merge(self, delta: Delta) -> bool:
         """Merge a delta; False when it brings nothing new (a replay, or after the end)."""
         if self.ended or self.closed:
             return False

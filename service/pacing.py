@@ -54,7 +54,7 @@ class Timer:
 class Pacer:
     """Runs callbacks in order, at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
 
-    A callback of run() may run after the reason for it is gone, so it must look for itself."""
+    A callback of call_soon() may run after the reason for it is gone, so it must look for itself."""
 
     def __init__(self) -> None:
         self._timers: list[tuple[float, int, Timer]] = []  # heap, by the event loop's time
@@ -65,7 +65,7 @@ class Pacer:
         self._left = TURN_CALLS  # in this turn
         self._armed = False
 
-    def run(self, callback: Callable[..., None], *args: Any) -> None:
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Only within a running event loop."""
         if not self._armed:
             self._armed = True

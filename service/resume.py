@@ -75,7 +75,7 @@ def new_id(prefix: str, now_ms: int) -> str:
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
 
 
-def once(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
+def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
     """What an Idempotency-Key header stands for: scoped to the API key; the same request is one with the same path and
     body, byte for byte.  None without a header.  Raises Refusal."""
     if key is None:

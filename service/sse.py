@@ -23,8 +23,8 @@ from aiohttp import web
 
 from service.api import Refusal
 from service.format import Format, Piece
-from service.metrics import Meter
-from service.streams import HandedOver
+from service.meter import Meter
+from service.open_request import HandedOver
 
 log = logging.getLogger("quire.gateway")
 
@@ -60,7 +60,7 @@ async def write(
             if response is None:
                 response = await _begin(request)
             for piece in changed:
-                meter.note(piece)
+                meter.record_piece(piece)
             data = await _chunks(form, changed) if changed else KEEP_ALIVE
             if data:
                 sent(form.tokens)  # before: of a write that fails, a part may have arrived

@@ -32,7 +32,7 @@ class Task:
         """Seconds since it last worked; 0 while it does."""
         return asyncio.get_running_loop().time() - self._since if self.failing else 0.0
 
-    async def run(self) -> None:
+    async def keep_running(self) -> None:
         """Start the work again whenever it fails.  Returns when it has failed for GIVE_UP_S."""
         pause = BACKOFF_S[0]
         while True:
@@ -74,7 +74,7 @@ class Supervisor:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _keep(self, task: Task) -> None:
-        await task.run()
+        await task.keep_running()
         self.gave_up.set()
 
     @property

@@ -17,7 +17,8 @@ from engine.wire.messages import Finish
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.mailbox import Mailbox
-from service.streams import FORGOTTEN, OpenRequest
+from service.open_request import OpenRequest
+from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
 TURN_TOKENS = 4096  # of one request become text before other requests have their turn: about 2 ms
@@ -125,7 +126,7 @@ def _failure(finish: Finish) -> Refusal:
         return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
     if finish.reason == "cancelled":
         return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
-    if finish == FORGOTTEN:
+    if finish == REQUEST_LOST:
         return Refusal(503, "request_lost", finish.message, retry_after_s=1.0)
     return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
 

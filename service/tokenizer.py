@@ -127,7 +127,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return found
 
 
-class Room:
+class TokenBudget:
     """How many tokens a request may still have.  Every prompt of it goes through `check` and `take`."""
 
     def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
@@ -145,7 +145,7 @@ class Room:
             given = self._total - self._left + tokens
             raise too_many_tokens(self._param, self._total, given, least=least)
 
-    def take(self, tokens: int) -> None:
+    def spend(self, tokens: int) -> None:
         """One prompt has so many tokens."""
         self.check(tokens)
         self._left -= tokens
@@ -203,29 +203,29 @@ class Tokenizer:
         [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
         return str(text)
 
-    def _encode(self, text: str, *, special: bool, room: Room | None = None) -> list[int]:
-        """Token ids of a text.  Raises Refusal before encoding where it can't fit into `room`, or after."""
-        self._check_length(text, room)
+    def _encode(self, text: str, *, special: bool, budget: TokenBudget | None = None) -> list[int]:
+        """Token ids of a text.  Raises Refusal before encoding where it can't fit into `budget`, or after."""
+        self._check_length(text, budget)
         # `encode` would give the same, but only the batch calls let other threads run meanwhile.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        if room is not None:
-            room.take(len(encoding))
+        if budget is not None:
+            budget.spend(len(encoding))
         ids: list[int] = encoding.ids
         return ids
 
-    def _check_length(self, text: str, room: Room | None) -> None:
-        """Raises Refusal where a text has too many characters to fit into `room`, whatever its tokens are."""
-        if room is not None and self._longest_token is not None:
-            room.check(-(-len(text) // self._longest_token), least=True)
+    def _check_length(self, text: str, budget: TokenBudget | None) -> None:
+        """Raises Refusal where a text has too many characters to fit into `budget`, whatever its tokens are."""
+        if budget is not None and self._longest_token is not None:
+            budget.check(-(-len(text) // self._longest_token), least=True)
 
-    def _encode_prompt(self, prompt: Prompt, room: Room) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt, special=True, room=room)
-        room.take(len(prompt))
+            return self._encode(prompt, special=True, budget=budget)
+        budget.spend(len(prompt))
         return prompt
 
     def _encode_chat(
-        self, messages: list[dict[str, Any]], room: Room | None = None, *, generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, *, generation_prompt: bool = True
     ) -> list[int]:
         """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
         if not self._hf.chat_template:
@@ -244,14 +244,14 @@ class Tokenizer:
             message = f"messages: the model's chat template refuses them{said}"
             raise Refusal(400, "chat_template_error", message, param="messages") from None
         if self._literal is None or not spans:
-            return self._encode(text, special=False, room=room)
-        self._check_length(text, room)
+            return self._encode(text, special=False, budget=budget)
+        self._check_length(text, budget)
         ids = self._literal.encode(text, spans)
-        if room is not None:
-            room.take(len(ids))
+        if budget is not None:
+            budget.spend(len(ids))
         return ids
 
-    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
 
         What the tokenizer does there lets the event loop run.  Python code in between lets it run every few
@@ -268,14 +268,14 @@ class Tokenizer:
 
         `longest`: tokens of the model's context; `total`: tokens of all prompts together, before truncation.  Raises
         Refusal when they do not fit, or when the chat template does not take the messages."""
-        room = Room(valid, longest, total)
+        budget = TokenBudget(valid, longest, total)
 
         def work() -> list[list[int]]:
             if valid.chat:
-                return [self._encode_chat(valid.messages, room)]
-            return [self._encode_prompt(prompt, room) for prompt in valid.prompts]
+                return [self._encode_chat(valid.messages, budget)]
+            return [self._encode_prompt(prompt, budget) for prompt in valid.prompts]
 
-        encoded = await self.run(INLINE_BYTES + 1 if size is None else size, work)
+        encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             encoded = [ids[-keep:] for ids in encoded]
         return encoded
@@ -291,10 +291,10 @@ class Tokenizer:
         total: int,
     ) -> list[int]:
         """What POST /tokenize answers.  Raises Refusal like `encode`."""
-        room = Room(None, UNLIMITED, total)
+        budget = TokenBudget(None, UNLIMITED, total)
         if prompt is None:
-            return await self.run(size, self._encode_chat, messages, room, generation_prompt=generation_prompt)
-        return await self.run(size, self._encode, prompt, special=special, room=room)
+            return await self.offload(size, self._encode_chat, messages, budget, generation_prompt=generation_prompt)
+        return await self.offload(size, self._encode, prompt, special=special, budget=budget)
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
         """The prompts as the answer will speak of them; text and offsets only where `echo` needs them."""
