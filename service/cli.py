@@ -279,18 +279,22 @@ class Child:
                 await self._end_spare()
 
     async def _keep(self, ear: readiness.ReadinessListener) -> None:
-        failures, first, known = 0, True, False
+        failures, known = 0, False
         while not self._stopping.is_set():
             spare = self._promoted()
             self._process = spare or await self._start(ear)
+            if self._stopping.is_set():  # stop() found no process to signal; this one has done nothing yet
+                self.kill()
+                await self._process.wait()
+                return
             if spare and len(os.sched_getaffinity(0)) > FEW_CORES:
                 self._spare = await self._start(ear, "--standby")
             status, up = await self._watch(self._process, ear)
             if self._stopping.is_set():
                 return
-            if first and status == CONFIG_ERROR:
+            known = known or up
+            if status == CONFIG_ERROR and not known:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
-            first, known = False, known or up
             failures = 0 if up else failures + 1
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if failures == FAILURES and not known:
