@@ -112,9 +112,8 @@ class Gateway:
     # -- shutdown
 
     def refuse_new(self) -> None:
-        """Close the port, and refuse requests on connections that are open."""
+        """Refuse every new request from now on."""
         self.capacity.draining = True
-        self.connections.stop_listening()
 
     async def drain(self) -> None:
         """Let running answers finish for `drain_s`; then the rest is handed over, or ends in an error."""
@@ -167,6 +166,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             started()
             await _first_of(stopping, streams.supervisor.gave_up)
             gateway.refuse_new()
+            gateway.connections.stop_listening()
             if streams.supervisor.gave_up.is_set():
                 why = streams.trouble
                 await gateway.break_off(Finish("error", message="this gateway lost its token stream"))
@@ -177,10 +177,10 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
 @contextlib.asynccontextmanager
 async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tuple[Streams, Telemetry]]:
     """A context in which tokens and engines are read.  Raises StartError when Redis cannot be used."""
-    bus = GatewaySide(
-        config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s, grace_s=config.resume_s
-    )
     try:
+        bus = GatewaySide(
+            config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s, grace_s=config.resume_s
+        )
         await bus.open()
     except BusDown as error:
         raise StartError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Read request bodies: bounded in size, in time, in bytes of all bodies together, and in how much JSON they hold.
+"""Read request bodies, bounded in size, in time, in bytes of all bodies together, and in JSON values.
 
     socket --64 KiB at a time--> unzip --> scan --> parts --> one `Body`, which counts as in flight until released
 
@@ -20,12 +20,12 @@ from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.limits import STRUCTURES, VALUES, shown
 
-FREE_BYTES = 16 * 1024  # of each body do not count as in flight, so that large bodies never keep out small requests
-PIECE_BYTES = 64 * 1024  # are unzipped and scanned at a time
+FREE_BYTES = 16 * 1024  # of each body that do not count, so that large bodies never keep out small requests
+PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
 
 
 class Scan:
-    """Counts the values of a JSON text that arrives in pieces.  It need not be valid JSON."""
+    """Counts the values of a JSON text that arrives in pieces.  The text need not be valid JSON."""
 
     __slots__ = ("_escaped", "_in_string", "structures", "values")
 
@@ -33,9 +33,10 @@ class Scan:
         self.structures = 0  # strings, objects and arrays
         self.values = 0  # commas outside strings: one less than the values of each object or array
         self._in_string = False
-        self._escaped = False  # the piece before ended with a backslash whose character is still to come
+        self._escaped = False  # the last piece ended with a backslash whose character has not arrived
 
     def feed(self, data: bytes) -> None:
+        """Count the values of the next piece."""
         if b"\\" in data or self._escaped:
             if self._escaped:
                 data = data[1:]
@@ -71,13 +72,13 @@ class Body:
         self._held += more
 
     def release(self) -> None:
-        """The request does not need its body any more."""
+        """Free the body: the request does not need it any more."""
         self._bodies.held -= self._held
         self._held, self.data = 0, b""
 
 
 class Bodies:
-    """All bodies that a gateway is reading or has not dealt with yet."""
+    """All bodies that a gateway reads, or holds until their request is queued."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -93,9 +94,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request, max_values: int = VALUES) -> AsyncIterator[Body]:
-        """A context with the whole body; leaving it releases the body.
+        """A context with the whole body, which is released at its end.
 
-        `max_values`: numbers and other values without structure that the body may hold.  Raises Refusal: 400 for a
+        `max_values`: how many numbers and other values without structure the body may hold.  Raises Refusal: 400 for a
         broken transfer or too many values, 408 when the body is too slow, 413 when it is too long (before reading it
         if its length is announced), 415 for an unknown encoding, 503 when all bodies together are too long."""
         body = Body(self)
@@ -132,9 +133,9 @@ class Bodies:
 
 
 def require_json(request: web.Request) -> None:
-    """Raises Refusal(415) unless the Content-Type is application/json; parameters are ignored.
+    """Raise Refusal(415) unless the Content-Type is application/json; parameters are ignored.
 
-    A web page can send any other type, or none, to another site without asking that site first (CORS).  So a page could
+    A web page can send any other type, or none, to another site without that site's consent (CORS).  So a page could
     make a server on its reader's own machine compute.  vLLM refuses the same."""
     given = request.headers.get("Content-Type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
@@ -149,7 +150,7 @@ def _too_large(limit: int, given: int | str) -> Refusal:
 
 
 def _check(scan: Scan, max_values: int) -> None:
-    """Raises Refusal when the body, as far as it has arrived, holds too many values."""
+    """Raise Refusal when the part of the body that has arrived holds too many values."""
     for key, given, limit, what in (
         ("body structures", scan.structures, STRUCTURES, "strings, objects and lists"),
         ("body values", scan.values, max_values + STRUCTURES, "values"),
@@ -160,7 +161,7 @@ def _check(scan: Scan, max_values: int) -> None:
 
 
 async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives, decoded, in pieces of at most PIECE_BYTES; the loop runs between two of them."""
+    """Yield the decoded body as it arrives, in pieces of at most PIECE_BYTES.  The loop runs between two of them."""
     unzip = _decompressor(request)
     while data := await request.content.readany():
         for at in range(0, len(data), PIECE_BYTES):

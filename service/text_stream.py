@@ -1,10 +1,10 @@
-"""Text out: incremental decoding of tokens, stop strings.
+"""Text out: incremental decoding of tokens, and stop strings.
 
     token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text for the client
-                          |-- an unfinished character waits --|-- what may begin a stop string waits --|
+                          |-- an unfinished character waits --|-- a possible stop string waits --|
 
-Going through bytes makes streaming exact: a token's bytes never depend on its neighbours, so the text is the same
-however the tokens are cut into deltas.
+Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
+same however the tokens are cut into deltas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import codecs
 from collections.abc import AsyncGenerator
 
-from engine.wire.messages import Finish
+from engine.wire.messages import Finish, TokenLogprob
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.mailbox import Mailbox
@@ -21,14 +21,14 @@ from service.open_request import OpenRequest
 from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
-TURN_TOKENS = 4096  # of one request become text before other requests have their turn: about 2 ms
+TURN_TOKENS = 4096  # of one request, decoded before other requests run: about 2 ms
 
 
 class TextStream:
-    """The text of one continuation, as its tokens arrive.
+    """The text of one continuation, decoded as its tokens arrive.
 
-    The concatenation of everything `push` and `finish` return depends only on the tokens, never on how they were cut:
-    stop strings are looked for after each single token.  Where several match, the one that begins first wins.
+    All that `push` and `finish` return, concatenated, depends only on the tokens and never on how they were cut: stop
+    strings are searched after each single token.  If several match, the one that begins first wins.
     """
 
     __slots__ = (
@@ -59,15 +59,15 @@ class TextStream:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
-        self._held = ""  # the end of the text so far, as long as it may be the beginning of a stop string
-        self.chars = 0  # decoded so far, held ones included
+        self._held = ""  # the end of the text so far, while it may be the beginning of a stop string
+        self.chars = 0  # decoded so far, those in `_held` included
         self._offsets: list[int] | None = [] if track_offsets else None
         self._simple = not stop and not track_offsets
-        self.tokens = 0  # consumed; after a match, up to and with the token that completed it
-        self.matched: str | None = None  # the stop string that ended the text: nothing may be pushed any more
+        self.tokens = 0  # consumed; after a match, up to and including the token that completed it
+        self.matched: str | None = None  # the stop string that ended the text; `push` must not be called any more
 
     def push(self, tokens: list[int]) -> str:
-        """Consume tokens, up to a match; return the text that may go out now."""
+        """Consume tokens, up to a match; return the text that may be sent now."""
         pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special)
         if self._simple:
             self.tokens += len(tokens)
@@ -80,7 +80,7 @@ class TextStream:
             self.chars += len(new)
             self.tokens += 1
             if self.tokens <= self._min_tokens:
-                out += new  # too early to stop: this text takes no part in any match
+                out += new  # too early to stop: this text is part of no match
             else:
                 out += self._release(new)
             if self.matched is not None:
@@ -88,7 +88,7 @@ class TextStream:
         return out
 
     def finish(self) -> str:
-        """The end of the tokens: return all text still held, an unfinished character as U+FFFD."""
+        """End the text: return all that is still held, an unfinished character as U+FFFD."""
         tail = self._decoder.decode(b"", final=True)
         out = self._release(tail) if self._stops else tail
         if self.matched is None:
@@ -97,12 +97,12 @@ class TextStream:
         return out
 
     def take_offsets(self) -> list[int]:
-        """Characters before each token consumed since the last call."""
+        """Return the number of characters before each token consumed since the last call."""
         offsets, self._offsets = self._offsets or [], []
         return offsets
 
     def _release(self, new: str) -> str:
-        """Add text; return what cannot be part of a stop string any more, or everything before the match."""
+        """Add text; return what can no longer be part of a stop string, or everything before the match."""
         text = self._held + new
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -121,7 +121,7 @@ class TextStream:
 
 
 def _failure(finish: Finish) -> Refusal:
-    """What a client is told when a continuation ended neither by stop nor by length."""
+    """Return the error for a continuation that ended neither by stop nor by length."""
     if finish.reason == "deadline":
         return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
     if finish.reason == "cancelled":
@@ -132,68 +132,79 @@ def _failure(finish: Finish) -> Refusal:
 
 
 async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer) -> AsyncGenerator[list[Piece], None]:
-    """Everything an open request has for its client, in lists of what is new; an empty list is a heartbeat.
+    """Yield lists of what is new for the client of an open request; an empty list is a heartbeat.
 
     Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
     Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
-    sampling = valid.sampling
-    wants_logprobs = sampling.logprobs >= 0
     streams = [
         TextStream(
             tokenizer,
             stop=valid.stop,
             include_stop=valid.include_stop,
             skip_special=valid.skip_special,
-            min_tokens=sampling.min_tokens,
-            track_offsets=wants_logprobs,
+            min_tokens=valid.sampling.min_tokens,
+            track_offsets=valid.sampling.logprobs >= 0,
         )
         for _ in opened.mailboxes
     ]
-
-    def read(mailbox: Mailbox) -> Piece:
-        stream = streams[mailbox.choice]
-        tokens, logprobs, finish = mailbox.take()
-        if mailbox.had:  # the client came back: their text is not sent again
-            over = not tokens and finish is not None  # all of it was, but for the end itself
-            ends = over and finish is not None and finish.stop_token >= 0 and not valid.include_stop
-            stream.push(mailbox.had[:-1] if ends else mailbox.had)
-            if over:
-                stream.finish()
-            stream.take_offsets()
-            mailbox.had = []
-        if stream.matched is not None:
-            tokens = []  # the engine went on for a while
-        shown = tokens
-        if finish is not None and finish.stop_token >= 0 and not valid.include_stop:
-            shown = tokens[:-1]  # a stop token is counted and reported, but is no text
-        before = stream.tokens
-        piece = Piece(mailbox.choice, stream.push(shown), tokens, cached_tokens=mailbox.cached_tokens)
-        if stream.matched is None and finish is not None:
-            if finish.reason not in ("stop", "length"):
-                raise _failure(finish)
-            piece.text += stream.finish()
-            piece.finish = finish.reason
-            if finish.stop_token in sampling.stop_token_ids:
-                piece.stop_reason = finish.stop_token
-        if stream.matched is not None:
-            piece.token_ids = tokens[: stream.tokens - before]
-            piece.finish, piece.stop_reason = "stop", stream.matched
-        if wants_logprobs:
-            piece.logprobs = (logprobs or [])[: len(piece.token_ids)]
-            piece.offsets = stream.take_offsets()
-            if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
-                piece.offsets.append(stream.chars)
-            piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
-        if piece.finish is not None:
-            opened.end(mailbox.choice)
-        return piece
-
     async for changed in opened:
         pieces, tokens = [], 0
         for mailbox in changed:
-            pieces.append(read(mailbox))
-            tokens += len(pieces[-1].token_ids)
+            piece = _read(mailbox, streams[mailbox.choice], valid)
+            if piece.finish is not None:
+                opened.end(mailbox.choice)
+            pieces.append(piece)
+            tokens += len(piece.token_ids)
             if tokens > TURN_TOKENS:  # of a request with many choices that lags behind
                 tokens = 0
                 await asyncio.sleep(0)
         yield pieces
+
+
+def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
+    """Return whether the last token is a stop token: it is counted and reported, but it is no text."""
+    return finish is not None and finish.stop_token >= 0 and not valid.include_stop
+
+
+def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest) -> Piece:
+    """Take what waits in a mailbox, and decode it.  Raises Refusal when the continuation failed."""
+    tokens, logprobs, finish = mailbox.take()
+    if mailbox.had:
+        _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
+    if stream.matched is not None:
+        tokens = []  # the engine computed some more before it was stopped
+    before = stream.tokens
+    text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
+    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    if stream.matched is None and finish is not None:
+        if finish.reason not in ("stop", "length"):
+            raise _failure(finish)
+        piece.text += stream.finish()
+        piece.finish = finish.reason
+        if finish.stop_token in valid.sampling.stop_token_ids:
+            piece.stop_reason = finish.stop_token
+    if stream.matched is not None:
+        piece.token_ids = tokens[: stream.tokens - before]
+        piece.finish, piece.stop_reason = "stop", stream.matched
+    if valid.sampling.logprobs >= 0:
+        _add_logprobs(piece, mailbox, stream, logprobs or [])
+    return piece
+
+
+def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: bool) -> None:
+    """Decode the tokens that a resuming client already has, so that their text is not sent again.
+
+    `over`: the client has all of the choice but its end."""
+    stream.push(mailbox.had[:-1] if over and hides_last else mailbox.had)
+    if over:
+        stream.finish()
+    stream.take_offsets()
+    mailbox.had = []
+
+
+def _add_logprobs(piece: Piece, mailbox: Mailbox, stream: TextStream, logprobs: list[TokenLogprob]) -> None:
+    piece.logprobs = logprobs[: len(piece.token_ids)]
+    piece.offsets = stream.take_offsets()
+    if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
+        piece.offsets.append(stream.chars)
+    piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None

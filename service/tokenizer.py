@@ -24,13 +24,13 @@ from service.literal import LiteralContent
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Encoding and templates cost about a microsecond per four characters.  A request of more bytes goes to a thread: on the
-# event loop it would hold it for milliseconds.
+# Encoding and templates take about a microsecond per four characters.  Larger requests run on a thread, or they would
+# hold the event loop for milliseconds.
 INLINE_BYTES = 4096
-LONG_BYTES = 256 * 1024  # requests beyond this share one thread, so that they never delay shorter ones for seconds
+LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
-# Steps of tokenizers that leave no character out, where `longest_token` says nothing else.
+# Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
 
@@ -46,7 +46,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
-    """The types in a `tokenizers` decoder, sequences flattened."""
+    """Return the types in a `tokenizers` decoder, sequences flattened."""
     if decoder is None:
         return set()
     described = json.loads(decoder.__getstate__())
@@ -55,7 +55,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def vocabulary_bytes(backend: Any) -> list[bytes]:
-    """The bytes of each token id of a `tokenizers.Tokenizer`; ids it skips get none.  Raises ModelError."""
+    """Return the bytes of each token id of a `tokenizers.Tokenizer`; unused ids have none.  Raises ModelError."""
     kinds = _decoder_kinds(backend.decoder)
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
@@ -64,7 +64,7 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
         for piece, token in vocab.items():
             try:
                 table[token] = bytes([alphabet[char] for char in piece])
-            except KeyError:  # an added token, stored as it reads
+            except KeyError:  # an added token, stored as plain text
                 table[token] = piece.encode()
         return table
     if kinds & {"Metaspace", "ByteFallback", "Replace"}:
@@ -79,17 +79,17 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
 
 
 def _added(backend: Any) -> tuple[int, int]:
-    """How many tokens the tokenizer puts before every text, and how many after it."""
+    """Return how many tokens the tokenizer puts before every text, and how many after it."""
     mask = backend.encode("a").special_tokens_mask
     text = mask.index(0) if 0 in mask else len(mask)
     return text, mask[::-1].index(0) if 0 in mask else 0
 
 
 def longest_token(backend: Any, table: list[bytes]) -> int | None:
-    """No token stands for more characters of a text than this; None where that cannot be said.
+    """Return the most characters of a text that one token can stand for; None where there is no such bound.
 
-    It can for byte-level and SentencePiece-style vocabularies that have a token for every byte, unless the tokenizer
-    drops characters or shortens the text before.  Bytes of a token are counted: characters are never more."""
+    Byte-level and SentencePiece-style vocabularies with a token for every byte have a bound, unless the tokenizer drops
+    characters or shortens the text first.  The bytes of a token are counted: it never has more characters."""
     model = backend.model
     vocabulary = set(backend.get_vocab(with_added_tokens=False))
     whole = vocabulary >= set(_byte_level_alphabet()) or (
@@ -112,7 +112,7 @@ def longest_token(backend: Any, table: list[bytes]) -> int | None:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer does in turn, sequences flattened."""
+    """Return the steps of a normalizer or pre-tokenizer, sequences flattened."""
     if part is None:
         return []
     found: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 class TokenBudget:
-    """How many tokens a request may still have.  Every prompt of it goes through `check` and `take`."""
+    """How many tokens a request may still have.  Each of its prompts passes `check` and `spend`."""
 
     def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
         """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
@@ -138,7 +138,7 @@ class TokenBudget:
         self._param = "messages" if valid is not None and valid.chat else "prompt"
 
     def check(self, tokens: int, *, least: bool = False) -> None:
-        """Raises Refusal when a prompt of so many tokens (`least`: or more) does not fit."""
+        """Raise Refusal when a prompt of `tokens` tokens (`least`: or more) does not fit."""
         if not self._cut and tokens + self._asked > self._longest:
             raise too_long(self._param, self._longest, tokens, self._asked, least=least)
         if tokens > self._left:
@@ -146,7 +146,7 @@ class TokenBudget:
             raise too_many_tokens(self._param, self._total, given, least=least)
 
     def spend(self, tokens: int) -> None:
-        """One prompt has so many tokens."""
+        """Subtract one prompt from the budget.  Raises Refusal."""
         self.check(tokens)
         self._left -= tokens
 
@@ -160,7 +160,7 @@ class Tokenizer:
     def __init__(self, source: str, *, literal_content: bool = True) -> None:
         """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
 
-        `literal_content`: the content of chat messages holds no special tokens (`literal.py`)."""
+        `literal_content`: encode the content of chat messages without special tokens (`literal.py`)."""
         # Imported here: it takes over a second, which `import service` must not.
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -168,7 +168,7 @@ class Tokenizer:
         logging.set_verbosity_error()
         try:
             self._hf: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # transformers raises a dozen kinds for a directory that is no model
+        except Exception as error:  # transformers raises a dozen types for a directory that holds no model
             if "trust_remote_code" in str(error):
                 message = "its tokenizer needs code from the model's repository, which Quire does not run"
                 raise ModelError(f"model {source}: {message}") from None
@@ -179,7 +179,7 @@ class Tokenizer:
             raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")
         self._backend = backend
         self.table = vocabulary_bytes(backend)
-        self._visible = list(self.table)  # the same, special tokens silent
+        self._visible = list(self.table)  # the same, with no bytes for special tokens
         for token, added in backend.get_added_tokens_decoder().items():
             if added.special:
                 self._visible[token] = b""
@@ -190,7 +190,7 @@ class Tokenizer:
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
-        """Bytes of each token.  A model may have more rows than its tokenizer has tokens: such ids have none."""
+        """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes."""
         table = self._visible if skip_special else self.table
         try:
             return [table[token] for token in tokens]
@@ -198,13 +198,13 @@ class Tokenizer:
             return [table[token] if token < len(table) else b"" for token in tokens]
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence, as the tokenizer itself would decode it."""
-        # Of the two calls only the batch lets other threads run meanwhile.
+        """Return the text of a whole sequence, as the tokenizer itself would decode it."""
+        # Only the batch call lets other threads run meanwhile.
         [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
         return str(text)
 
     def _encode(self, text: str, *, special: bool, budget: TokenBudget | None = None) -> list[int]:
-        """Token ids of a text.  Raises Refusal before encoding where it can't fit into `budget`, or after."""
+        """Return the token ids of a text.  Raises Refusal, if possible before encoding, when they exceed `budget`."""
         self._check_length(text, budget)
         # `encode` would give the same, but only the batch calls let other threads run meanwhile.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
@@ -214,7 +214,7 @@ class Tokenizer:
         return ids
 
     def _check_length(self, text: str, budget: TokenBudget | None) -> None:
-        """Raises Refusal where a text has too many characters to fit into `budget`, whatever its tokens are."""
+        """Raise Refusal if a text has too many characters to fit into `budget`, whatever its tokens are."""
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
@@ -238,10 +238,10 @@ class Tokenizer:
 
         try:
             text, spans = self._literal.render(messages, render) if self._literal else (render(messages), [])
-        except Exception as error:  # whatever the template does with these messages is the messages' fault
+        except Exception as error:  # whatever a template raises is caused by these messages
             # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
-            said = f": {error}" if type(error).__name__ == "TemplateError" else ""
-            message = f"messages: the model's chat template refuses them{said}"
+            reason = f": {error}" if type(error).__name__ == "TemplateError" else ""
+            message = f"messages: the model's chat template refuses them{reason}"
             raise Refusal(400, "chat_template_error", message, param="messages") from None
         if self._literal is None or not spans:
             return self._encode(text, special=False, budget=budget)
@@ -254,7 +254,7 @@ class Tokenizer:
     async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
 
-        What the tokenizer does there lets the event loop run.  Python code in between lets it run every few
+        The tokenizer lets the event loop run meanwhile.  Python code on the thread lets it run every few
         milliseconds."""
         if size <= INLINE_BYTES:
             return work(*args, **kwargs)
@@ -264,10 +264,10 @@ class Tokenizer:
     async def encode(
         self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED
     ) -> list[list[int]]:
-        """Token ids of each prompt.  `size`: bytes of the request's body, where they are known.
+        """Return the token ids of each prompt.  `size`: bytes of the request's body, if known.
 
         `longest`: tokens of the model's context; `total`: tokens of all prompts together, before truncation.  Raises
-        Refusal when they do not fit, or when the chat template does not take the messages."""
+        Refusal when they do not fit, or when the chat template rejects the messages."""
         budget = TokenBudget(valid, longest, total)
 
         def work() -> list[list[int]]:
@@ -290,14 +290,14 @@ class Tokenizer:
         size: int,
         total: int,
     ) -> list[int]:
-        """What POST /tokenize answers.  Raises Refusal like `encode`."""
+        """Return the token ids for POST /tokenize.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
         if prompt is None:
             return await self.offload(size, self._encode_chat, messages, budget, generation_prompt=generation_prompt)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
-        """The prompts as the answer will speak of them; text and offsets only where `echo` needs them."""
+        """Return the prompts as the answer shows them; text and offsets only if `echo` needs them."""
         if not valid.echo:
             return [Prompted(ids) for ids in encoded]
         prompted = []
@@ -306,26 +306,26 @@ class Tokenizer:
             text = str(prompt) if untouched else self.text_of(ids, skip_special=valid.skip_special)
             offsets: list[int] = []
             if valid.sampling.logprobs >= 0:
-                # A client's own text shows the special tokens that stand in it, but not those that were added to it.
+                # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
                 pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
                 for at in self._added_to(ids) if untouched else ():
                     pieces[at] = b""
-                said, offsets = aligned(text, pieces)
-                if untouched and said != text:  # the tokenizer has changed the text, and knows where its tokens began
+                echoed, offsets = aligned(text, pieces)
+                if untouched and echoed != text:  # the tokenizer has changed the text, and knows where its tokens begin
                     (encoding,) = self._backend.encode_batch([text])
                     offsets = list(accumulate((start for start, _ in encoding.offsets), max))
                 else:
-                    text = said
+                    text = echoed
             prompted.append(Prompted(ids, text, offsets))
         return prompted
 
     def _added_to(self, ids: list[int]) -> Iterator[int]:
-        """Where the tokens stand that the tokenizer has added to a text."""
+        """Yield the positions of the tokens that the tokenizer added to a text."""
         first, last = self._added
         yield from range(min(first, len(ids)))
         yield from range(max(first, len(ids) - last), len(ids))
 
 
 def served_name(model: str) -> str:
-    """The name clients use when the operator gave none: a directory's own name, or the hub name as it stands."""
+    """Return the default name of a model for clients: a directory's own name, or the hub name."""
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
