@@ -443,24 +443,29 @@ async def test_a_log_that_may_grow_again_is_503_and_one_that_ended_400(streams: 
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30),
+    st.lists(
+        st.tuples(st.just(0) | st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30
+    ),
     st.integers(1, 200),
     st.booleans(),
 )
 def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
     deltas: list[tuple[int, int, str]], limit: int, logprobs: bool
 ) -> None:
-    """(tokens lost on the way, how many come, whether the reader comes for them): never more than `limit` bytes wait
-    beside one delta or one part of the log, and in the end each token was taken once."""
+    """(tokens lost on the way, how many arrive, whether the reader takes them): one delta or one part of the log may
+    wait, however large it is; more waits only up to `limit` bytes.  In the end each token was taken once."""
     backlog = Backlog(limit)
     mailbox, said, got = Mailbox(0, backlog), list[int](), list[int]()
+    token_bytes, largest = 132 if logprobs else 4, 0  # of the deltas and parts so far, in tokens
 
     def probs(tokens: list[int]) -> list[TokenLogprob] | None:
         return [TokenLogprob(float(token)) for token in tokens] if logprobs else None
 
     def take() -> Finish | None:
         if mailbox.behind:
+            nonlocal largest
             part = said[mailbox.at : mailbox.at + 7]
+            largest = max(largest, len(part))
             over = ended if mailbox.at + len(part) == len(said) else None
             mailbox.refill(LoggedOutput(part, over, probs(part)))
         tokens, found, finish = mailbox.take()
@@ -475,7 +480,9 @@ def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
         new = list(range(first, first + count))
         said += new
         mailbox.merge(Delta("r", first, new, None, logprobs=probs(new)))
-        assert backlog.held <= max(limit, 136 * max(count, 7, *(c for _, c, _ in deltas)))
+        largest = max(largest, count)
+        assert backlog.held == token_bytes * len(mailbox._tokens)
+        assert backlog.held <= max(limit, token_bytes * largest)
         if then == "take":
             assert take() is None
     ended = Finish("length")
