@@ -1,9 +1,9 @@
-"""OpenAI-shaped JSON, on its way in (`format.py` has the way out).
+"""Request JSON in OpenAI's shape -> a typed request, or a `Refusal` that names field, limit and value.
 
-`parse_completion`, `parse_chat` turn bytes into a `ValidRequest` that cannot be wrong; `fit` checks what only the
-encoded prompt and the engines' limits can tell.  After these two nobody re-checks.  All else is a `Refusal`.
+    body --parse_completion, parse_chat--> ValidRequest --fit, with the encoded prompt--> max_new_tokens of each prompt
 
-No message built here quotes prompt text: names, limits and numbers only.
+After these two steps nothing is checked again.  (`format.py` writes answers.)  No message that is built here quotes
+prompt text: only names, limits and numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from service.limits import LIMITS, broken, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-NON_FINITE_BYTES = 256 * 1024  # a broken body up to this size is parsed again, to name the field that is no number
+NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again, to name the field at fault
 
 
-CLASSES = {"high": -1, "normal": 0, "low": 1}  # the names of priorities; within a tenant the lower goes first
+CLASSES = {"high": -1, "normal": 0, "low": 1}  # named priorities; within a tenant lower numbers are served first
 
 _TYPES = {
     401: "authentication_error",
@@ -40,7 +40,7 @@ _TYPES = {
 
 
 class Refusal(Exception):
-    """The answer is an error.  `limit` and `given` say what was allowed and what came, where there is a limit."""
+    """The answer is an error.  `limit` and `given`: what is allowed and what the client sent, if there is a limit."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Refusal(Exception):
         self.given = None if given is None else shown(given)
 
     def body(self) -> bytes:
+        """Return the error as OpenAI's JSON."""
         error: dict[str, Any] = {
             "message": _encodable(self.message),
             "type": _TYPES.get(self.status, "invalid_request_error"),
@@ -72,7 +73,7 @@ class Refusal(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds (>= 1) and, finer, in milliseconds; a deadline that passed is not retried."""
+        """Return Retry-After in whole seconds (>= 1) and in milliseconds.  A missed deadline is not retried."""
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
             return {"Retry-After": str(seconds), "retry-after-ms": str(round(self.retry_after_s * 1000))}
@@ -80,7 +81,7 @@ class Refusal(Exception):
 
 
 def _encodable(text: str) -> str:
-    """`text` without the surrogates that stand for bytes of a header or path which are not UTF-8."""
+    """Return `text` without surrogates: they stand for bytes of a header or path that are not UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -88,6 +89,8 @@ def _encodable(text: str) -> str:
 
 
 class StreamOptions(msgspec.Struct):
+    """`stream_options` of a request."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -122,7 +125,7 @@ class _Common(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     priority: int | str | None = None
     user: str | None = None
-    # Would change the answer, and are not served: refused rather than quietly left out.
+    # Not supported, and they would change the answer: refused, never silently ignored.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -141,6 +144,8 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(_Common, kw_only=True):
+    """Body of POST /v1/completions."""
+
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
@@ -149,11 +154,15 @@ class CompletionBody(_Common, kw_only=True):
 
 
 class Part(msgspec.Struct):
+    """One content part of a chat message."""
+
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct):
+    """One chat message."""
+
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
@@ -162,11 +171,13 @@ class Message(msgspec.Struct):
 
 
 class ChatBody(_Common, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # As in _Common: refused where it would change the answer.
+    # As in _Common: refused if the value would change the answer.
     echo: bool | None = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -193,7 +204,7 @@ _UNSERVED = {
     "documents": "a list of documents",
     "continue_final_message": "continuing a message",
 }
-# field -> (the one value that it may have, feature): these are refused although their value may be false.
+# field -> (its one allowed value, feature): any other value is refused, false ones included.
 _FIXED: dict[str, tuple[object, str]] = {
     "prompt_logprobs": (None, "prompt_logprobs (use echo with logprobs)"),
     "add_special_tokens": (True, "a prompt without the tokenizer's special tokens"),
@@ -209,7 +220,7 @@ Prompt = str | list[int]
 
 
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request nobody needs to check again, but for what depends on the encoded prompt (see `fit`)."""
+    """A checked request.  Only what depends on the encoded prompt is still unchecked (see `fit`)."""
 
     prompts: list[Prompt]  # completions: one or more texts or token id lists; chat: empty
     messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
@@ -228,11 +239,11 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     truncate_prompt_tokens: int | None
     timeout_s: float
-    priority: int  # lower goes earlier
-    chat: bool  # which of the two endpoints asked
+    priority: int  # lower is served earlier
+    chat: bool  # it was sent to the chat endpoint
 
     def least_tokens(self, room: int) -> int:
-        """Output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
+        """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
         endless = self.sampling.ignore_eos and not self.stop and not self.sampling.stop_token_ids
         return room if endless else max(1, self.sampling.min_tokens)
 
@@ -242,8 +253,9 @@ def _bad(code: str, message: str, param: str | None, limit: Any = None, given: A
 
 
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
-    """Bytes -> `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.  `config` holds the
-    limits that the refusal of a number out of range names."""
+    """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
+
+    `config` holds the limits that the refusal of a number out of range names."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -263,7 +275,7 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
 
 
 def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
-    """The refusal of a number with so many digits that the JSON decoder does not take it."""
+    """Return the refusal of a number with too many digits for the JSON decoder."""
     known = LIMITS.get(re.split(r"[.\[]", param)[0])
     limit = (known.text(config or GatewayConfig()) if known is not None else "") or "a number of 64 bits"
     given = "a number out of range"
@@ -271,7 +283,7 @@ def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
 
 
 def _non_finite(body: bytes) -> str | None:
-    """The top-level field holding a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
+    """Return the top-level field with a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
     if len(body) > NON_FINITE_BYTES or not (b"NaN" in body or b"Infinity" in body):
         return None
     try:
@@ -284,13 +296,13 @@ def _non_finite(body: bytes) -> str | None:
 
 
 def check(key: str, value: float, config: GatewayConfig) -> None:
-    """Raises Refusal where `value` passes the limit `key` of LIMITS; it names field, limit and value."""
+    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
     if (found := broken(key, value, config)) is not None:
         raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
 
 
 def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
-    """A field of a request, or its default.  Raises Refusal."""
+    """Return a checked field of a request, or its default.  Raises Refusal."""
     if value is None:
         return default
     check(key, value, config)
@@ -305,9 +317,18 @@ def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> in
     return value
 
 
-def _past(key: str, message: str, param: str, limit: float, given: float) -> Refusal:
-    """The refusal for a limit of LIMITS that only the engines know."""
-    return Refusal(LIMITS[key].status, LIMITS[key].code, f"{param}: {message}", param=param, limit=limit, given=given)
+def limit_refusal(
+    key: str,
+    message: str,
+    limit: float,
+    *,
+    param: str | None = None,
+    given: float | str | None = None,
+    retry_after_s: float | None = None,
+) -> Refusal:
+    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
+    row = LIMITS[key]
+    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -315,11 +336,11 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def header_timeout(header: str | None, config: GatewayConfig) -> float:
-    """X-Request-Timeout in seconds, or the server's default where there is none.  Raises Refusal."""
+    """Return X-Request-Timeout in seconds, or the server's default without the header.  Raises Refusal."""
     if header is None:
         return config.default_timeout_s
     name = "x-request-timeout"
-    # float() alone also takes "nan", "1_0" and the digits of other scripts.
+    # float() alone also accepts "nan", "1_0" and the digits of other scripts.
     if not re.fullmatch(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", header):
         limit, given = LIMITS[name].text(config), shown(header)
         raise _bad("invalid_value", f"{name}: must be a number of seconds {limit}, got '{given}'", name, limit, given)
@@ -327,19 +348,19 @@ def header_timeout(header: str | None, config: GatewayConfig) -> float:
 
 
 def _priority(given: int | str) -> int:
-    """A class's number: "high", "normal" and "low", or, as in vLLM, a whole number of which the lower goes earlier."""
+    """Return a priority as a number.  "high", "normal" and "low" stand for -1, 0 and 1; lower is served earlier."""
     first, last = PRIORITIES
     if isinstance(given, str):
         if given in CLASSES:
             return CLASSES[given]
     elif first <= given <= last:
         return given
-    limit, said = f"{', '.join(CLASSES)}, or a whole number from {first} (first) to {last}", shown(given)
-    raise _bad("invalid_value", f"priority: must be one of {limit}, got {said!r}", "priority", limit, said)
+    limit, value = f"{', '.join(CLASSES)}, or a whole number from {first} (first) to {last}", shown(given)
+    raise _bad("invalid_value", f"priority: must be one of {limit}, got {value!r}", "priority", limit, value)
 
 
 def _refuse_unserved(body: _Common) -> None:
-    """Raises Refusal for a field that would change the answer and is not served."""
+    """Raise Refusal for a field that would change the answer and is not supported."""
     for name, feature in _UNSERVED.items():
         if getattr(body, name, None) not in (None, False, [], {}):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
@@ -356,12 +377,12 @@ def _refuse_unserved(body: _Common) -> None:
 
 
 def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, float]]:
-    """`logit_bias` as (token id, bias) pairs.  Raises Refusal."""
+    """Return `logit_bias` as (token id, bias) pairs.  Raises Refusal."""
     check("logit_bias entries", len(given), config)
     pairs = []
     for key, value in given.items():
         check("logit_bias keys", len(key), config)
-        if not re.fullmatch("[0-9]+", key):  # isdecimal() takes the digits of every script
+        if not re.fullmatch("[0-9]+", key):  # isdecimal() accepts the digits of every script
             raise _bad("invalid_value", "logit_bias: keys must be token ids", "logit_bias", "digits 0 to 9", shown(key))
         check("logit_bias", value, config)
         pairs.append((int(key), value))
@@ -369,13 +390,13 @@ def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, flo
 
 
 def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
-    """Raises Refusal."""
+    """Return the checked sampling parameters.  Raises Refusal."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         check(name, len(getattr(body, name) or ()), config)
     return Sampling(
         temperature=_float("temperature", body.temperature, 1.0, config),
         top_p=_float("top_p", body.top_p, 1.0, config),
-        top_k=0 if body.top_k == -1 else _int("top_k", body.top_k, 0, config),  # -1 is how other servers say "all"
+        top_k=0 if body.top_k == -1 else _int("top_k", body.top_k, 0, config),  # -1 means "all" in other servers
         min_p=_float("min_p", body.min_p, 0.0, config),
         seed=_int("seed", body.seed, 0, config) & (2**63 - 1),
         min_tokens=_int("min_tokens", body.min_tokens, 0, config),
@@ -390,7 +411,7 @@ def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
 
 
 def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
-    """Check and translate the fields both endpoints share.  `timeout_s` is for a body that names none."""
+    """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
     if body.model != served_name:
         raise Refusal(
             404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
@@ -424,7 +445,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
 
 
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
-    """The four forms of `prompt` as a list of texts or token id lists, none of them empty."""
+    """Return any of the four forms of `prompt` as a list of texts or token id lists, none of them empty."""
     prompts: list[Any]
     kinds = set() if isinstance(given, str) else set(map(type, given))
     if isinstance(given, str) or kinds == {int}:
@@ -440,7 +461,7 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
 
 
 def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
-    """POST /v1/completions.  Raises Refusal."""
+    """Parse the body of POST /v1/completions.  Raises Refusal."""
     asked: CompletionBody = decode(body, CompletionBody, config)
     fields = _common(asked, config, served_name, timeout_s)
     if asked.best_of is not None and asked.best_of != fields["n"]:
@@ -462,7 +483,7 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
 
 
 def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: content a string, absent fields absent.  Raises Refusal."""
+    """Return messages as chat templates need them: content as a string, no null fields.  Raises Refusal."""
     if not messages:
         raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
     check("messages", len(messages), config)
@@ -474,7 +495,7 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
         name = f"messages[{at}]"
         if message.role not in ROLES:
             allowed = ", ".join(ROLES)
-            # The role is echoed cut short: it is the client's own word, not prompt text.
+            # The role is repeated, cut short: it is no prompt text.
             given = message.role[:32]
             raise _bad(
                 "invalid_value", f"{name}.role: '{given}' is not one of {allowed}", f"{name}.role", allowed, given
@@ -497,7 +518,7 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
 
 
 class TokenizeBody(msgspec.Struct):
-    """POST /tokenize: a text, or messages to run through the chat template."""
+    """Body of POST /tokenize: a text, or messages for the chat template."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -506,11 +527,13 @@ class TokenizeBody(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
+    """Body of POST /detokenize."""
+
     tokens: list[int]
 
 
 def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
-    """POST /v1/chat/completions.  Raises Refusal."""
+    """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked: ChatBody = decode(body, ChatBody, config)
     fields = _common(asked, config, served_name, timeout_s)
     if asked.max_completion_tokens is not None:
@@ -532,33 +555,33 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What every live engine can take: the smallest of each, for nobody knows which one will claim the request."""
+    """The smallest of each limit over the live engines: any of them may claim the request."""
 
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     block_size: int  # tokens
     total_blocks: int
-    eos_ids: frozenset[int] = frozenset()  # tokens that end an answer; empty: not known
+    eos_ids: frozenset[int] = frozenset()  # tokens that end an answer; empty: unknown
 
 
 def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
-    """A prompt of `prompt` tokens (`least`: or more) does not fit into the model's context."""
+    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context."""
     more = "at least " if least else ""
     message = (
         f"the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
         f"{more}{prompt} in the prompt and {asked} to generate"
     )
-    return _past("context", message, param, longest, prompt + asked)
+    return limit_refusal("context", f"{param}: {message}", longest, param=param, given=prompt + asked)
 
 
 def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
-    """The texts or token ids of one request are more than a gateway takes at once."""
+    """Return the refusal of a request with more than `limit` tokens in all (`least`: it has `given` or more)."""
     message = f"at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
-    return _past("tokens", message, param, limit, given)
+    return limit_refusal("tokens", f"{param}: {message}", limit, param=param, given=given)
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
-    """max_new_tokens of each prompt.  Raises Refusal where the engines could never serve the request."""
+    """Return max_new_tokens of each prompt.  Raises Refusal if the engines could never serve the request."""
     vocab, longest = limits.vocab_size, limits.max_model_len
     sampling = valid.sampling
     for name, ids in (
@@ -569,8 +592,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             token = next(token for token in ids if not 0 <= token < vocab)
-            message = f"token ids are 0 to {vocab - 1}, got {shown(token)}"
-            raise _past("token_id", message, name, vocab - 1, token)
+            message = f"{name}: token ids are 0 to {vocab - 1}, got {shown(token)}"
+            raise limit_refusal("token_id", message, vocab - 1, param=name, given=token)
     _leave_a_token(sampling, limits)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size
@@ -582,8 +605,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         if len(ids) + asked > longest:
             raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
-            message = f"the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
-            raise _past("pool", message, param, pool, len(ids) + asked)
+            message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
+            raise limit_refusal("pool", message, pool, param=param, given=len(ids) + asked)
         room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
         if sampling.min_tokens > room:
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
@@ -593,7 +616,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 
 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
-    """Raises Refusal where no token is left for the first position: before `min_tokens` no token may end the answer.
+    """Raise Refusal if no token is left for the first position: before `min_tokens` no token may end the answer.
 
     Every other filter keeps a token: a bias is finite, and top_k, top_p and min_p keep the likeliest."""
     if not sampling.min_tokens:
@@ -606,10 +629,10 @@ def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
 
 
 def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[int], config: GatewayConfig) -> list[int]:
-    """`rooms`, with room for the log probabilities that the answer would hold.  Raises Refusal.
+    """Return `rooms`, bounded by the log probabilities that the answer may hold.  Raises Refusal.
 
-    One entry is one token or one alternative.  It takes some 12 bytes in Redis and, in an answer that is not streamed,
-    200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
+    One entry is one token or one alternative.  It takes about 12 bytes in Redis.  In an answer that is not streamed, it
+    takes 200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
     sampling, key = valid.sampling, "logprob entries"
     if sampling.logprobs < 0:
         return rooms
@@ -625,9 +648,10 @@ def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[in
 
 
 def traceparent(header: str) -> str:
-    """A W3C trace context header as it stands, or "" for one that is not well-formed: it is then as if none came.
+    """Return a W3C trace context header unchanged, or "" if it is malformed: then it is ignored.
 
-    https://www.w3.org/TR/trace-context/: version, trace id, parent id, flags; all-zero ids and version ff are void."""
+    https://www.w3.org/TR/trace-context/: version, trace id, parent id, flags.
+    All-zero ids and version ff are invalid."""
     form = r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
     return header if re.fullmatch(form, header) else ""
 
@@ -644,8 +668,9 @@ def generates(
     weight: float = 1.0,
     queued_ms: int = 0,
 ) -> list[Generate]:
-    """One order per prompt; choice number = prompt number * n + continuation.  Every seed is settled here, so that a
-    replay on another engine samples the same tokens."""
+    """Return one order per prompt; choice number = prompt number * n + continuation.
+
+    Every seed is chosen here, so that a replay on another engine samples the same tokens."""
     return [
         Generate(
             id=f"{request_id}.{at}",

@@ -1,4 +1,4 @@
-"""Read request bodies: bounded in size, in time, in bytes of all bodies together, and in how much JSON they hold.
+"""Read request bodies, bounded in size, in time, in bytes of all bodies together, and in JSON values.
 
     socket --64 KiB at a time--> unzip --> scan --> parts --> one `Body`, which counts as in flight until released
 
@@ -16,16 +16,16 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from service.api import Refusal
+from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
-from service.limits import LIMITS, STRUCTURES, VALUES, shown
+from service.limits import STRUCTURES, VALUES, shown
 
-FREE_BYTES = 16 * 1024  # of each body do not count as in flight, so that large bodies never keep out small requests
-PIECE_BYTES = 64 * 1024  # are unzipped and scanned at a time
+FREE_BYTES = 16 * 1024  # of each body that do not count, so that large bodies never keep out small requests
+PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
 
 
 class Scan:
-    """Counts the values of a JSON text that arrives in pieces.  It need not be valid JSON."""
+    """Counts the values of a JSON text that arrives in pieces.  The text need not be valid JSON."""
 
     __slots__ = ("_escaped", "_in_string", "structures", "values")
 
@@ -33,9 +33,10 @@ class Scan:
         self.structures = 0  # strings, objects and arrays
         self.values = 0  # commas outside strings: one less than the values of each object or array
         self._in_string = False
-        self._escaped = False  # the piece before ended with a backslash whose character is still to come
+        self._escaped = False  # the last piece ended with a backslash whose character has not arrived
 
     def feed(self, data: bytes) -> None:
+        """Count the values of the next piece."""
         if b"\\" in data or self._escaped:
             if self._escaped:
                 data = data[1:]
@@ -67,34 +68,35 @@ class Body:
     def hold(self, total: int) -> None:
         """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no room for them."""
         more = max(0, total - FREE_BYTES) - self._held
-        self._bodies.take(more)
+        self._bodies.reserve(more)
         self._held += more
 
     def release(self) -> None:
-        """The request does not need its body any more."""
+        """Free the body: the request does not need it any more."""
         self._bodies.held -= self._held
         self._held, self.data = 0, b""
 
 
 class Bodies:
-    """All bodies that a gateway is reading or has not dealt with yet."""
+    """All bodies that a gateway reads, or holds until their request is queued."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._room = config.max_bodies_mib * 2**20
         self.held = 0  # bytes
 
-    def take(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no room for them."""
         if self.held + more > self._room:
             message = f"the request bodies in flight are limited to {self._config.max_bodies_mib} MiB together"
-            raise Refusal(503, "too_many_bodies", message, limit=self._room, retry_after_s=1.0)
+            raise limit_refusal("bodies", message, self._room, retry_after_s=1.0)
         self.held += more
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request, max_values: int = VALUES) -> AsyncIterator[Body]:
-        """A context with the whole body; leaving it releases the body.
+        """A context with the whole body, which is released at its end.
 
-        `max_values`: numbers and other values without structure that the body may hold.  Raises Refusal: 400 for a
+        `max_values`: how many numbers and other values without structure the body may hold.  Raises Refusal: 400 for a
         broken transfer or too many values, 408 when the body is too slow, 413 when it is too long (before reading it
         if its length is announced), 415 for an unknown encoding, 503 when all bodies together are too long."""
         body = Body(self)
@@ -122,7 +124,7 @@ class Bodies:
                     parts.append(part)
         except TimeoutError:
             message = f"body: must arrive within {seconds:g} s, got {total} bytes of it"
-            raise Refusal(408, "body_timeout", message, param="body", limit=seconds, given=total) from None
+            raise limit_refusal("body time", message, seconds, param="body", given=total) from None
         except (web.RequestPayloadError, zlib.error):
             raise Refusal(
                 400, "invalid_body", "body: its transfer or content encoding is broken", param="body"
@@ -131,9 +133,9 @@ class Bodies:
 
 
 def require_json(request: web.Request) -> None:
-    """Raises Refusal(415) unless the Content-Type is application/json; parameters are ignored.
+    """Raise Refusal(415) unless the Content-Type is application/json; parameters are ignored.
 
-    A web page can send any other type, or none, to another site without asking that site first (CORS).  So a page could
+    A web page can send any other type, or none, to another site without that site's consent (CORS).  So a page could
     make a server on its reader's own machine compute.  vLLM refuses the same."""
     given = request.headers.get("Content-Type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
@@ -144,23 +146,22 @@ def require_json(request: web.Request) -> None:
 
 
 def _too_large(limit: int, given: int | str) -> Refusal:
-    row, message = LIMITS["body"], f"body: at most {limit} bytes, got {given}"
-    return Refusal(row.status, row.code, message, param=row.field, limit=limit, given=given)
+    return limit_refusal("body", f"body: at most {limit} bytes, got {given}", limit, param="body", given=given)
 
 
 def _check(scan: Scan, max_values: int) -> None:
-    """Raises Refusal when the body, as far as it has arrived, holds too many values."""
-    for given, limit, what in (
-        (scan.structures, STRUCTURES, "strings, objects and lists"),
-        (scan.values, max_values + STRUCTURES, "values"),
+    """Raise Refusal when the part of the body that has arrived holds too many values."""
+    for key, given, limit, what in (
+        ("body structures", scan.structures, STRUCTURES, "strings, objects and lists"),
+        ("body values", scan.values, max_values + STRUCTURES, "values"),
     ):
         if given > limit:
             message = f"body: at most {limit} {what}, got more than {limit}"
-            raise Refusal(400, "too_many", message, param="body", limit=limit, given=f"more than {limit}")
+            raise limit_refusal(key, message, limit, param="body", given=f"more than {limit}")
 
 
 async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives, decoded, in pieces of at most PIECE_BYTES; the loop runs between two of them."""
+    """Yield the decoded body as it arrives, in pieces of at most PIECE_BYTES.  The loop runs between two of them."""
     unzip = _decompressor(request)
     while data := await request.content.readany():
         for at in range(0, len(data), PIECE_BYTES):

@@ -1,8 +1,8 @@
-"""The `quire` command: starts the other processes and keeps them running; imports neither of them.
+"""The `quire` command: start the other processes, and keep them running.  It imports none of them.
 
 quire serve [MODEL]   Redis, one engine and some gateways under one supervisor, for one machine
 quire gateway | engine   one process of a larger deployment, around a Redis of your own
-quire quarantine         requests that were set aside because they killed their engine
+quire quarantine         requests that are held back because they killed their engine
 """
 
 from __future__ import annotations
@@ -38,42 +38,44 @@ Each says more with --help."""
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
-CONFIG_ERROR = 2  # exit status of a child that another start can't help
-FAILURES = 5  # first starts that may fail
-BACKOFF_S = (0.5, 30.0)  # first and longest pause before another start; none for a child that had been up
-ENGINE_GRACE_S = 5.0  # its gateways have gone by then: what is left has lost its clients, and may wait in the queue
+CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
+FAILURES = 5  # failed starts in a row after which a child that was never up is given up
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
+ENGINE_GRACE_S = 5.0  # the gateways have ended by then: requests that are left have no client and can wait
 ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
 POLL_S = 0.2
-KEEPERS_S = 5.0  # after its child has ended, a keeper has so long to end the spare
-# With so few cores the next spare starts once the engine that takes over is up: its imports take seconds of a core.
-# With more it starts at once, to be ready for a second death that soon follows the first.
+KEEPERS_S = 5.0  # for each keeper to end its spare, after its child has ended
+# With at most this many cores, the next spare starts once the engine that takes over is up: its imports take seconds of
+# a core.  With more, it starts at once, to be ready for a second death soon after the first.
 FEW_CORES = 2
 
 Children = list["Child"]
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `quire serve` itself needs to know; the rest is passed on."""
+    """Options of `quire serve` itself; it passes all others on."""
 
     gateways: Annotated[int, Meta(ge=1, le=256, description="Gateway processes, all on one port.")] = 1
     redis_url: Annotated[
-        str, Meta(description="redis://, rediss:// or unix:// URL; empty: a private Redis that ends with this command.")
+        str, Meta(description="redis://, rediss:// or unix:// URL. Empty: a private Redis that ends with this command.")
     ] = ""
     spare: Annotated[
         bool,
         Meta(
-            description="Keep a second engine process that has imported and prepared everything and loaded no weights: "
-            "it takes over when the engine dies, many seconds sooner than a new one could. It takes 0.4 GB of memory; "
-            "see spare_on_gpu for what it holds on a GPU."
+            description="Keep a second engine process that has imported and prepared everything but the "
+            "weights. It takes "
+            "over when the engine dies, many seconds sooner than a new process could. It takes 0.4 GB of memory. See "
+            "spare_on_gpu for what it holds on a GPU."
         ),
     ] = True
     data_dir: Annotated[
-        str, Meta(description="Where the private Redis keeps its queue over a restart; empty: nowhere.")
+        str,
+        Meta(description="Directory where the private Redis keeps its queue over a restart. Empty: it keeps nothing."),
     ] = ""
 
 
 class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where `quire quarantine` looks."""
+    """Options of `quire quarantine`."""
 
     redis_url: Annotated[str, Meta(description="redis://, rediss:// or unix:// URL.")] = "redis://127.0.0.1:6379/0"
     namespace: Annotated[str, Meta(description="Prefix of every Redis key.")] = "quire"
@@ -84,7 +86,7 @@ class GivenUp(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
+    """Run the console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
     if (command == "serve" or command in PROCESSES) and (
@@ -105,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
 
-    What neither it nor a gateway knows is the engine's, who refuses what it does not know either; a file is for all.
-    So that a value is never taken for the model, MODEL must be the first word.
+    Words that neither it nor a gateway knows go to the engine, which refuses unknown ones.  A file goes to all.  MODEL
+    must be the first word, so that a value is never taken for the model.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -134,6 +136,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def serve(argv: Sequence[str]) -> int:
+    """Run `quire serve`.  Returns the exit status."""
     prog = "quire serve"
     if "-h" in argv or "--help" in argv:
         print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
@@ -158,10 +161,10 @@ def serve(argv: Sequence[str]) -> int:
             embedded.start()
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
-        name = settings.process_name()  # lasts over restarts of a child, who then finds its own again
+        name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
         shared = ["--model", model]
-        os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to everybody on the machine
-        # One page for each process, on ports of their own: the engine's first, then the gateways'.
+        os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
+        # Each process has a metrics page on a port of its own: first the engine, then the gateways.
         pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
         grace = ["--grace-s", str(ENGINE_GRACE_S)]
         engine = Child(
@@ -192,11 +195,11 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0.  Raises GivenUp when it is taken: gateways share ports, so they would not notice."""
+    """Return `port`, or a free one for 0.  Raises GivenUp when it is in use: gateways share ports, so none would."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections long closed
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite connections that were closed lately
             probe.bind(address)
             found: int = probe.getsockname()[1]
     except OSError as error:
@@ -205,7 +208,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def builtin_model() -> str:
-    """Directory of the small built-in checkpoint, made on first use.  Raises GivenUp."""
+    """Return the directory of the small built-in checkpoint, which is made on first use.  Raises GivenUp."""
     made = subprocess.run(
         [sys.executable, "-m", "engine.executor.models.builtin"], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -215,7 +218,7 @@ def builtin_model() -> str:
 
 
 async def check_redis(url: str, namespace: str) -> None:
-    """Raises BusDown: better before a model is loaded than after."""
+    """Raise BusDown if Redis cannot be used, before a model is loaded."""
     bus = GatewaySide(url, "supervisor", namespace=namespace)
     try:
         await bus.open()
@@ -224,7 +227,7 @@ async def check_redis(url: str, namespace: str) -> None:
 
 
 def quarantine(words: Sequence[str]) -> int:
-    """`list`, `show ID` or `drop ID` (`drop all`).  Prints JSON, one request a line for list; 1 for an unknown id."""
+    """Run `list`, `show ID` or `drop ID` (`drop all`).  Prints a JSON line a request.  Returns 1 for an unknown id."""
     prog = "quire quarantine"
     action, *rest = [*words, ""]
     wanted = rest.pop(0) if action in ("show", "drop") else ""
@@ -255,11 +258,11 @@ def quarantine(words: Sequence[str]) -> int:
 
 
 class Child:
-    """One supervised process, restarted when it ends by itself."""
+    """One supervised process, which restarts when it ends by itself."""
 
     def __init__(self, name: str, words: list[str], stop_s: float, *, standby: bool = False) -> None:
         """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `standby`: keep a spare,
-        started with --standby, that takes over when it ends."""
+        started with --standby, which takes over when it ends."""
         self._name = name
         self._words = words
         self._stop_s = stop_s
@@ -269,28 +272,34 @@ class Child:
         self._stopping = asyncio.Event()
 
     async def keep(self) -> None:
-        """Run it until stop().  Raises GivenUp when it can't be started: at once for a bad configuration, else after
-        the first FAILURES starts if it was never up.  One that has been up is started again for ever, at once where it
-        was up to the last: whatever it lacks now, Redis perhaps, may come back."""
-        with readiness.ReadinessListener() as ear:
+        """Run the process until stop().
+
+        Raises GivenUp when it was never up: at once if it ends with CONFIG_ERROR, else after FAILURES starts.  A
+        process that was up once restarts for ever, at once if its last run was up: what it lacks now, such as Redis,
+        may return."""
+        with readiness.ReadinessListener() as listener:
             try:
-                await self._keep(ear)
+                await self._keep(listener)
             finally:
                 await self._end_spare()
 
-    async def _keep(self, ear: readiness.ReadinessListener) -> None:
-        failures, first, known = 0, True, False
+    async def _keep(self, listener: readiness.ReadinessListener) -> None:
+        failures, known = 0, False
         while not self._stopping.is_set():
             spare = self._promoted()
-            self._process = spare or await self._start(ear)
+            self._process = spare or await self._start(listener)
+            if self._stopping.is_set():  # stop() found no process to signal; this one has done nothing yet
+                self.kill()
+                await self._process.wait()
+                return
             if spare and len(os.sched_getaffinity(0)) > FEW_CORES:
-                self._spare = await self._start(ear, "--standby")
-            status, up = await self._watch(self._process, ear)
+                self._spare = await self._start(listener, "--standby")
+            status, up = await self._watch(self._process, listener)
             if self._stopping.is_set():
                 return
-            if first and status == CONFIG_ERROR:
+            known = known or up
+            if status == CONFIG_ERROR and not known:
                 raise GivenUp(f"the {self._name} cannot start (its reason is above)")
-            first, known = False, known or up
             failures = 0 if up else failures + 1
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if failures == FAILURES and not known:
@@ -301,7 +310,7 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     async def _end_spare(self) -> None:
-        """Kill the spare, and wait until the event loop has let go of its pipe."""
+        """Kill the spare, and wait until the event loop has closed its pipe."""
         spare, self._spare = self._spare, None
         if spare is None:
             return
@@ -313,47 +322,50 @@ class Child:
         with contextlib.suppress(OSError):
             await spare.stdin.wait_closed()
 
-    async def _start(self, ear: readiness.ReadinessListener, *words: str) -> asyncio.subprocess.Process:
+    async def _start(self, listener: readiness.ReadinessListener, *words: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *self._words,
             *words,
             stdin=subprocess.PIPE if words else subprocess.DEVNULL,
             stdout=sys.stderr,
-            env={**os.environ, readiness.VARIABLE: ear.address},
-            process_group=0,  # Ctrl-C reaches us alone, so that we can stop them in order
+            env={**os.environ, readiness.VARIABLE: listener.address},
+            process_group=0,  # Ctrl-C reaches only the supervisor, which stops its children in order
             preexec_fn=die_with_parent(),
         )
 
     def _promoted(self) -> asyncio.subprocess.Process | None:
-        """The spare, told that its turn has come; None without a living one."""
+        """Promote the spare: signal it to take over.  Returns None without a living spare."""
         spare, self._spare = self._spare, None
         if spare is None or spare.returncode is not None:
             return None
         assert spare.stdin is not None
-        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority than ours
+        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority
             os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
         spare.stdin.write(b"now\n")
         spare.stdin.close()
         return spare
 
-    async def _watch(self, process: asyncio.subprocess.Process, ear: readiness.ReadinessListener) -> tuple[int, bool]:
-        """Until it ends: its status, and whether it had been up.  Once it is up a spare is started, if there is none: a
-        first start shall not compete with it."""
+    async def _watch(
+        self, process: asyncio.subprocess.Process, listener: readiness.ReadinessListener
+    ) -> tuple[int, bool]:
+        """Wait until the process ends.  Returns its status, and whether it was up.
+
+        Once it is up, a spare starts if there is none.  So a spare never competes with a first start."""
         ending = asyncio.create_task(process.wait())
         try:
             up = False
             while not (up or ending.done()):
                 await asyncio.wait([ending], timeout=POLL_S)
-                up = ear.heard()
+                up = listener.heard()
             if self._standby and not ending.done() and (self._spare is None or self._spare.returncode is not None):
-                self._spare = await self._start(ear, "--standby")
+                self._spare = await self._start(listener, "--standby")
             return await ending, up
         finally:
             ending.cancel()
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not end it in time."""
+        """Send SIGTERM, and SIGKILL if the process does not end in time."""
         self._stopping.set()
         if self._process is None or self._process.returncode is not None:
             return
@@ -361,11 +373,15 @@ class Child:
         try:
             await asyncio.wait_for(self._process.wait(), self._stop_s)
         except TimeoutError:
-            print(f"quire serve: the {self._name} did not end in {self._stop_s:g} s, killing it", file=sys.stderr)
+            print(
+                f"quire serve: the {self._name} did not end in {self._stop_s:g} s after SIGTERM; killing it",
+                file=sys.stderr,
+            )
             self.kill()
             await self._process.wait()
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         self._stopping.set()
         self._signal(signal.SIGKILL)
 
@@ -376,7 +392,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps one engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
+    """Keeps an engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
 
     def __init__(self, engine: Child, gateways: Children, embedded: EmbeddedRedis | None, host: str, port: int) -> None:
         self._engine, self._gateways, self._embedded = engine, gateways, embedded
@@ -386,7 +402,7 @@ class Supervisor:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns after a drain.  Raises GivenUp, everything stopped, when a child cannot be kept running."""
+        """Run until a signal, then drain.  Raises GivenUp, with all stopped, when a child cannot be kept running."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -394,7 +410,7 @@ class Supervisor:
         keepers = [asyncio.create_task(child.keep()) for child in children]
         helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]
         stop = asyncio.create_task(self._stop.wait())
-        # Helpers belong here for their errors; the announcement ends by itself and must not end the rest.
+        # Helpers are watched for their errors.  The announcement ends by itself, which must not end the rest.
         watched: set[asyncio.Task[Any]] = {*keepers, *helpers, stop}
         try:
             while not stop.done():
@@ -404,7 +420,7 @@ class Supervisor:
         finally:
             for task in [*helpers, stop]:
                 task.cancel()
-            # Gateways first: they finish the streams they have, for which they need the engine; it needs Redis.
+            # Gateways first: they finish their streams, for which they need the engine.  The engine needs Redis.
             await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
             await self._engine.stop()
             # Each keeper ends with its processes.  Cancelled earlier it would leave a spare to a closed event loop.
@@ -417,13 +433,13 @@ class Supervisor:
         self._signals += 1
         self._stop.set()
         if self._signals == 1:
-            print("quire serve: finishing what runs; once more to stop at once", file=sys.stderr)
+            print("quire serve: finishing running requests; send the signal again to stop at once", file=sys.stderr)
         else:
             for child in [self._engine, *self._gateways]:
                 child.kill()
 
     async def _keep_redis(self) -> None:
-        """Start the embedded Redis again should it die; its file has everything, and both sides reconnect."""
+        """Restart the embedded Redis if it dies.  Its file holds all data, and both sides reconnect."""
         while self._embedded is not None:
             await asyncio.sleep(POLL_S)
             if self._embedded.pid is None:
@@ -431,11 +447,11 @@ class Supervisor:
                 self._embedded.start()
 
     async def _announce(self) -> None:
-        """Wait until a request would be answered; then say where and how."""
+        """Wait until a request would be answered; then print the address and an example."""
         while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
             await asyncio.sleep(POLL_S)
         models = await asyncio.to_thread(self._get, "/v1/models")
-        name = models["data"][0]["id"] if models else ""  # none when keys are needed to see it
+        name = models["data"][0]["id"] if models else ""  # empty if reading it needs a key
         body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 16, "stream": True})
         print(
             f"serving {name} at {self._base}/v1\n"
@@ -444,7 +460,7 @@ class Supervisor:
         )
 
     def _get(self, path: str) -> Any:
-        """The JSON there, or None for any other answer than 200."""
+        """Return the JSON at a path, or None for any status but 200."""
         direct = urllib.request.build_opener(
             urllib.request.ProxyHandler({})
         )  # not through a proxy from the environment

@@ -1,4 +1,4 @@
-"""GatewayConfig: all an operator may set on a gateway.  The only reader of files and environment in `service`."""
+"""GatewayConfig: every option of a gateway, with unit, default and reason."""
 
 from __future__ import annotations
 
@@ -11,102 +11,118 @@ from msgspec import Meta
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
 
-    model: Annotated[str, Meta(description="Directory or hub name: its tokenizer and chat template are used.")] = ""
-    served_name: Annotated[str, Meta(description="Name clients use; empty: the model's own.")] = ""
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
+    model: Annotated[
+        str, Meta(description="Directory or hub name of the model. A gateway loads its tokenizer and chat template.")
+    ] = ""
+    served_name: Annotated[str, Meta(description="Model name for clients. Empty: the directory's or hub's name.")] = ""
+    host: Annotated[str, Meta(description="Address to listen on. 0.0.0.0: every interface.")] = "127.0.0.1"
     port: Annotated[
-        int, Meta(ge=0, le=65535, description="TCP port; several gateway processes may share it; 0: any free one.")
+        int,
+        Meta(
+            ge=0, le=65535, description="TCP port of the API. Several gateway processes may share it. 0: any free port."
+        ),
     ] = 8000
     metrics_port: Annotated[
         int,
         Meta(
             ge=0,
             le=65535,
-            description="TCP port of this process alone for /metrics and /health; 0: none. A gateway with API keys or "
-            "tenants serves /metrics here only. With several gateways on "
-            "one port its /metrics answers for any one of them: scrape these. `quire serve` counts up from it: "
-            "the engine first, then each gateway.",
+            description="TCP port of this process alone for /metrics and /health. 0: none. A gateway with API keys or "
+            "tenants serves /metrics here only. Gateways that share an API port answer its /metrics in turn: scrape "
+            "this port instead. `quire serve` counts up from it: the engine first, then each gateway.",
         ),
     ] = 0
     vllm_metrics: Annotated[
-        bool, Meta(description="Repeat figures under vLLM's names, for dashboards and autoscalers made for it.")
+        bool, Meta(description="Repeat metrics under vLLM's names, for dashboards and autoscalers made for vLLM.")
     ] = False
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Of the log on stderr: one line a record either way.")
+        Literal["text", "json"], Meta(description="Format of the log on stderr. Either way a record is one line.")
     ] = "text"
     otlp_endpoint: Annotated[
         str,
         Meta(
-            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; empty: as "
-            "OTEL_EXPORTER_OTLP_ENDPOINT says, and no traces without it."
+            description="Base URL of an OpenTelemetry collector (OTLP over HTTP) for traces. Empty: the variable "
+            "OTEL_EXPORTER_OTLP_ENDPOINT decides, and without it there are no traces."
         ),
     ] = ""
     trace_sample: Annotated[
-        float, Meta(ge=0, le=1, description="Fraction of requests to trace, of those that bring no trace themselves.")
+        float,
+        Meta(ge=0, le=1, description="Fraction of requests to trace, of those without a trace context of their own."),
     ] = 1.0
     trace_prompts: Annotated[
-        bool, Meta(description="Put prompts and answers into traces: whoever reads those reads them.")
+        bool, Meta(description="Put prompts and answers into traces. All readers of the traces can then read them.")
     ] = False
     redis_url: Annotated[str, Meta(description="redis://, rediss:// (TLS) or unix:// URL, password included.")] = (
         "redis://127.0.0.1:6379/0"
     )
-    namespace: Annotated[str, Meta(description="Prefix of every Redis key: one deployment, one namespace.")] = "quire"
+    namespace: Annotated[str, Meta(description="Prefix of every Redis key. Give each deployment its own.")] = "quire"
     gateway_id: Annotated[
-        str, Meta(description="Unique name of this process; empty: host name, process id and a random part.")
+        str, Meta(description="Unique name of this process. Empty: host name, process id and a random part.")
     ] = ""
     api_keys: Annotated[
         list[str],
-        Meta(description="Bearer keys that may use /v1, /tokenize and /detokenize; without any key everybody may."),
+        Meta(
+            description="Bearer keys for /v1, /tokenize and /detokenize. Without keys and tenants, every "
+            "client may use them."
+        ),
     ] = []
     tenants: Annotated[
-        str, Meta(description="TOML file of tenants: weight and key digests (service/tenants.py). Fair between them.")
+        str,
+        Meta(
+            description="TOML file of tenants, with weights and key digests (see service/tenants.py). The "
+            "queue is fair between "
+            "tenants."
+        ),
     ] = ""
     literal_content: Annotated[
         bool,
         Meta(
-            description="Encode the content of chat messages as text, also where it reads like a special token of the "
-            "model, so that no user can end a message and write another one. System and developer messages may hold "
-            "special tokens. Off: every message may, as in vLLM."
+            description="Encode the content of chat messages as text, even if it reads like a special "
+            "token. So no user "
+            "can end a message and write another one. System and developer messages may hold special tokens. Off: "
+            "every message may, as in vLLM."
         ),
     ] = True
     max_body_bytes: Annotated[
         int,
         Meta(
             ge=1024,
-            description="Largest request body, unzipped; 413 as soon as more is announced or arrives. The default "
-            "holds a prompt of 400,000 tokens. Each MiB of text holds the event loop for up to 7 ms.",
+            description="Largest request body, unzipped. A larger one is 413, as soon as it is announced or "
+            "arrives. The "
+            "default holds a prompt of 400,000 tokens. Each MiB of text blocks the event loop for up to 7 ms.",
         ),
     ] = 4 * 1024 * 1024
     max_bodies_mib: Annotated[
         int,
         Meta(
             ge=1,
-            description="MiB of request bodies in memory at once, each but for its first 16 KiB, from their arrival "
-            "until the request is queued; beyond them the answer is 503.",
+            description="MiB of request bodies in memory at once, from their arrival until the request is queued. The "
+            "first 16 KiB of each do not count. Beyond the limit the answer is 503.",
         ),
     ] = 256
     body_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds a request body may take to arrive; then the answer is 408. Raise it for large bodies "
-            "over slow lines: the default allows 4 MiB at 70 KiB/s.",
+            description="Seconds that a request body may take to arrive. Then the answer is 408. Raise it for large "
+            "bodies over slow lines: the default allows 4 MiB at 70 KiB/s.",
         ),
     ] = 60.0
     header_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds a new connection may take to send a whole request head, and a kept one from the first "
-            "byte of the next; then it is closed.",
+            description="Seconds that a request head may take to arrive, from the connection's start or from the first "
+            "byte of the next request. Then the connection is closed.",
         ),
     ] = 15.0
     keepalive_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds a connection may stay open without a request. Keep it longer than a proxy in front "
-            "does, which otherwise meets closed connections.",
+            description="Seconds that a connection may stay open without a request. Set it longer than a "
+            "proxy in front "
+            "does, or the proxy sends requests on closed connections.",
         ),
     ] = 630.0
     max_connections: Annotated[
@@ -114,18 +130,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             ge=1,
             description="Client connections at once, 15 KiB of memory each. The next one replaces the longest idle "
-            "one. If none is idle, only probes are answered, others are 503. Open files limit it further.",
+            "one. If none is idle, only probes are answered, and all else is 503. The limit of open files "
+            "bounds it too.",
         ),
     ] = 20_000
     max_messages: Annotated[
-        int, Meta(ge=1, description="Messages in one chat request: the chat template runs 10 to 30 us for each.")
+        int, Meta(ge=1, description="Messages in one chat request. The chat template takes 10 to 30 us for each.")
     ] = 4096
     max_prompt_tokens: Annotated[
         int,
         Meta(
             ge=1,
-            description="Tokens of all prompts of one request together, before truncation, and of one /tokenize or "
-            "/detokenize. One prompt may always have the model's whole context.",
+            description="Tokens of all prompts of one request together, before truncation. It also bounds "
+            "/tokenize and "
+            "/detokenize. One prompt may always fill the model's whole context.",
         ),
     ] = 262_144
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
@@ -135,61 +153,78 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int,
         Meta(
             ge=1,
-            description="Log probabilities in one answer: tokens, with echo also prompt tokens, times n times "
-            "(alternatives + 1). An entry takes about 12 bytes in Redis, and 200 to 600 in a gateway where the "
-            "answer is not streamed. The default, 75 MiB at most, scores 65,536 prompt tokens with one alternative "
-            "each; far more would hold the event loop for over 50 ms when they arrive.",
+            description="Log probabilities in one answer: tokens (with echo also prompt tokens) x n x (alternatives + "
+            "1). An entry takes about 12 bytes in Redis. In a gateway it takes 200 to 600 if the answer is not "
+            "streamed. The default (75 MiB at most) scores 65,536 prompt tokens with one alternative each. Far more "
+            "would block the event loop for over 50 ms when they arrive.",
         ),
     ] = 131_072
-    max_stop_strings: Annotated[int, Meta(ge=0, description="Each costs a search in every token's text.")] = 16
+    max_stop_strings: Annotated[
+        int, Meta(ge=0, description="Stop strings of one request. Each costs a search in every token's text.")
+    ] = 16
     max_stop_chars: Annotated[
-        int, Meta(ge=1, description="Length of one stop string: that much text may be held back.")
+        int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
     ] = 256
     max_token_list: Annotated[
         int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids and allowed_token_ids.")
     ] = 1024
     default_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds a request may take, queue included, when it names no timeout itself.")
+        float,
+        Meta(gt=0, description="Seconds that a request may take, time in the queue included, if it names no timeout."),
     ] = 600.0
-    max_timeout_s: Annotated[float, Meta(gt=0, description="Longest timeout a request may ask for, seconds.")] = 3600.0
+    max_timeout_s: Annotated[float, Meta(gt=0, description="Longest timeout, in seconds, that a request may name.")] = (
+        3600.0
+    )
     heartbeat_s: Annotated[
-        float, Meta(gt=0, description="Seconds of silence before a keep-alive comment; proxies cut idle streams at 50.")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds of silence before a keep-alive comment. Proxies cut streams that are idle for 50 s.",
+        ),
     ] = 10.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="Seconds running streams may go on after SIGTERM; then they end in an error.")
+        float, Meta(ge=0, description="Seconds that running answers may take after SIGTERM. Then they end in an error.")
     ] = 30.0
     debug_endpoints: Annotated[
         bool,
-        Meta(description="Serve POST /debug/audit: every engine audits the books of its KV blocks, and says so."),
+        Meta(description="Serve POST /debug/audit: every engine checks its block accounting and reports."),
     ] = False
-    fleet_s: Annotated[float, Meta(gt=0, description="Seconds between readings of the engines' leases.")] = 0.25
+    fleet_s: Annotated[
+        float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
+    ] = 0.25
     queue_wait_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Longest estimated wait in the queue, seconds; beyond it the answer is 429 and a time to come "
-            "again. A quarter of the time to the first token that is good enough: waits differ from their estimate.",
+            description="Longest estimated wait in the queue, in seconds. Beyond it the answer is 429 with a time to "
+            "return. Set it to a quarter of an acceptable time to first token, since waits differ from estimates.",
         ),
     ] = 0.5
     resume_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds that a request whose client was lost goes on and waits for it to come back: after its "
-            "gateway died, or where the client said that it would (Idempotency-Key, X-Resumable).",
+            description="Seconds that a request keeps running without its client, which may resume it. It "
+            "applies after "
+            "its gateway died, or if the client sent Idempotency-Key or X-Resumable.",
         ),
     ] = 30.0
     backlog_mib: Annotated[
-        int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory; the rest waits in Redis.")
+        int, Meta(ge=1, description="MiB of tokens that may wait for slow readers in memory. The rest waits in Redis.")
     ] = 64
     max_open: Annotated[
-        int, Meta(ge=1, description="Requests open at once, slow bodies and readers included; beyond them: 503.")
+        int,
+        Meta(
+            ge=1,
+            description="Requests open at once, slow bodies and readers included. Beyond the limit the answer is 503.",
+        ),
     ] = 16_384
     retain_s: Annotated[
         float,
         Meta(
             ge=15,
-            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, and what "
-            "was asked for beside it (logprobs). A request that never ends leaves a minute after its deadline.",
+            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, "
+            "plus logprobs "
+            "if asked for. A request that never ends is removed a minute after its deadline.",
         ),
     ] = 60.0

@@ -1,14 +1,14 @@
-"""Connections of the API's port: how many there may be, and how long one may be silent.
+"""Connections of the API's port: their number and their silence are bounded.
 
 aiohttp has no timeout for a request's head and no limit of connections.  So each connection gets a `Connection` in
-front of aiohttp's protocol.  It passes everything on, and closes what is silent for too long:
+front of aiohttp's protocol.  It passes everything on, and closes a connection that is silent for too long:
 
     accepted --header_timeout_s--> head complete --> request (the body has its own timeout) --> answered
                                         ^--header_timeout_s-- first byte of the next <--keepalive_s--'
 
-At `max_connections` the next one takes the place of the connection that has been without a request for longest.  If
-every connection has a request, RESERVE more are accepted for the probes alone (`/ping`, `/health`, `/ready`,
-`/metrics`), so that a full gateway does not look like a dead one.
+At `max_connections` a new connection replaces the one that has been idle for longest.  If every connection has a
+request, RESERVE more are accepted for probes only (`/ping`, `/health`, `/ready`, `/metrics`).  Otherwise a full gateway
+would look like a dead one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import cast
 
 from aiohttp import web
 
-from service.api import Refusal
+from service.api import limit_refusal
 from service.config import GatewayConfig
 
 PROBES = ("/ping", "/health", "/ready", "/metrics")
 RESERVE = 64  # connections for probes, when every other one has a request
-OTHER_FILES = 128  # open files that are no clients: Redis, logs, libraries, sockets that listen
-READ_BYTES = 16 * 1024  # from one socket before others have their turn: tiny chunks cost aiohttp 4 microseconds each
+OTHER_FILES = 128  # open files besides clients: Redis, logs, libraries, listening sockets
+READ_BYTES = 16 * 1024  # read from one socket before others are served: tiny chunks cost aiohttp 4 microseconds each
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-ACCEPT = 64  # are accepted before others have their turn: one takes 0.1 ms
+ACCEPT = 64  # accepted in one turn of the event loop: one takes 0.1 ms
 
 
 class Connection(asyncio.Protocol):
@@ -37,8 +37,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._all, self._inner = connections, inner
         self._timer: asyncio.TimerHandle | None = None
-        self._begun = True  # bytes of a request are expected now, or have arrived: its head has header_timeout_s
-        self._entered = False  # counted, and known to aiohttp
+        self._begun = True  # a request is expected or has begun to arrive: its head has header_timeout_s
+        self._entered = False  # counted, and passed to aiohttp
         self.probes_only = False
         self.transport: asyncio.Transport | None = None
 
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._wait(self._all.config.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        if not self._begun:  # of the next request on this connection
+        if not self._begun:  # the first bytes of the next request
             self._begun = True
             self._wait(self._all.config.header_timeout_s)
         self._inner.data_received(data)
@@ -74,20 +74,21 @@ class Connection(asyncio.Protocol):
         if self._entered:
             self._inner.connection_lost(exc)
 
-    def begin(self) -> None:
-        """The head of a request is complete."""
+    def begin_request(self) -> None:
+        """Stop the timer: the head of a request is complete."""
         self._begun = True
         self._stop_waiting()
         self._all.idle.pop(self, None)
 
-    def end(self) -> None:
-        """The request is answered; another one may follow."""
+    def end_request(self) -> None:
+        """Start the idle timer: the request is answered, and another may follow."""
         if self.transport is not None and not self.transport.is_closing():
             self._begun = False
             self._all.idle[self] = None
             self._wait(self._all.config.keepalive_s)
 
     def abort(self) -> None:
+        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -105,10 +106,10 @@ class Connections:
     """All client connections of a gateway."""
 
     def __init__(self, config: GatewayConfig, open_files: int) -> None:
-        """`open_files`: how many the process may have."""
+        """`open_files`: how many files the process may have open."""
         self.config = config
         self.limit = max(1, min(config.max_connections, open_files - OTHER_FILES - RESERVE))
-        self.idle: dict[Connection, None] = {}  # those without a request, the longest idle first
+        self.idle: dict[Connection, None] = {}  # connections without a request, the longest idle first
         self._by_transport: dict[asyncio.BaseTransport, Connection] = {}
         self._server: asyncio.Server | None = None
 
@@ -116,7 +117,7 @@ class Connections:
         return len(self._by_transport)
 
     async def listen(self, server: web.Server, host: str, port: int) -> int:
-        """Accept connections, and return their port; other processes may listen there, too.  Raises OSError."""
+        """Accept connections, and return the port; other processes may listen there, too.  Raises OSError."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self, server()), host, port, backlog=ACCEPT, reuse_port=True
@@ -128,22 +129,23 @@ class Connections:
         return found
 
     def stop_listening(self) -> None:
+        """Accept no more connections; those that are open stay."""
         if self._server is not None:
             self._server.close()
 
     def of(self, request: web.BaseRequest) -> Connection | None:
-        """The request's connection; None when it is gone, or is not one of these."""
+        """Return the connection of a request; None when it is closed, or is not one of these."""
         return self._by_transport.get(request.transport) if request.transport is not None else None
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raises Refusal(503) for a request that came over a connection of the reserve and is no probe."""
+        """Raise Refusal(503) for a request on a connection of the reserve, unless it is a probe."""
         found = self.of(request)
         if found is not None and found.probes_only and request.path not in PROBES:
             message = f"this gateway has {self.limit} connections at a time"
-            raise Refusal(503, "too_many_connections", message, limit=self.limit, retry_after_s=1.0)
+            raise limit_refusal("connections", message, self.limit, retry_after_s=1.0)
 
     def enter(self, one: Connection) -> bool:
-        """Count a new connection; False when there is no room for it."""
+        """Count a new connection.  Returns False when there is no room for it."""
         assert one.transport is not None
         if len(self) >= self.limit:
             longest = next(iter(self.idle), None)
@@ -159,6 +161,7 @@ class Connections:
         return True
 
     def leave(self, one: Connection) -> None:
+        """Forget a connection that is closed."""
         self.idle.pop(one, None)
         if one.transport is not None:
             self._by_transport.pop(one.transport, None)

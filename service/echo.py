@@ -1,7 +1,8 @@
-"""What `echo` repeats of a prompt, and where in it each token begins.
+"""Echo: the text of a prompt that the answer repeats, and where each token begins in it.
 
-A prompt that came as text is repeated as it came.  Its tokens may say more: the begin token that the tokenizer adds,
-or the space that SentencePiece puts first.  Offsets are of the repeated text, so `text[offset:]` begins with the token.
+A prompt that was sent as text is repeated unchanged.  Its tokens may hold more: the begin token that the tokenizer
+adds, or the space that SentencePiece puts first.  Offsets refer to the repeated text: `text[offset:]` begins with the
+token.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Iterable
 
 
 def aligned(text: str, pieces: Iterable[bytes]) -> tuple[str, list[int]]:
-    """The text to repeat, and for each token the characters of it before that token.
+    """Return the text to repeat, and for each token the number of characters before it.
 
-    `pieces`: the bytes of each token; b"" for one that has no text there.  Where they do not end in `text`, the
-    tokenizer has changed it: then the text of the tokens comes back instead."""
-    decoder, said, starts, length = codecs.getincrementaldecoder("utf-8")("replace"), [], [], 0
+    `pieces`: the bytes of each token; b"" for a token without text.  If they do not end in `text`, the tokenizer has
+    changed it: then the text of the tokens is returned instead."""
+    decoder, parts, starts, length = codecs.getincrementaldecoder("utf-8")("replace"), [], [], 0
     for piece in pieces:
         starts.append(length)
-        said.append(decoder.decode(piece))
-        length += len(said[-1])
-    said.append(decoder.decode(b"", final=True))
-    whole = "".join(said)
+        parts.append(decoder.decode(piece))
+        length += len(parts[-1])
+    parts.append(decoder.decode(b"", final=True))
+    whole = "".join(parts)
     if not whole.endswith(text):
         return whole, starts
     more = len(whole) - len(text)

@@ -1,7 +1,7 @@
-"""OpenAI-shaped JSON, on its way out: one request's answer, whole or as chunks whose constant parts are built once.
+"""Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
 
-Every chunk carries an event id that says how much of the answer its reader has had by then (`Position`), so that any
-gateway can go on from there (`resume.py`).
+Every chunk carries an event id: how much of the answer the reader has after it (`Position`).  So any gateway can
+continue from there (`resume.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import msgspec
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
 
-TURN_ALTERNATIVES = 4096  # of logprobs are encoded before other requests have their turn: about 3 ms
+TURN_ALTERNATIVES = 4096  # of logprobs, encoded before other requests run: about 3 ms
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How much of an answer a client has had: what an event id says, written `ID:TOKENS[:ENDED]`.
+    """How much of an answer a client has.  An event id holds it, written `ID:TOKENS[:ENDED]`.
 
-        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing at all of choice 1, 20 tokens of choice 2
+        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
         cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
         cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
-        cmpl-5f0c:17,9,20:done   all there is
+        cmpl-5f0c:17,9,20:done   the whole answer
 
-    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of so many tokens is a function of
-    the tokens, so nothing else need be known to go on at exactly the next character."""
+    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of the first N tokens is a function
+    of the tokens.  So nothing else is needed to continue at exactly the next character."""
 
     request_id: str
     tokens: tuple[int | None, ...]  # of each choice; None: not begun
@@ -38,11 +38,12 @@ class Position(msgspec.Struct, frozen=True):
 
     @classmethod
     def start(cls, request_id: str, choices: int) -> Self:
+        """Return the position before anything was sent."""
         return cls(request_id, (None,) * choices)
 
     @classmethod
     def parse(cls, event_id: str) -> Self:
-        """Raises Refusal(400) for what no event of ours can have carried."""
+        """Parse an event id.  Raises Refusal(400) for an id that no event of this server can have carried."""
         found = _EVENT_ID.fullmatch(event_id)
         if found is None:
             raise _malformed(event_id)
@@ -69,8 +70,10 @@ def _malformed(event_id: str) -> Refusal:
 
 
 class Piece(msgspec.Struct):
-    """What one choice has new for its client.  `token_ids` are all its new tokens; `text` lags behind them while a
-    character or a possible stop string is incomplete, and everything comes out by the time `finish` is set."""
+    """What is new in one choice.
+
+    `token_ids` are all its new tokens.  `text` lags behind them while a character or a possible stop string is
+    incomplete; it is complete when `finish` is set."""
 
     choice: int  # prompt number * n + continuation
     text: str
@@ -85,7 +88,7 @@ class Piece(msgspec.Struct):
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """A prompt as answered: its tokens, and what `echo` repeats of it."""
+    """A prompt as the answer shows it: its tokens, and the text that `echo` repeats."""
 
     token_ids: list[int]
     text: str = ""  # only with echo
@@ -120,7 +123,7 @@ class Format:
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
         self._ended: list[int] = []  # choices, in the order they ended
-        self._stage = b""  # what an event id says of the ends: see Position
+        self._stage = b""  # the last part of an event id: see Position
         self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
         kind = "chat.completion" if valid.chat else "text_completion"
@@ -146,8 +149,9 @@ class Format:
         )
 
     def skip(self, had: Position, cached: list[int]) -> None:
-        """Go on after what a client has had.  `had` has as many choices as this answer, and so has `cached`: prompt
-        tokens found in the prefix cache."""
+        """Continue after what a client already has.
+
+        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache."""
         for choice, tokens in enumerate(cached):
             prompt = choice // self._valid.n
             self._cached[prompt] = max(self._cached[prompt], tokens)
@@ -160,7 +164,7 @@ class Format:
     # -- numbers
 
     def usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many continuations it has."""
+        """Return OpenAI's `usage`.  A prompt counts once, however many continuations it has."""
         prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
         return {
             "prompt_tokens": prompt,
@@ -170,15 +174,11 @@ class Format:
         }
 
     @property
-    def completion_tokens(self) -> int:
-        return sum(self._tokens)
-
-    @property
     def tokens(self) -> list[int]:
         """Output tokens of each choice that have been written."""
         return self._tokens
 
-    def _note(self, piece: Piece) -> None:
+    def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
         if piece.cached_tokens:
             prompt = piece.choice // self._valid.n
@@ -191,7 +191,7 @@ class Format:
     # -- one chunk
 
     def _event_id(self) -> bytes:
-        """Of the next event: it counts what that brings."""
+        """Return the id of the next event; it counts what that event adds."""
         tokens = self._tokens
         if len(tokens) == 1:
             return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
@@ -199,13 +199,13 @@ class Format:
         return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
 
     def chunk(self, piece: Piece) -> bytes:
-        """The event or events this piece makes; empty when it holds nothing a client can see yet."""
+        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
             self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
         )
-        self._note(piece)
+        self._count(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
         if not begins and plain and not valid.continuous_usage:
             if not piece.text:
@@ -251,7 +251,7 @@ class Format:
         return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
 
     def usage_chunk(self) -> bytes:
-        """The last chunk before [DONE], where the client asked for usage; else empty."""
+        """Return the last chunk before [DONE] if the client asked for usage; else nothing."""
         if not self._wants_usage:
             return b""
         self._stage = b":usage"
@@ -259,18 +259,19 @@ class Format:
         return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
 
     def done(self) -> bytes:
-        """The event that says that nothing follows."""
+        """Return the event that ends the stream."""
         self._stage = b":done"
         return self._event_id() + b"data: [DONE]\n\n"
 
     # -- the whole answer
 
     async def whole(self, pieces: list[Piece]) -> list[bytes]:
-        """The body of a response that is not streamed, in parts, from every piece of every choice in order of arrival.
-        Long logprobs are encoded in turns, like `prepare` does."""
+        """Return the body of a response that is not streamed, in parts.
+
+        `pieces`: all pieces of all choices, in order of arrival.  Long logprobs are encoded as `prepare` does."""
         by_choice: list[list[Piece]] = [[] for _ in self._tokens]
         for piece in pieces:
-            self._note(piece)
+            self._count(piece)
             by_choice[piece.choice].append(piece)
         parts, separator = [self._open], b',"choices":['
         for at, found in enumerate(by_choice):
@@ -282,7 +283,7 @@ class Format:
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 
     def _joined(self, choice: int, parts: list[Piece]) -> Piece:
-        """All pieces of a choice as one."""
+        """Return all pieces of a choice as one."""
         whole = Piece(
             choice, "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
         )
@@ -311,8 +312,9 @@ class Format:
     # -- logprobs
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Encode the logprobs of a piece if they are long, TURN_ALTERNATIVES at a time; other requests have their turn
-        in between.  Nothing happens for a short one.  `with_prompt`: None for the next `chunk` of its choice."""
+        """Encode the logprobs of a piece if they are long, TURN_ALTERNATIVES at a time.  Other requests run in between.
+
+        `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
         if piece.logprobs is None:
             return
         if with_prompt is None:
@@ -341,7 +343,7 @@ class Format:
         return self._entries(*self._columns(piece, with_prompt=with_prompt))
 
     def _columns(self, piece: Piece, *, with_prompt: bool) -> tuple[list[int], list[TokenLogprob | None], list[int]]:
-        """Tokens, what is known of each, and where each begins in the text."""
+        """Return tokens, the logprob of each, and where each begins in the text."""
         tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
         if self._valid.chat:
             return tokens, found, []

@@ -1,10 +1,10 @@
-"""Limits of every input: one table, read by the checks (`api.py`, `app.py`, ...) and printed by `.ci/options.py`.
+"""Limits of every input: one table, which the checks read and `.ci/options.py` prints.
 
     LIMITS["top_p"] --broken("top_p", 1.5, config)--> Broken: status, code, message, limit, given --> a Refusal
                     --rows(config)------------------> docs/api.md, service/OPTIONS.md
 
-To add a limit, add a row here and call `broken` where the input is known.  An operator can change the limits that name
-an option.  Nothing here imports more than the configuration.
+To add a limit, add a row here and call `api.check` where the input is known.  A check that needs more than one number
+raises `api.limit_refusal`, with status and code of the row.  An operator can change the limits that name an option.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ TOOL_CALLS = 4096  # of all messages of a request
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
 VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
-LONGEST_GIVEN = 64  # characters of a refused value that are repeated
+LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
 
 
 class Limit(msgspec.Struct, frozen=True):
     """The bounds of one input.  Without `low` or `high` that side is open."""
 
-    field: str  # as the client writes it; `param` of the refusal
+    field: str  # its name in the request; `param` of the refusal
     counts: str  # what the number is, with its unit
     low: float | None = None
     high: float | None = None
     above_low: bool = False  # `low` itself is refused
     option: str = ""  # of GatewayConfig: it holds `high`
-    entries: bool = False  # the number is a length, so the refusal says "at most"
-    set_by: str = ""  # what decides, where neither this table nor a gateway's option does
+    entries: bool = False  # the number is a length, so the message is "at most"
+    set_by: str = ""  # what sets the limit, if neither this table nor a gateway's option does
     code: str = "invalid_value"
     status: int = 400
 
     def bounds(self, config: GatewayConfig) -> tuple[float, float]:
-        """The least and the greatest value; infinite where a side is open."""
+        """Return the least and the greatest value; infinite if a side is open."""
         high = getattr(config, self.option) if self.option else self.high
         return -math.inf if self.low is None else self.low, math.inf if high is None else high
 
     def text(self, config: GatewayConfig) -> str:
-        """The bounds as a refusal and the pages say them."""
+        """Return the bounds as refusals and pages show them."""
         low, high = self.bounds(config)
         least = "" if math.isinf(low) else f"{'>' if self.above_low else '>='} {number(low)}"
         most = "" if math.isinf(high) else f"<= {number(high)}"
@@ -58,7 +58,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Broken(NamedTuple):
-    """Why an input is refused; the fields of a Refusal."""
+    """Why an input is refused: the fields of a Refusal."""
 
     status: int
     code: str
@@ -132,7 +132,7 @@ LIMITS: dict[str, Limit] = {
     "seed": Limit("seed", "whole number of 64 bits", -(2**63), 2**63 - 1),
     "presence_penalty": Limit("presence_penalty", "number", -2, 2),
     "frequency_penalty": Limit("frequency_penalty", "number", -2, 2),
-    # A float32 holds every logit times or over one of these.
+    # A float32 holds every logit multiplied or divided by one of these.
     "repetition_penalty": Limit("repetition_penalty", "number", 0.01, 100),
     "logit_bias": Limit("logit_bias", "each value", -100, 100),
     "logit_bias keys": Limit("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, entries=True),
@@ -181,12 +181,12 @@ LIMITS: dict[str, Limit] = {
 
 
 def number(value: float) -> str:
-    """A number in full where it is whole, else in short."""
+    """Return a whole number in full, another one in short form."""
     return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:g}"
 
 
 def shown(value: float | str) -> float | str:
-    """A refused value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
+    """Return a refused value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
     if isinstance(value, str):
         return value[:LONGEST_GIVEN]
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
@@ -195,7 +195,7 @@ def shown(value: float | str) -> float | str:
 
 
 def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
-    """Why `value` passes the limit `key`; None where it does not.  Takes any int, of any length, and any float."""
+    """Return why `value` passes the limit `key`; None if it does not.  Accepts ints of any length, and any float."""
     limit = LIMITS[key]
     low, high = limit.bounds(config)
     if low <= value <= high and not (limit.above_low and value == low):  # false for NaN
@@ -210,7 +210,7 @@ def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
 
 
 def rows(config: GatewayConfig) -> list[tuple[str, str, str, str, str]]:
-    """(input, what is counted, limit, the option that sets it, status and code of the refusal) of each limit."""
+    """Return (input, what is counted, limit, the option that sets it, status and code of the refusal) of each limit."""
     return [
         (
             ", ".join(f"`{name}`" for name in limit.field.split(", ")),

@@ -1,11 +1,11 @@
-"""Text of chat messages stays text, also where it reads like a special token of the model.
+"""Content of chat messages stays text, even if it reads like a special token of the model.
 
     messages --template--> "<|user|>\\nsay <|end|> twice<|end|>\\n<|assistant|>\\n"
                                      |-- content: a span --|
     encode everything once --> ids; a special token's id within a span --> the ids of its text
 
-The template may write special tokens and a client's content may not.  Otherwise the user of an application could end a
-message and write another one, of any role.  A rendering does not say which part of it is content.  So messages whose
+The template may write special tokens, and a client's content may not.  Otherwise the user of an application could end a
+message and write another one, of any role.  A rendering does not show which part of it is content.  So messages whose
 content reads like a special token are rendered a second time, with marks around that content: digits that no client can
 guess.  All other messages are encoded exactly as without this module.
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 log = logging.getLogger("quire.gateway")
 
-TRUSTED = ("system", "developer")  # roles of the application itself: its messages may hold special tokens
+TRUSTED = ("system", "developer")  # roles of the application itself, whose messages may hold special tokens
 WINDOW = 65_536  # characters searched at once: no other thread runs meanwhile, 4 ms at worst
-DIGITS = 39  # of a mark: 128 random bits; digits survive what templates do to letters
+DIGITS = 39  # of a mark: 128 random bits.  Templates change letters, not digits
 
 Render = Callable[[list[dict[str, Any]]], str]
 Span = tuple[int, int]  # of characters of the rendered text
 
 
 class LiteralContent:
-    """The special tokens of one tokenizer, and how to write their text without them.  Thread-safe."""
+    """The special tokens of one tokenizer, and the ids of their text.  Thread-safe."""
 
     def __init__(self, backend: Any) -> None:
         """`backend`: a `tokenizers.Tokenizer`, which no other thread may use meanwhile."""
@@ -42,7 +42,7 @@ class LiteralContent:
             self._literal = {token: _without_prefix(backend, text) for token, text in specials.items() if text}
         finally:
             backend.encode_special_tokens = before
-        # By their first characters: looking for one of a few prefixes costs a long text little.
+        # By their first two characters: a search for a few prefixes costs a long text little.
         self._texts: dict[str, re.Pattern[str]] = {}
         for prefix in {text[:2] for text in specials.values() if text}:
             same = sorted((text for text in specials.values() if text[:2] == prefix), key=len, reverse=True)
@@ -51,7 +51,7 @@ class LiteralContent:
         self._warned = False
 
     def render(self, messages: list[dict[str, Any]], render: Render) -> tuple[str, list[Span]]:
-        """The text that `render` makes of the messages, and where in it special tokens are to stay text."""
+        """Render the messages.  Returns the text, and the spans in which special tokens stay text."""
         text = render(messages)
         opened, closed = (str(secrets.randbits(128)).zfill(DIGITS) for _ in range(2))
         marked = [self._marked(message, opened, closed) for message in messages]
@@ -71,7 +71,7 @@ class LiteralContent:
     def _spans(
         self, render: Render, marked: list[dict[str, Any]], opened: str, closed: str, text: str
     ) -> list[Span] | None:
-        """Where the marks stand in the rendering of `marked`; None where without them it is not `text`."""
+        """Return where the marks are in the rendering of `marked`; None if it differs from `text` without them."""
         try:
             parts = re.split(f"({opened}|{closed})", render(marked))
         except Exception:  # a template that counts or parses content
@@ -92,7 +92,7 @@ class LiteralContent:
         return spans if begin < 0 else None
 
     def encode(self, text: str, spans: list[Span]) -> list[int]:
-        """Token ids of a rendered text, where special tokens within `spans` are written as text."""
+        """Return the token ids of a rendered text; special tokens within `spans` become the ids of their text."""
         # The batch call lets other threads run meanwhile.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         ids: list[int] = []
@@ -113,8 +113,9 @@ class LiteralContent:
         return {key: value if key == "role" else self._mark(value, opened, closed) for key, value in message.items()}
 
     def _mark(self, value: Any, opened: str, closed: str) -> Any:
-        """`value` with marks around every text in it that reads like a special token; spaces at its ends stay outside,
-        where templates trim them."""
+        """Return `value` with marks around every text in it that reads like a special token.
+
+        Spaces at its ends stay outside the marks, where templates trim them."""
         if isinstance(value, dict):
             return {key: self._mark(inner, opened, closed) for key, inner in value.items()}
         if isinstance(value, list):
@@ -136,7 +137,7 @@ class LiteralContent:
 
 
 def _without_prefix(backend: Any, text: str) -> list[int]:
-    """Ids of a text, less the space that some tokenizers put before every text."""
+    """Return the ids of a text, without the space that some tokenizers put before every text."""
     encoding = backend.encode(text, add_special_tokens=False)
     ids: list[int] = encoding.ids
     space = len(ids) > 1 and encoding.tokens[0] in ("\u2581", "\u0120") and not text[0].isspace()

@@ -1,7 +1,7 @@
-"""What waits for one reader: a mailbox for each continuation, and the bound on all of them.
+"""Mailboxes: the tokens that wait for one reader, one mailbox for each continuation, and the bound on all of them.
 
-A slow reader's tokens wait here, MAILBOX_BYTES of them at most; the rest stays in the token log, and is read from there
-in parts of that size when its turn comes.  So a chunk is bounded as well, however far its reader has fallen behind.
+At most MAILBOX_BYTES of a slow reader's tokens wait here.  The rest stays in the token log, and is read from there in
+parts of that size when the reader gets to it.  So a chunk is bounded too, however far its reader has fallen behind.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 from engine.wire.messages import Delta, Finish, TokenLogprob
 from engine.wire.token_log import LoggedOutput
 
-MAILBOX_BYTES = 8 * 1024  # of what waits for a slow reader of one choice, beside a first delta however large
+MAILBOX_BYTES = 8 * 1024  # waiting for a slow reader of one choice; a first delta may be larger
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 128  # of one alternative with its token, as Python keeps it
-REFILL_TOKENS = 64  # at least, of what is read from the log at a time, even where their logprobs pass MAILBOX_BYTES
+REFILL_TOKENS = 64  # read from the log at a time, at least, even if their logprobs pass MAILBOX_BYTES
 LOST = Finish("error", message="tokens were lost on the way from the engine")
 
 
 class Backlog:
-    """Bytes that wait in all mailboxes of a gateway, and how many may."""
+    """How many bytes wait in all mailboxes of a gateway, and the limit."""
 
     __slots__ = ("held", "limit")
 
@@ -30,12 +30,12 @@ class Backlog:
 
 
 class Mailbox:
-    """What one continuation has received and its handler has not taken yet: one merged delta, not a queue of them.
+    """What one continuation received and its handler has not taken yet: one merged delta, not a queue of them.
 
         0 ............ at ............... at + waiting ............... next
         | taken        | waiting here     | only in the log: `behind`  |
 
-    `next` is how far the engine has come, as far as is known here."""
+    `next` is the position after the last token that the engine is known to have produced."""
 
     __slots__ = (
         "_backlog",
@@ -60,25 +60,25 @@ class Mailbox:
         self.choice = choice
         self.at = 0  # output position of the next token to take
         self.next = 0
-        self.lost = self.repeated = 0  # tokens that are nowhere to be had, and that came twice
+        self.lost = self.repeated = 0  # tokens that even the log lacks, and tokens that arrived twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.had: list[int] = []  # tokens before `at` that a client who has come back had already
-        self.ended = False  # the engine (or this gateway, for it) said Finish: no more tokens will come
-        self.closed = False  # the handler wants no more
+        self.had: list[int] = []  # tokens before `at`, which a resuming client already has
+        self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
+        self.closed = False  # the handler takes no more
         self._tokens: list[int] | array[int] = []  # a list while it is one delta's own, which is never changed
         self._logprobs: list[TokenLogprob] | None = None
-        self._sample: list[TokenLogprob] | None = None  # what a token's logprobs look like
+        self._sample: list[TokenLogprob] | None = None  # logprobs of one token, to estimate the size of others
         self._finish: Finish | None = None
         self._backlog, self._weight = backlog, 0
 
     @property
     def behind(self) -> bool:
-        """Nothing waits here, but there is more in the log."""
+        """Whether nothing waits here while the log has more."""
         return not self._tokens and self.next > self.at
 
-    def put(self, delta: Delta) -> bool:
-        """Merge a delta; False when it brings nothing new (a replay, or after the end)."""
+    def merge(self, delta: Delta) -> bool:
+        """Merge a delta.  Returns False when it adds nothing: a replay, or after the end."""
         if self.ended or self.closed:
             return False
         tokens, end = delta.token_ids, delta.first + len(delta.token_ids)
@@ -87,7 +87,7 @@ class Mailbox:
             self.repeated += len(tokens)
             return False
         if fresh > 0:
-            if fresh <= len(tokens) and self.next == self.at + len(self._tokens):  # no gap: neither missed nor left out
+            if fresh <= len(tokens) and self.next == self.at + len(self._tokens):  # no gap before it
                 logprobs = delta.logprobs
                 if fresh < len(tokens):  # the rest was replayed after a crash or a reconnect
                     self.repeated += len(tokens) - fresh
@@ -104,7 +104,7 @@ class Mailbox:
         return True
 
     def _keep(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Add what follows, unless too much waits already."""
+        """Append tokens, unless too much waits already."""
         weight = _weight(len(tokens), logprobs)
         if not self._tokens:
             self._tokens, self._logprobs = tokens, logprobs
@@ -122,50 +122,50 @@ class Mailbox:
 
     @property
     def refill_tokens(self) -> int:
-        """How many to read from the log at a time, so that they fit here."""
+        """How many tokens to read from the log at a time, so that they fit here."""
         return max(REFILL_TOKENS, MAILBOX_BYTES // _weight(1, self._sample))
 
-    def refill(self, said: LoggedOutput | None) -> None:
-        """Of a mailbox that is `behind`: what the log has from `at` on; None: it has nothing any more."""
-        if said is None:
+    def refill(self, logged: LoggedOutput | None) -> None:
+        """Fill a mailbox that is `behind` with what the log has from `at` on; None: the log is gone."""
+        if logged is None:
             self.fail(Finish("error", message="the answer is not kept any longer"))
-        elif not said.token_ids:
+        elif not logged.token_ids:
             self.lost += self.next - self.at
             self.fail(LOST)
         else:
-            self._fill(said)
+            self._fill(logged)
 
-    def _fill(self, said: LoggedOutput) -> None:
-        """Nothing waits; this follows on `at`."""
-        self.next = max(self.next, self.at + len(said.token_ids))
+    def _fill(self, logged: LoggedOutput) -> None:
+        """Fill an empty mailbox with output that begins at `at`."""
+        self.next = max(self.next, self.at + len(logged.token_ids))
         if self.at == 0:
-            self.cached_tokens, self.prompt_logprobs = said.cached_tokens, said.prompt_logprobs
-        if said.finish is not None and not self.ended:
-            self._finish, self.ended = said.finish, True
-        if said.token_ids:
-            self._keep(said.token_ids, said.logprobs)
+            self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
+        if logged.finish is not None and not self.ended:
+            self._finish, self.ended = logged.finish, True
+        if logged.token_ids:
+            self._keep(logged.token_ids, logged.logprobs)
 
-    def resume(self, said: LoggedOutput, had: int) -> None:
-        """Begin after the first `had` tokens of what was said so far.  Deltas may have come meanwhile."""
+    def resume(self, logged: LoggedOutput, had: int) -> None:
+        """Begin after the first `had` tokens of the logged output.  Deltas may have arrived meanwhile."""
         self.take()
-        self.had, self.at, self.next = said.token_ids[:had], had, max(self.next, had)
-        self.cached_tokens, self.prompt_logprobs = said.cached_tokens, said.prompt_logprobs
-        logprobs = said.logprobs[had:] if said.logprobs is not None else None
-        # What does not fit stays in the log, all of it: a mailbox holds what follows on `at` or nothing.
-        rest = msgspec.structs.replace(said, token_ids=said.token_ids[had:], logprobs=logprobs)
+        self.had, self.at, self.next = logged.token_ids[:had], had, max(self.next, had)
+        self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
+        logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
+        # If it does not fit, all of it stays in the log: a mailbox holds what begins at `at`, or nothing.
+        rest = msgspec.structs.replace(logged, token_ids=logged.token_ids[had:], logprobs=logprobs)
         self._sample = rest.logprobs[:1] if rest.logprobs else None
         if len(rest.token_ids) <= self.refill_tokens:
             self._fill(rest)
         else:
-            self.next = max(self.next, len(said.token_ids))
+            self.next = max(self.next, len(logged.token_ids))
 
     def fail(self, finish: Finish) -> None:
-        """End this continuation from here; what waits here already stays."""
+        """End this continuation with `finish`.  Tokens that wait here stay."""
         self._finish, self.ended = finish, True
         self.next = self.at + len(self._tokens)
 
     def take(self) -> tuple[list[int], list[TokenLogprob] | None, Finish | None]:
-        """What waits, its logprobs if asked for, and the Finish once nothing comes before it; empties the mailbox."""
+        """Empty the mailbox.  Returns tokens, their logprobs if asked for, and the Finish once nothing precedes it."""
         tokens, logprobs = self._tokens, self._logprobs
         self._tokens, self._logprobs = [], None
         self._backlog.held -= self._weight
@@ -176,7 +176,7 @@ class Mailbox:
 
 
 def _weight(tokens: int, logprobs: list[TokenLogprob] | None) -> int:
-    """Bytes that so many tokens take while they wait; a first entry stands for all."""
+    """Return the bytes that waiting tokens take.  The first entry of logprobs stands for all."""
     if not logprobs:
         return TOKEN_BYTES * tokens
     return tokens * (TOKEN_BYTES + LOGPROB_BYTES * (1 + len(logprobs[0].top)))

@@ -1,4 +1,4 @@
-"""Settings of the C allocator, so that memory of large request bodies goes back to the system."""
+"""Settings of the C allocator, so that freed memory of large request bodies returns to the system."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import logging
 # Parameters of glibc's mallopt(3).
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-MMAP_BYTES = 128 * 1024  # a block of this size or more is mapped on its own, and unmapped when it is freed
+MMAP_BYTES = 128 * 1024  # a block of this size or more is mapped on its own, and unmapped when freed
 ARENAS = 2  # bodies are parsed on threads, and each arena keeps free memory of its own
 
 log = logging.getLogger(__name__)
 
 
 def return_large_blocks() -> bool:
-    """Make glibc map large blocks on their own.  Return False where the C library is another one.
+    """Make glibc map large blocks on their own.  Returns False with another C library.
 
     By default glibc raises the limit to the largest block freed so far (up to 32 MiB).  Bodies then share the heap with
     small objects, and a gateway that has read many large bodies keeps free memory: 15 MiB after 30,000 hostile
@@ -23,6 +23,6 @@ def return_large_blocks() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        log.debug("the C library has no mallopt: its settings stay as they are")
+        log.debug("the C library has no mallopt: its settings stay unchanged")
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(M_ARENA_MAX, ARENAS))

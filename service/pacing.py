@@ -1,13 +1,13 @@
-"""What keeps the gateway's event loop free: bounded work in one turn of it, and a watch on how late turns are.
+"""Keep the gateway's event loop responsive: bound the work of one turn, and measure how late turns are.
 
-Streams end together: a load balancer goes, a deadline is common, the gateway drains.  Each handler then has a few
-tenths of a millisecond of work, and asyncio would run all of them in one turn, in which no token moves.
+Streams end together: a load balancer stops, a deadline is common, the gateway drains.  Each handler then has a few
+tenths of a millisecond of work.  asyncio would run all handlers in one turn, in which no token moves.
 
     sockets  --at most TURN_EVENTS a turn-->  handlers cancelled by clients that left
     timers, token batches  --Pacer, at most TURN_CALLS a turn-->  deadlines, handlers woken
 
-Python's garbage collector stops the loop as well: a full collection walks through every connection and its request,
-which takes 1.1 s at 16,000 of them.  So full collections wait until few connections are open.
+Python's garbage collector stops the loop as well.  A full collection visits every connection and its request, which
+takes 1.1 s at 16,000 connections.  So full collections wait until few connections are open.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from collections.abc import Callable
 from typing import Any
 
 TURN_CALLS = 32  # handlers woken in one turn of the loop
-TURN_EVENTS = 32  # sockets looked at in one turn
-CLOCK_S = 1e-6  # the event loop may run a timer early by as much
-WATCH_S = 0.01  # between two looks at the clock
-# Of the garbage collector: how many more objects than before start a collection of the young ones (5 to 15 ms), and
-# after how many of those a full one comes even while many connections are open.  The last number bounds what cyclic
-# garbage can take; requests make nearly none, reference counts free them.
+TURN_EVENTS = 32  # sockets handled in one turn
+CLOCK_S = 1e-6  # the event loop may run a timer this much early
+WATCH_S = 0.01  # between two measurements
+# Thresholds of the garbage collector.  The first: how many new objects start a collection of the young generation (5 to
+# 15 ms).  The last: after how many of those a full one runs even while many connections are open.  It bounds the memory
+# of cyclic garbage.  Requests make nearly none: reference counts free them.
 GC_THRESHOLDS = (10_000, 1, 500)
-QUIET_CONNECTIONS = 200  # with their requests a full collection takes some 10 ms
-QUIET_S = 5.0  # between two looks whether a full collection is due and holds up nobody
+QUIET_CONNECTIONS = 200  # with this many a full collection takes about 10 ms
+QUIET_S = 5.0  # between two checks whether a full collection is due and connections are few
 
 
 class Timer:
-    """A callback that waits for its time."""
+    """A scheduled callback."""
 
     __slots__ = ("_pacer", "args", "callback")
 
@@ -45,28 +45,28 @@ class Timer:
         self.args = args
 
     def cancel(self) -> None:
-        """Harmless when the callback has run."""
+        """Drop the callback.  Does nothing if it has run."""
         if self.callback is not None:
             self.callback, self.args = None, ()
             self._pacer.forget_one()
 
 
 class Pacer:
-    """Runs callbacks in order, at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
+    """Runs callbacks in order: at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
 
-    A callback of run() may run after the reason for it is gone, so it must look for itself."""
+    A callback of call_soon() may run when its reason no longer holds, so it must check."""
 
     def __init__(self) -> None:
         self._timers: list[tuple[float, int, Timer]] = []  # heap, by the event loop's time
         self._numbers = itertools.count()
-        self._cancelled = 0  # of those in the heap
-        self._handle: asyncio.Handle | None = None  # for the first of them
+        self._cancelled = 0  # timers in the heap
+        self._handle: asyncio.Handle | None = None  # for the first timer
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._left = TURN_CALLS  # in this turn
         self._armed = False
 
-    def run(self, callback: Callable[..., None], *args: Any) -> None:
-        """Only within a running event loop."""
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run the callback now, or in a later turn.  Needs a running event loop."""
         if not self._armed:
             self._armed = True
             asyncio.get_running_loop().call_soon(self._turn)
@@ -77,7 +77,7 @@ class Pacer:
             self._waiting.append((callback, args))
 
     def call_at(self, when: float, callback: Callable[..., None], *args: Any) -> Timer:
-        """Run the callback once the event loop's time is `when`; of timers due together TURN_CALLS run in a turn.
+        """Run the callback once the event loop's time is `when`.  Of timers due together, TURN_CALLS run in a turn.
 
         asyncio's own timers all run in the turn in which they are due."""
         timer = Timer(self, callback, args)
@@ -87,7 +87,7 @@ class Pacer:
         return timer
 
     def forget_one(self) -> None:
-        """A timer was cancelled: it leaves the heap with others."""
+        """Count a cancelled timer.  Cancelled timers leave the heap in bulk."""
         self._cancelled += 1
         if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].callback is not None]
@@ -126,7 +126,7 @@ class Pacer:
     def _turn(self) -> None:
         self._left = TURN_CALLS
         self._armed = bool(self._waiting)
-        if self._armed:  # first, so that a callback that raises stops none of the others
+        if self._armed:  # armed first, so that a callback that raises stops no other
             asyncio.get_running_loop().call_soon(self._turn)
         while self._waiting and self._left:
             self._left -= 1
@@ -148,7 +148,7 @@ class _FewEvents:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that looks at TURN_EVENTS sockets a turn, where the system has epoll."""
+    """Return an event loop that handles TURN_EVENTS sockets a turn, where the system has epoll."""
     selector = selectors.DefaultSelector()
     if hasattr(selectors, "EpollSelector") and isinstance(selector, selectors.EpollSelector):
         selector._selector = _FewEvents(selector._selector)  # type: ignore[attr-defined]
@@ -156,16 +156,17 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class StallWatch:
-    """Measures how late the event loop comes to a timer, every WATCH_S."""
+    """Measures every WATCH_S how late the event loop runs a timer."""
 
     def __init__(self, record: Callable[[float, float], None]) -> None:
-        """`record(late_s, busy_s)`: how late the timer ran, and how much of that time this process computed.  The rest
-        went to other processes."""
+        """`record(late_s, busy_s)`: how late the timer ran, and how much of that time this process computed.
+
+        Other processes took the rest."""
         self._record = record
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Only within a running event loop."""
+        """Start to measure.  Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._arm()
 
@@ -184,15 +185,15 @@ class StallWatch:
 
 
 class QuietCollector:
-    """Runs a full garbage collection when few connections are open and objects have grown old since the last one."""
+    """Runs a full garbage collection when few connections are open and the oldest generation has grown."""
 
     def __init__(self, connections: Callable[[], int]) -> None:
-        """`connections()`: how many are open."""
+        """`connections()` returns how many are open."""
         self._connections = connections
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Only within a running event loop."""
+        """Start to check.  Needs a running event loop."""
         self._handle = asyncio.get_running_loop().call_later(QUIET_S, self._look)
 
     def stop(self) -> None:

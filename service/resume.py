@@ -1,12 +1,12 @@
-"""Coming back to an answer: what a gateway must know to go on with a request of any other, and who may ask for it.
+"""Resume an answer: what a gateway must know to continue a request of another gateway, and who may ask for it.
 
     POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
-    POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: goes on at 18
+    POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: continues at 18
     POST with the same `Idempotency-Key` and body                                       the same answer from its start
 
-The record goes to Redis with the request and stays as long as its token log.  With both, the answer is a function: the
-text after so many tokens is the text of the tokens after them.  It is the same byte for byte; where it is cut into
-events may differ, since a client that catches up gets larger ones.
+The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
+text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Where it is cut into events may
+differ, since a client that catches up gets larger ones.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
 from service.limits import KEY_CHARS
 
-_ID_TIME = 12  # hexadecimal digits of a request id that say when it was made, unix milliseconds
+_ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
 
 
 class Record(msgspec.Struct, frozen=True):
-    """An accepted request, as another gateway needs it to write the answer.  Fields are only ever appended."""
+    """All that another gateway needs to write the answer of an accepted request.  Fields are only ever appended."""
 
-    owner: str  # digest of the API key that may come back to it: see Tenants.owner
+    owner: str  # digest of the API key that may resume it: see Tenants.owner
     tenant: str
-    valid: ValidRequest  # but for its prompts, which are here as answered:
+    valid: ValidRequest  # without its prompts, which the next field holds as the answer shows them
     prompts: list[Prompted]
     model: str
     created: int  # unix seconds
     fingerprint: str | None
     deadline_ms: int  # unix time on Redis' clock
-    traceparent: str = ""  # what it belongs to: whoever comes back goes on in the same trace
+    traceparent: str = ""  # of the request: a client that resumes continues the same trace
 
     def encode(self) -> bytes:
+        """Return the record as it is stored in Redis."""
         bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
     def form(self, request_id: str, vocabulary: list[bytes]) -> Format:
-        """Writes the answer from its start."""
+        """Return a writer of the answer, at its start."""
         return Format(
             self.valid,
             request_id=request_id,
@@ -59,8 +60,10 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
-    """The record, if `owner` made the request.  Raises Refusal, the same for what is not kept and what is another's:
-    410 if it may have been kept once, because its id was made longer ago than any answer is kept at least; else 404."""
+    """Decode a record, if `owner` made the request.
+
+    Raises the same Refusal for a record that is gone and for one of another owner.  It is 410 if the answer may have
+    expired: its id is older than the time that every answer is kept.  Else it is 404."""
     found = _decode(record) if record else None
     if found is not None and found.owner == owner:
         return found
@@ -71,13 +74,14 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 
 
 def new_id(prefix: str, now_ms: int) -> str:
-    """Nobody can guess it: 80 of its 128 bits are random, the others say when it was made."""
+    """Return a request id that cannot be guessed: 80 of its 128 bits are random, the others hold its time."""
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
 
 
-def once(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
-    """What an Idempotency-Key header stands for: scoped to the API key; the same request is one with the same path and
-    body, byte for byte.  None without a header.  Raises Refusal."""
+def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
+    """Return the key of an Idempotency-Key header, scoped to the API key; None without a header.  Raises Refusal.
+
+    Two requests are the same if path and body are equal, byte for byte."""
     if key is None:
         return None
     if not re.fullmatch(rf"[\x21-\x7e]{{1,{KEY_CHARS}}}", key):

@@ -1,15 +1,15 @@
 """Server-sent events: headers, frames, keep-alives, and the end of a stream.
 
-    id: cmpl-5f0c:17                 how much of the answer its reader has had with this event: `format.Position`
+    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `format.Position`
     data: {"id":"cmpl-5f0c", ...}    a chunk
                                      blank line
     : keep-alive                     a comment, after a silence: proxies cut idle connections
     id: cmpl-5f0c:18:done
     data: [DONE]
 
-Headers wait for the first token or the first heartbeat, so that what fails before has a proper HTTP status.  Each
-handler waits for its own socket only, as soon as WRITE_BUFFER_BYTES stand in it; meanwhile tokens merge in the
-request's mailbox.
+Headers wait for the first token or the first heartbeat, so that an earlier failure has a proper HTTP status.  Each
+handler waits only for its own socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile tokens merge in the
+request's mailboxes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from aiohttp import web
 
 from service.api import Refusal
 from service.format import Format, Piece
-from service.metrics import Meter
-from service.streams import HandedOver
+from service.meter import Meter
+from service.open_request import HandedOver
 
 log = logging.getLogger("quire.gateway")
 
-# No blank line after it: after an id, OpenAI's client takes a lone one for an event without data, and fails on it.
+# No blank line follows: after an id, OpenAI's client reads a lone blank line as an event without data, and fails.
 KEEP_ALIVE = b": keep-alive\n"
 RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
-# What may stand in a socket for a slow reader, beside one event: here, and in the kernel, which doubles it and would go
-# to megabytes by itself.  The rest stays tokens, a fiftieth as long.
+# How much a socket may buffer for a slow reader, plus one event: in this process, and in the kernel, which doubles the
+# value and would buffer megabytes by itself.  The rest waits as tokens, which take a fiftieth of the space.
 WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
-TURN_BYTES = 64 * 1024  # of one request's events are built before other requests have their turn: 1 to 3 ms
+TURN_BYTES = 64 * 1024  # of one request's events, built before other requests run: 1 to 3 ms
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect the events
+    "X-Accel-Buffering": "no",  # or nginx would buffer the events
 }
 
 
@@ -49,23 +49,23 @@ async def write(
     meter: Meter,
     sent: Callable[[list[int]], None],
 ) -> web.StreamResponse:
-    """Stream an answer to its end, telling `sent` how many tokens of each choice have gone out so far.
+    """Stream an answer to its end.  Calls `sent` with the tokens of each choice that were sent so far.
 
-    Raises Refusal while nothing has been sent, afterwards sends it as an event.
-    Raises ConnectionError when the client has gone, and HandedOver, from `pieces`, when it shall come back: the stream
-    then just breaks off, so that no reader takes it for complete."""
+    Raises Refusal while nothing was sent; later it sends the error as an event.  Raises ConnectionError when the client
+    has left.  Raises HandedOver, which `pieces` raises, when the client shall resume elsewhere: the stream breaks off,
+    so that no reader takes it for complete."""
     response: web.StreamResponse | None = None
     try:
         async for changed in pieces:
             if response is None:
                 response = await _begin(request)
             for piece in changed:
-                meter.note(piece)
+                meter.record_piece(piece)
             data = await _chunks(form, changed) if changed else KEEP_ALIVE
             if data:
-                sent(form.tokens)  # before: of a write that fails, a part may have arrived
+                sent(form.tokens)  # before the write: if it fails, a part may have arrived
                 await response.write(data)
-                await request.writer.drain()  # aiohttp looks at the buffer only every 64 KiB
+                await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
             response = await _begin(request)
         last = form.usage_chunk() + form.done()
@@ -80,7 +80,7 @@ async def write(
         if response is None:
             raise
         if not isinstance(error, Refusal):
-            log.exception("a stream failed")
+            log.exception("a stream failed; its client gets an error event")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
         meter.fail(error)
         last = b"data: %s\n\ndata: [DONE]\n\n" % error.body()
@@ -90,7 +90,7 @@ async def write(
 
 
 async def _chunks(form: Format, changed: list[Piece]) -> bytes:
-    """The events of what is new.  Other requests have their turn after every TURN_BYTES."""
+    """Return the events of what is new.  Other requests run after every TURN_BYTES."""
     chunks, waiting = [], 0
     for piece in changed:
         await form.prepare(piece)

@@ -1,4 +1,4 @@
-"""Keeps the tasks running that a gateway cannot work without, and says so while one of them does not work."""
+"""Restart the tasks that a gateway cannot work without, and report while one of them fails."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.gateway")
 
-BACKOFF_S = (0.1, 5.0)  # first and longest pause before a failed task starts again
-DEAD_S = 10.0  # a task that has not worked for so long counts as dead: /ping says so
-GIVE_UP_S = 20.0  # the process ends when a task fails and has not worked for so long
+BACKOFF_S = (0.1, 5.0)  # first and longest pause before a failed task restarts
+DEAD_S = 10.0  # a task that has failed for this long counts as dead: /ping is 503
+GIVE_UP_S = 20.0  # a task that has failed for this long ends the process
 
 
 class Task:
-    """A coroutine function that must run for ever, and how it fares."""
+    """A coroutine function that must run for ever, and its failures."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], progress: Callable[[], int]) -> None:
+        """`progress()` returns a number that grows whenever the work succeeds."""
         self.name, self._work, self._progress = name, work, progress
         self._reached = 0  # the progress at its last failure
-        self._since = math.inf  # the first failure since it worked, in the event loop's time
+        self._since = math.inf  # first failure since the last success, in the event loop's time
         self._why = ""
 
     @property
     def failing(self) -> str | None:
-        """Why it does not work, one line; None: it works, as far as is known."""
+        """Why the task fails, one line; None while it works."""
         return self._why if self._progress() <= self._reached and self._why else None
 
     def failing_s(self) -> float:
-        """Seconds since it last worked; 0 while it does."""
+        """Return the seconds since its first failure in a row; 0 while it works."""
         return asyncio.get_running_loop().time() - self._since if self.failing else 0.0
 
-    async def run(self) -> None:
-        """Start the work again whenever it fails.  Returns when it has failed for GIVE_UP_S."""
+    async def keep_running(self) -> None:
+        """Run the work, and restart it whenever it fails.  Returns when it has failed for GIVE_UP_S."""
         pause = BACKOFF_S[0]
         while True:
             try:
@@ -45,12 +46,12 @@ class Task:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                error = caught  # of something it waited for
+                error = caught  # something that the work awaited was cancelled
             if self.failing is None:
                 self._since, pause = asyncio.get_running_loop().time(), BACKOFF_S[0]
             self._reached = self._progress()
             self._why = f"{self.name} failed: {' '.join(str(error).split()) or type(error).__name__}"
-            log.error("%s failed, starting it again in %.1f s", self.name, pause, exc_info=error)
+            log.error("%s failed; restarting it in %.1f s", self.name, pause, exc_info=error)
             if self.failing_s() >= GIVE_UP_S:
                 return
             await asyncio.sleep(pause)
@@ -58,7 +59,7 @@ class Task:
 
 
 class Supervisor:
-    """Runs tasks, each until stop().  One that cannot be had sets `gave_up`: then the process should end."""
+    """Runs tasks, each until stop().  A task that fails for GIVE_UP_S sets `gave_up`: then the process should end."""
 
     def __init__(self, *tasks: Task) -> None:
         self._tasks = tasks
@@ -66,23 +67,25 @@ class Supervisor:
         self.gave_up = asyncio.Event()
 
     def start(self) -> None:
+        """Start every task.  Needs a running event loop."""
         self._running = [asyncio.create_task(self._keep(task), name=task.name) for task in self._tasks]
 
     async def stop(self) -> None:
+        """Cancel every task."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _keep(self, task: Task) -> None:
-        await task.run()
+        await task.keep_running()
         self.gave_up.set()
 
     @property
     def trouble(self) -> str | None:
-        """Why a task does not work, one line; None: all work."""
+        """Why a task fails, one line; None while all work."""
         return next((why for task in self._tasks if (why := task.failing)), None)
 
     @property
     def dead(self) -> bool:
-        """A task has not worked for DEAD_S."""
+        """Whether a task has failed for DEAD_S."""
         return any(task.failing_s() >= DEAD_S for task in self._tasks)

@@ -1,10 +1,9 @@
-"""Who is asking: API keys -> tenants.  The queue is fair between tenants, by weight, and prefixes are never shared
-between them.
+"""API keys -> tenants.  The queue is fair between tenants, by weight, and they never share prefixes.
 
-A file of tenants is TOML, one table for each; keys stand in it as SHA-256 digests, so that reading it gives none away:
+A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests of keys, so that it reveals no key:
 
     [acme]
-    weight = 2.0                    # > 0: its share of a busy fleet against the others'
+    weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
 """
 
@@ -24,18 +23,20 @@ SALT_BYTES = 16  # of a salt's digest
 
 
 class TenantsError(Exception):
-    """The file of tenants cannot be used: one line naming file, tenant and what is wrong."""
+    """The file of tenants cannot be used: one line that names file, tenant and fault."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    name: str = ""  # "": whoever has no tenant of their own
+    """A group of API keys with a share of the fleet and a prefix cache of its own."""
+
+    name: str = ""  # "": keys that belong to no tenant
     weight: float = 1.0
 
     def salt(self, asked: str) -> str:
         """Return the prefix-cache namespace for a client's own `cache_salt`.
 
-        No two tenants get the same namespace: a tenant's name holds no space.  A salt takes 32 characters in Redis and
-        in the engines, however long it is, and cannot be read there."""
+        No two tenants get the same namespace: a tenant's name holds no space.  Redis and the engines see 32 characters
+        of digest, never the salt itself."""
         digest = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES).hexdigest()
         if self.name:
             return f"tenant {self.name} {digest if asked else ''}"
@@ -43,12 +44,12 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Tenants:
-    """Every known key.  Without any, everybody may ask and shares one tenant."""
+    """All known keys.  Without any key, every client has access and shares one tenant."""
 
     def __init__(self, api_keys: Iterable[str] = (), path: str = "") -> None:
-        """`api_keys` belong to the nameless tenant of weight 1; `path` is a file as above, or "".
+        """`api_keys` belong to the nameless tenant of weight 1.  `path` is a file as above, or "".
 
-        Raises TenantsError: unreadable, a name, weight, digest or field that cannot be, a key given twice."""
+        Raises TenantsError: the file is unreadable, a name, weight, digest or field is invalid, a key occurs twice."""
         self._of = {_digest(key): Tenant() for key in api_keys if key}
         self._open = not self._of and not path
         if path:
@@ -90,9 +91,9 @@ class Tenants:
                 self._of[digest] = Tenant(name, float(weight))
 
     def of(self, authorization: str) -> Tenant:
-        """Whose the key in an Authorization header is.  Raises Refusal(401) for none that is known.
+        """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
 
-        Keys are looked up by digest, so the time taken tells nothing of where a guess went wrong."""
+        Keys are looked up by digest, so the time taken does not reveal where a guess was wrong."""
         if self._open:
             return Tenant()
         scheme, _, key = authorization.partition(" ")
@@ -102,8 +103,9 @@ class Tenants:
         return tenant
 
     def owner(self, authorization: str) -> str:
-        """The digest of the key in an Authorization header; "" where there are no keys.  Only the key that made a
-        request may come back to it."""
+        """Return the digest of the key in an Authorization header; "" without keys.
+
+        Only the key that made a request may resume it."""
         return "" if self._open else _digest(authorization.partition(" ")[2].strip())
 
 

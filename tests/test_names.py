@@ -56,7 +56,7 @@ def test_gateways_without_a_name_get_different_ones(monkeypatch: pytest.MonkeyPa
         names.append(gateway)
         raise BusDown("far enough")
 
-    monkeypatch.setattr(app.text, "Tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(app, "Tokenizer", lambda *_, **__: None)
     monkeypatch.setattr(app, "GatewaySide", side)
     for config in (GatewayConfig(), GatewayConfig(), GatewayConfig(gateway_id="mine")):
         with pytest.raises(app.StartError, match="far enough"):

@@ -7,7 +7,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from loadtest.checkpoint import VOCAB, make_llama_42m
-from service.text import TextStream, Tokenizer
+from service.text_stream import TextStream
+from service.tokenizer import Tokenizer
 
 
 def test_every_token_it_can_sample_greedily_has_text(tmp_path: Path) -> None:

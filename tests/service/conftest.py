@@ -20,7 +20,7 @@ from service.config import GatewayConfig
 from service.metrics import Telemetry
 from service.streams import Streams
 from service.tenants import Tenants
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Script, Served, byte_level, sentencepiece_like
 
 

@@ -78,19 +78,23 @@ def test_what_fits_the_room_is_let_in_at_any_pace() -> None:
 
 def test_the_terms_of_a_promise_are_the_pace_and_what_the_wait_is_too_long_by() -> None:
     refusal = refused(cost(80), fleet(busy(), queued=800 + 20 * 80))
-    assert refusal.terms is not None
-    assert (refusal.terms.pace, refusal.terms.least_ms, refusal.terms.most_ms) == (80.0, 21_000, 60_000)
-    nearly = refused(cost(81), fleet(busy(), queued=720)).terms
+    assert refusal.retry_terms is not None
+    assert (refusal.retry_terms.pace, refusal.retry_terms.least_ms, refusal.retry_terms.most_ms) == (
+        80.0,
+        21_000,
+        60_000,
+    )
+    nearly = refused(cost(81), fleet(busy(), queued=720)).retry_terms
     assert nearly is not None
     assert nearly.least_ms == 1000
 
 
 def test_what_newcomers_leave_is_of_the_pace_of_a_batch_as_full_as_it_is_now() -> None:
     """8 rows a step of 20 ms are 400 tokens a second, and as many prompt tokens, whatever the averages still say."""
-    terms = refused(cost(80), fleet(busy(step_s=0.02), queued=2000)).terms
+    terms = refused(cost(80), fleet(busy(step_s=0.02), queued=2000)).retry_terms
     assert terms is not None
     assert (terms.pace, terms.full_pace) == (80.0, 400.0)
-    slower = refused(cost(80), fleet(busy(step_s=0.2), queued=2000)).terms
+    slower = refused(cost(80), fleet(busy(step_s=0.2), queued=2000)).retry_terms
     assert slower is not None
     assert slower.full_pace == 80.0
 
@@ -101,7 +105,7 @@ def test_a_refusal_without_a_promise_sends_a_crowd_back_at_different_times() -> 
     headers = refused(cost(80), view, jitter=0.99).headers()
     assert (headers["Retry-After"], headers["retry-after-ms"]) == ("46", "46000")
     still = refused(cost(), fleet(busy(blocks_per_s=0.0, prompt_tokens=0, generated_tokens=0), queued=1600), jitter=0.5)
-    assert (still.terms, still.retry_after_s) == (None, 1.5)
+    assert (still.retry_terms, still.retry_after_s) == (None, 1.5)
 
 
 def test_who_returns_when_told_may_wait_longer_and_its_own_size_is_left_out() -> None:
@@ -119,8 +123,8 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
     assert outcome(cost(100, timeout_s=5.0), view) == 400
     refusal = refused(cost(101, timeout_s=5.0), view)
     assert (refusal.status, refusal.code, refusal.limit, refusal.param) == (429, "deadline_unreachable", 5.0, "timeout")
-    assert refusal.terms is not None
-    assert refusal.terms.least_ms == 1000
+    assert refusal.retry_terms is not None
+    assert refusal.retry_terms.least_ms == 1000
     assert outcome(cost(100, timeout_s=0.001), fleet(busy(), room=100)) == 0  # there is room now
 
 
@@ -167,7 +171,7 @@ def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:
 def test_rates_fade_in_a_step_that_is_longer_than_the_steps_they_come_from(age_s: int, step_s: int, pace: int) -> None:
     late = busy(time_ms=NOW - 1000 * age_s, step_s=float(step_s))
     assert outcome(cost(int(10 * pace)), heard(0, late)) == int(10 * pace)  # as much as 10 s of that pace
-    terms = refused(cost(int(10 * pace) + 1), heard(0, late)).terms
+    terms = refused(cost(int(10 * pace) + 1), heard(0, late)).retry_terms
     assert terms is not None
     assert terms.pace == pytest.approx(pace)
 

@@ -18,9 +18,9 @@ from aiohttp import ClientConnectionResetError, ClientError, ClientSession, web
 from aiohttp.http_exceptions import BadStatusLine
 
 from engine.wire.messages import Finish, Generate
-from service.app import _without_traceback
+from service.middleware import drop_broken_http
 from service.tenants import Tenant
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -566,8 +566,8 @@ async def test_bytes_that_are_not_utf8_in_a_header_or_path_are_refused_like_any_
 def test_malformed_http_leaves_no_traceback_in_the_log() -> None:
     for error, kept in ((BadStatusLine("x"), False), (ConnectionResetError("gone"), False), (KeyError("a bug"), True)):
         record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), (type(error), error, None))
-        assert _without_traceback(record) == kept
-    assert _without_traceback(logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), None))
+        assert drop_broken_http(record) == kept
+    assert drop_broken_http(logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "x", (), None))
 
 
 async def test_tokenize_and_detokenize_take_so_many_tokens(

@@ -108,7 +108,7 @@ class Burst:
             try:
                 decide(Cost(tokens, 600.0), fleet, now_ms, self.config, self.dice.random(), returning=returning)
             except Overloaded as refusal:
-                terms, unpromised_s = refusal.terms, refusal.retry_after_s
+                terms, unpromised_s = refusal.retry_terms, refusal.retry_after_s
             else:
                 self.book.submit(str(number), tokens, now_ms)
                 return None

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.bodies import Scan
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine, Served, settled
 
@@ -122,7 +122,7 @@ async def test_a_body_that_stops_short_is_refused_in_time(serve: Serve, engine: 
         status, error = await slow.refusal()
         assert (status, error["code"], error["limit"], error["given"]) == (408, "body_timeout", 0.4, len(BODY) - 10)
         assert await slow.closed()
-        assert served.gateway._bodies.held == 0
+        assert served.gateway.handlers.bodies.held == 0
 
 
 async def test_a_long_request_is_not_taken_for_a_silent_one(
@@ -178,7 +178,7 @@ async def test_bodies_in_flight_are_bounded_together(serve: Serve, engine: Engin
         block = b" " * 900_000
         async with raw(served) as first, raw(served) as second, raw(served) as small:
             first.post(1_000_000, block)
-            await settled(lambda: served.gateway._bodies.held > 800_000)
+            await settled(lambda: served.gateway.handlers.bodies.held > 800_000)
             second.post(1_000_000, block)
             status, headers, answer = await second.answer()
             error = json.loads(answer)["error"]
@@ -186,14 +186,14 @@ async def test_bodies_in_flight_are_bounded_together(serve: Serve, engine: Engin
             assert headers["retry-after"] == "1"
             small.post(len(BODY), BODY)
             assert (await small.answer())[0] == 200
-        await settled(lambda: served.gateway._bodies.held == 0)
+        await settled(lambda: served.gateway.handlers.bodies.held == 0)
 
 
 async def test_a_request_takes_its_place_before_its_body(serve: Serve) -> None:
     served = await serve(max_open=1)
     async with raw(served) as first, raw(served) as second:
         first.post(1000, b" ")
-        await settled(lambda: served.gateway._answering == 1)
+        await settled(lambda: served.gateway.capacity.answering == 1)
         second.post(1000, b" ")
         status, error = await second.refusal()
         assert (status, error["code"], error["limit"]) == (503, "too_many_open", 1)

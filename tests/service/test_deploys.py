@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientError, ClientSession
 
 from engine.wire.messages import Finish, Generate
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.conftest import a_free_port
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says
 

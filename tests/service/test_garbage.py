@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.conftest import ROOT
 from tests.service.fakes import Served, settled
 from tests.service.test_app import EngineMaker, Serve, says

@@ -14,8 +14,8 @@ from aiohttp import ClientError
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Usage
 from engine.wire.messages import Finish, Generate
-from service.metrics import Telemetry
-from service.text import Tokenizer
+from service import usage_ledger
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -42,7 +42,7 @@ async def test_after_500_random_departures_the_books_balance(
     rng, read, complete = random.Random(5), 0, 0
     slots = asyncio.Semaphore(100)
     recorded: list[Usage] = []
-    monkeypatch.setattr(Telemetry, "record_usage", lambda self, usage: recorded.append(usage))
+    monkeypatch.setattr(usage_ledger, "record_usage", lambda _, usage: recorded.append(usage))
 
     async def visit(number: int) -> None:
         nonlocal read, complete

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.literal import WINDOW, LiteralContent
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, byte_level
 
 END = 1  # </s>

@@ -21,7 +21,9 @@ from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Piece
-from service.metrics import Meter, Telemetry
+from service.meter import Meter
+from service.metrics import REFUSALS, REQUESTS, Telemetry
+from service.usage_ledger import record_usage
 from tests.service.fakes import a_load
 
 
@@ -38,9 +40,9 @@ def samples(telemetry: Telemetry) -> dict[tuple[str, str], float]:
 
 def test_requests_and_refusals_are_counted() -> None:
     telemetry = Telemetry("g")
-    telemetry.record_request("/v1/completions", 200)
-    telemetry.record_request("/v1/completions", 200)
-    telemetry.record_refusal("too_many")
+    telemetry.count(REQUESTS, 1, "/v1/completions", "200")
+    telemetry.count(REQUESTS, 1, "/v1/completions", "200")
+    telemetry.count(REFUSALS, 1, "too_many")
     got = samples(telemetry)
     assert got["quire_requests_total", "/v1/completions 200"] == 2
     assert got["quire_refusals_total", "too_many"] == 1
@@ -50,9 +52,9 @@ def test_a_meter_records_one_request() -> None:
     telemetry = Telemetry("g")
     meter = Meter(telemetry, time.monotonic() - 2.0)
     meter.admit()
-    meter.note(Piece(0, "", []))
-    meter.note(Piece(0, "a", [1]))
-    meter.note(Piece(0, "bcd", [2, 3, 4], finish="stop"))
+    meter.record_piece(Piece(0, "", []))
+    meter.record_piece(Piece(0, "a", [1]))
+    meter.record_piece(Piece(0, "bcd", [2, 3, 4], finish="stop"))
     meter.close("/v1/completions", 200)
     got = samples(telemetry)
     assert got["quire_output_tokens_total", ""] == 4
@@ -125,8 +127,8 @@ def test_an_answer_is_one_span_and_one_line(spans: Spans, lines: Lines) -> None:
     assert context.split("-")[1] == PARENT.split("-")[1]
     assert context != PARENT
     meter.admit()
-    meter.note(Piece(0, "", [1], cached_tokens=8))
-    meter.note(Piece(0, "an answer", [2, 3], finish="stop"))
+    meter.record_piece(Piece(0, "", [1], cached_tokens=8))
+    meter.record_piece(Piece(0, "an answer", [2, 3], finish="stop"))
     meter.close("/v1/chat/completions", 200)
     found = spans.take()
     assert list(found) == ["admission", "chat m"]
@@ -197,7 +199,7 @@ def test_what_nobody_understood_has_a_line_and_probes_have_none(lines: Lines) ->
     (line,) = lines()
     assert (line["request_id"], line["outcome"], line["error"]) == ("mine-1", "invalid", "invalid_json")
     assert "id" not in line
-    telemetry.record_usage(Usage("cmpl-1.0", "acme", generated=9, delivered=7, new=7))
+    record_usage(telemetry, Usage("cmpl-1.0", "acme", generated=9, delivered=7, new=7))
     usage = {"id": "cmpl-1.0", "tenant": "acme", "generated_tokens": 9, "delivered_tokens": 7}
     assert lines()[1:] == [{"logger": "quire.usage", **usage}]
 
@@ -208,7 +210,7 @@ def test_text_is_in_traces_only_where_somebody_wants_it(opted_in: bool, spans: S
     meter.describe("chatcmpl-1", asked(n=2), "", 12, 7)
     meter.admit()
     for piece in (Piece(1, "b", [1]), Piece(0, "a", [1]), Piece(1, "bb", [2], finish="stop")):
-        meter.note(piece)
+        meter.record_piece(piece)
     meter.close("/v1/chat/completions", 200)
     said = spans.take()["chat m"]
     assert "hush" not in str(lines())
@@ -229,7 +231,7 @@ def test_a_client_that_comes_back_goes_on_in_its_first_trace(spans: Spans, lines
     meter = Meter(telemetry, time.monotonic(), "mine-2")
     meter.describe("chatcmpl-2", asked(), "acme", 12, 7)  # under an idempotency key that another one had before
     meter.resume("chatcmpl-1", asked(), 1, "acme", PARENT, "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
-    meter.note(Piece(0, "", [2, 3], finish="length"))
+    meter.record_piece(Piece(0, "", [2, 3], finish="length"))
     meter.close("/v1/chat/completions", 200)
     found = spans.take()
     assert list(found) == ["resume m"]

@@ -48,11 +48,11 @@ async def test_callbacks_run_in_order_and_at_most_so_many_a_turn() -> None:
         when[turns.number] += 1
 
     for number in range(3):
-        pacer.run(note, number)
+        pacer.call_soon(note, number)
     assert ran == [0, 1, 2]  # nothing waits while there is room in this turn
     await asyncio.sleep(0.01)
     for number in range(3, MANY):
-        pacer.run(note, number)
+        pacer.call_soon(note, number)
     await settled(lambda: len(ran) == MANY)
     assert ran == list(range(MANY))
     assert max(when.values()) <= 2 * TURN_CALLS  # what ran at once may share a turn with what waited
@@ -68,7 +68,7 @@ async def test_a_callback_that_raises_stops_none_of_the_others() -> None:
         ran.append(number)
 
     for number in range(3 * TURN_CALLS):
-        pacer.run(note, number)
+        pacer.call_soon(note, number)
     await settled(lambda: len(ran) == 3 * TURN_CALLS - 1)
     assert errors == ["a bug"]
 

@@ -20,7 +20,7 @@ from aiohttp import ClientError, ClientSession
 from redis import Redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, settled
 
 ROOT = Path(__file__).resolve().parents[2]

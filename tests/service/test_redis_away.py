@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says
 

@@ -18,7 +18,7 @@ from engine.wire.messages import Finish, Generate
 from service import resume
 from service.api import Refusal
 from service.format import Position
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -174,7 +174,7 @@ async def test_a_running_answer_goes_on_elsewhere_as_often_as_it_is_cut(
 ) -> None:
     gateways = [await serve(), await serve(), await serve()]
     body = {"model": "tiny", "stream": True, **asked}
-    async with engine(says(byte_level_tokenizer), step_s=0.01) as fake:
+    async with engine(says(byte_level_tokenizer), step_s=0.05) as fake:
         await settled(lambda: all(served.streams.fleet.engines for served in gateways))
         expected = merged(await events(gateways[0].session, path, body))
         found: list[Event] = []

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from service.mailbox import MAILBOX_BYTES
 from service.sse import WRITE_BUFFER_BYTES
-from service.text import Tokenizer
+from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says
 

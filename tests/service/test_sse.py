@@ -12,7 +12,8 @@ from service import api, sse
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
-from service.metrics import Meter, Telemetry
+from service.meter import Meter
+from service.metrics import Telemetry
 
 Turns = list[list[Piece] | Exception]
 

@@ -33,7 +33,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from service.metrics import Telemetry
-from service.streams import FORGOTTEN, Before, Streams
+from service.streams import REQUEST_LOST, AlreadySubmitted, Streams
 from tests.service.fakes import a_load, settled
 
 
@@ -55,7 +55,7 @@ def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, 
 
     def put(first: int, stop: int, finish: Finish | None = None) -> bool:
         logprobs = [TokenLogprob(float(position)) for position in range(first, stop)]
-        return mailbox.put(Delta("r", first, list(range(first, stop)), finish, logprobs=logprobs))
+        return mailbox.merge(Delta("r", first, list(range(first, stop)), finish, logprobs=logprobs))
 
     for back, count, taken in deltas:
         first = max(0, at - back)
@@ -71,8 +71,8 @@ def test_any_cuts_and_replays_give_each_token_once(deltas: list[tuple[int, int, 
 
 def test_a_gap_is_filled_from_the_log() -> None:
     mailbox = Mailbox(0, Backlog(2**20))
-    mailbox.put(Delta("r", 0, [1]))
-    assert mailbox.put(Delta("r", 2, [3], Finish("length")))
+    mailbox.merge(Delta("r", 0, [1]))
+    assert mailbox.merge(Delta("r", 2, [3], Finish("length")))
     assert drain(mailbox) == ([1], None)
     assert mailbox.behind
     mailbox.refill(LoggedOutput([2, 3], Finish("length")))
@@ -82,7 +82,7 @@ def test_a_gap_is_filled_from_the_log() -> None:
 def test_a_gap_that_the_log_cannot_fill_ends_in_an_error() -> None:
     for said in (None, LoggedOutput([])):
         mailbox = Mailbox(0, Backlog(2**20))
-        assert mailbox.put(Delta("r", 2, [], None))
+        assert mailbox.merge(Delta("r", 2, [], None))
         mailbox.refill(said)
         tokens, finish = drain(mailbox)
         assert tokens == []
@@ -92,8 +92,8 @@ def test_a_gap_that_the_log_cannot_fill_ends_in_an_error() -> None:
 
 def test_the_first_delta_brings_what_the_prompt_brought() -> None:
     mailbox = Mailbox(0, Backlog(2**20))
-    mailbox.put(Delta("r", 0, [1], cached_tokens=48, prompt_logprobs=[TokenLogprob(-1.0)]))
-    mailbox.put(Delta("r", 1, [2]))
+    mailbox.merge(Delta("r", 0, [1], cached_tokens=48, prompt_logprobs=[TokenLogprob(-1.0)]))
+    mailbox.merge(Delta("r", 1, [2]))
     assert mailbox.cached_tokens == 48
     assert mailbox.prompt_logprobs == [TokenLogprob(-1.0)]
     assert drain(mailbox) == ([1, 2], None)
@@ -203,7 +203,7 @@ def anyway(fleet: Fleet, returning: bool) -> int:
 
 def overloaded() -> Overloaded:
     refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
-    refusal.terms = RetryTerms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
+    refusal.retry_terms = RetryTerms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
     return refusal
 
 
@@ -443,24 +443,29 @@ async def test_a_log_that_may_grow_again_is_503_and_one_that_ended_400(streams: 
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30),
+    st.lists(
+        st.tuples(st.just(0) | st.integers(0, 9), st.integers(0, 40), st.sampled_from(["take", "leave"])), max_size=30
+    ),
     st.integers(1, 200),
     st.booleans(),
 )
 def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
     deltas: list[tuple[int, int, str]], limit: int, logprobs: bool
 ) -> None:
-    """(tokens lost on the way, how many come, whether the reader comes for them): never more than `limit` bytes wait
-    beside one delta or one part of the log, and in the end each token was taken once."""
+    """(tokens lost on the way, how many arrive, whether the reader takes them): one delta or one part of the log may
+    wait, however large it is; more waits only up to `limit` bytes.  In the end each token was taken once."""
     backlog = Backlog(limit)
     mailbox, said, got = Mailbox(0, backlog), list[int](), list[int]()
+    token_bytes, largest = 132 if logprobs else 4, 0  # of the deltas and parts so far, in tokens
 
     def probs(tokens: list[int]) -> list[TokenLogprob] | None:
         return [TokenLogprob(float(token)) for token in tokens] if logprobs else None
 
     def take() -> Finish | None:
         if mailbox.behind:
+            nonlocal largest
             part = said[mailbox.at : mailbox.at + 7]
+            largest = max(largest, len(part))
             over = ended if mailbox.at + len(part) == len(said) else None
             mailbox.refill(LoggedOutput(part, over, probs(part)))
         tokens, found, finish = mailbox.take()
@@ -474,12 +479,14 @@ def test_a_slow_reader_gets_everything_from_a_small_mailbox_and_the_log(
         first = len(said)
         new = list(range(first, first + count))
         said += new
-        mailbox.put(Delta("r", first, new, None, logprobs=probs(new)))
-        assert backlog.held <= max(limit, 136 * max(count, 7, *(c for _, c, _ in deltas)))
+        mailbox.merge(Delta("r", first, new, None, logprobs=probs(new)))
+        largest = max(largest, count)
+        assert backlog.held == token_bytes * len(mailbox._tokens)
+        assert backlog.held <= max(limit, token_bytes * largest)
         if then == "take":
             assert take() is None
     ended = Finish("length")
-    mailbox.put(Delta("r", len(said), [], ended))
+    mailbox.merge(Delta("r", len(said), [], ended))
     for _ in range(len(said) + 1):
         if take() is not None:
             break
@@ -538,7 +545,7 @@ async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> 
         assert drain(mailbox) == ([1], None)
         wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
         [mailbox] = await anext(opened)
-        assert drain(mailbox) == ([], FORGOTTEN)
+        assert drain(mailbox) == ([], REQUEST_LOST)
 
 
 async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
@@ -581,8 +588,8 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
     wire.twin = DuplicateRequest("q.0", True)
-    with pytest.raises(Before) as caught:
-        async with streams.open(orders(), 60, anyway, once=IdempotencyKey("k", "b")):
+    with pytest.raises(AlreadySubmitted) as caught:
+        async with streams.open(orders(), 60, anyway, idempotency_key=IdempotencyKey("k", "b")):
             pytest.fail("must not open")
-    assert caught.value.twin.request_id == "q.0"
+    assert caught.value.duplicate.request_id == "q.0"
     assert wire.cancelled == []

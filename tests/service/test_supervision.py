@@ -11,8 +11,9 @@ from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service import supervision
-from service.app import NO_REDIS, Unserviceable, serve
+from service.app import Unserviceable, serve
 from service.config import GatewayConfig
+from service.status import NO_REDIS
 from service.supervision import Supervisor, Task
 from tests.service.fakes import settled
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
-from service.text import INLINE_BYTES, ModelError, TextStream, Tokenizer, longest_token, vocabulary_bytes
+from service.text_stream import TextStream
+from service.tokenizer import INLINE_BYTES, ModelError, Tokenizer, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)

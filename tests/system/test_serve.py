@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from service import cli
+from tests.service.fakes import byte_level
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +210,55 @@ async def test_what_was_up_once_is_started_for_ever(
         with pytest.raises(cli.GivenUp, match="ended with status 1 5 times in a row"):
             await keeping
         assert len(starts.read_text()) == cli.FAILURES
+
+
+async def test_an_operator_error_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 2 stands for what another start cannot mend, whichever start finds it: here the second one."""
+    monkeypatch.setattr(cli, "BACKOFF_S", (0.01, 0.01))
+    starts = tmp_path / "starts"
+    code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(min(2, len(open({str(starts)!r}).read())))"
+    with pytest.raises(cli.GivenUp, match="the engine cannot start"):
+        await cli.Child("engine", ["-c", code], 5.0).keep()
+    assert starts.read_text() == ".."
+
+
+async def test_a_child_that_is_just_being_started_ends_with_the_others() -> None:
+    """A signal may arrive while the process is being made.  Left alone, its transport would outlive the event loop."""
+    child = cli.Child("engine", ["-c", "import time; time.sleep(600)"], 5.0)
+    keeping = asyncio.create_task(child.keep())
+    await asyncio.sleep(0)  # it has asked for a process, and has none yet
+    await child.stop()
+    async with asyncio.timeout(cli.KEEPERS_S):
+        await keeping
+    assert child._process is not None
+    assert child._process.returncode is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
+    """It comes as soon as so many children run: Redis, the engine, the gateway."""
+    model = byte_level(tmp_path / "model")
+    for children in (1, 2, 3):
+        with (tmp_path / "log").open("wb") as log:
+            serve = subprocess.Popen(
+                [*QUIRE, "serve", str(model), "--port=0", "--executor=scripted", "--no-spare"],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
+        try:
+            give_up = time.monotonic() + 40
+            while len(psutil.Process(serve.pid).children()) < children:
+                assert time.monotonic() < give_up
+                time.sleep(0.002)
+            serve.send_signal(number)
+            serve.wait(60)
+        finally:
+            serve.kill()
+            serve.wait()
+        says = (tmp_path / "log").read_text()
+        assert "Traceback" not in says, says
+        assert "is closed" not in says, says
 
 
 def test_a_standby_ends_with_its_supervisor() -> None:

@@ -1,0 +1,365 @@
+"""One request, step by step.
+
+    Handlers.answer -> bodies.read -> Handlers.begin:
+        api.parse -> tokenizer.encode -> api.fit -> admission.decide -> streams.open -> text_stream.decode -> sse.write
+
+A client that resumes an answer takes a shorter way (`Handlers.resume`, see `resume.py`):
+
+        streams.find -> streams.join -> text_stream.decode -> sse.write
+
+Every `Refusal` on the way becomes a response in `middleware.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from engine.wire.bus import DuplicateRequest, Fleet, IdempotencyKey
+from engine.wire.clock import steady_ms
+from engine.wire.messages import Generate
+from service import admission, api, resume, sse
+from service.api import Refusal
+from service.bodies import Bodies, Body
+from service.config import GatewayConfig
+from service.format import REQUEST_ID as ANSWER_ID
+from service.format import Format, Position
+from service.limits import VALUES, shown
+from service.middleware import METER, OWNER, TENANT, Capacity
+from service.open_request import HandedOver, OpenRequest
+from service.streams import AlreadySubmitted, Streams
+from service.text_stream import decode
+from service.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
+
+# Errors under which the first request with an idempotency key leaves no answer behind.
+FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
+RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
+LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
+WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
+
+
+class NoAnswer(Exception):
+    """The first request under an idempotency key has no answer, and will have none."""
+
+
+class Prepared(NamedTuple):
+    """A request that was parsed, encoded and checked: ready for admission."""
+
+    valid: api.ValidRequest
+    orders: list[Generate]
+    cost: admission.Cost
+    form: Format
+    record: bytes  # for a client that resumes: see resume.Record
+
+
+class Handlers:
+    """Handlers of the endpoints that read, make or count text."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        streams: Streams,
+        capacity: Capacity,
+        *,
+        model: str,
+        gateway: str,
+    ) -> None:
+        """`model`: the name that clients use.  `gateway`: the id of this process."""
+        self._config, self._tokenizer, self._streams, self._capacity = config, tokenizer, streams, capacity
+        self._model, self._gateway = model, gateway
+        self.bodies = Bodies(config)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+
+    # -- endpoints
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self.answer(request, api.parse_completion, "cmpl-", self._max_tokens())
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self.answer(request, api.parse_chat, "chatcmpl-")
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
+
+        `id` is a request's or an event's.  A Last-Event-ID is newer."""
+        given = request.match_info["id"]
+        asked = None if re.fullmatch(ANSWER_ID, given) else Position.parse(given)
+        last = request.headers.get("Last-Event-ID")
+        had = Position.parse(last) if last else asked
+        request_id = asked.request_id if asked is not None else given
+        if had is not None and had.request_id != request_id:
+            raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
+        with self._capacity.occupy():
+            return await self.resume(request, request_id, had)
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize."""
+        config = self._config
+        with self._capacity.occupy():
+            async with self.bodies.read(request) as body:
+                size = len(body.data)
+                asked: api.TokenizeBody = await self._offload(size, api.decode, body.data, api.TokenizeBody, config)
+            if (asked.prompt is None) == (asked.messages is None):
+                raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
+            messages = asked.messages
+            ids = await self._tokenizer.tokenize(
+                asked.prompt,
+                [] if messages is None else await self._offload(size, api.plain_messages, messages, config),
+                special=asked.add_special_tokens,
+                generation_prompt=asked.add_generation_prompt,
+                size=size,
+                total=self._max_tokens(),
+            )
+            found = {"count": len(ids), "max_model_len": self._streams.max_model_len, "tokens": ids}
+            encoded = await self._offload(size, msgspec.json.encode, found)
+            async with self._cut_after(config.default_timeout_s):
+                return await self._write(request, [encoded])
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize."""
+        config, most = self._config, self._max_tokens()
+        with self._capacity.occupy():
+            async with self.bodies.read(request, most) as body:
+                size = len(body.data)
+                asked: api.DetokenizeBody = await self._offload(size, api.decode, body.data, api.DetokenizeBody, config)
+            text = await self._tokenizer.offload(size, self._text, asked.tokens, most)
+            encoded = await self._offload(size, msgspec.json.encode, {"prompt": text})
+            async with self._cut_after(config.default_timeout_s):
+                return await self._write(request, [encoded])
+
+    def _text(self, tokens: list[int], most: int) -> str:
+        """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
+        if len(tokens) > most:
+            raise api.too_many_tokens("tokens", most, len(tokens))
+        last = len(self._tokenizer.table) - 1
+        if tokens and (min(tokens) < 0 or max(tokens) > last):
+            token = next(token for token in tokens if not 0 <= token <= last)
+            message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
+            raise api.limit_refusal("token_id", message, last, param="tokens", given=token)
+        return self._tokenizer.text_of(tokens, skip_special=False)
+
+    # -- the steps of a request
+
+    async def answer(
+        self, request: web.Request, parse: Parse, prefix: str, max_values: int = VALUES
+    ) -> web.StreamResponse:
+        """Answer a new request, or resume an earlier one: Last-Event-ID or the Idempotency-Key says so."""
+        with self._capacity.occupy():
+            if (last := request.headers.get("Last-Event-ID")) is not None:
+                had = Position.parse(last)
+                if not had.request_id.startswith(prefix):
+                    raise Refusal(404, "stream_not_found", "no answer with this id here", given=had.request_id)
+                return await self.resume(request, had.request_id, had)
+            async with self.bodies.read(request, max_values) as body:
+                return await self._answer_body(request, body, parse, prefix)
+
+    async def _answer_body(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> web.StreamResponse:
+        header, size = request.headers.get("Idempotency-Key"), len(body.data)
+        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request.path, body.data)
+        if key is None:
+            return await self.begin(request, body, parse, prefix)
+        for _ in range(RETRIES):
+            duplicate = await self._streams.find_duplicate(key)
+            try:
+                if duplicate is not None:
+                    return await self._answer_duplicate(request, key, duplicate)
+                return await self.begin(request, body, parse, prefix, key)
+            except (AlreadySubmitted, NoAnswer):
+                continue
+        raise Refusal(503, "cancelled", "requests with this idempotency key keep being cancelled", retry_after_s=1.0)
+
+    async def begin(
+        self, request: web.Request, body: Body, parse: Parse, prefix: str, key: IdempotencyKey | None = None
+    ) -> web.StreamResponse:
+        """Prepare, admit and answer a new request.
+
+        Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
+        prepared = await self._prepare(request, body, parse, prefix)
+        timeout_s = prepared.valid.timeout_s
+        resumable = key is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
+        async with (
+            self._cut_after(timeout_s),
+            self._streams.open(
+                prepared.orders,
+                timeout_s,
+                partial(self._admit, prepared.cost),
+                record=prepared.record,
+                idempotency_key=key,
+                resumable=resumable,
+            ) as opened,
+        ):
+            request[METER].admit()
+            body.release()
+            return await self._deliver(request, prepared.valid, opened, prepared.form)
+
+    async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
+        """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
+        config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
+        timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
+        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s)
+        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
+        limits = admission.limits(streams.fleet)
+        encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
+        rooms = await self._offload(size, api.fit, valid, encoded, limits)
+        rooms = api.bound_logprobs(valid, encoded, rooms, config)
+        prompt_tokens = sum(map(len, encoded))
+        cost = admission.Cost(
+            prompt_tokens=prompt_tokens,
+            timeout_s=valid.timeout_s,
+            least_tokens=min(map(valid.least_tokens, rooms)),
+            tenant=tenant.name,
+            weight=tenant.weight,
+        )
+        now_ms = streams.redis_ms()
+        request_id = resume.new_id(prefix, now_ms)
+        deadline_ms = now_ms + int(valid.timeout_s * 1000)
+        given = api.traceparent(request.headers.get("traceparent", ""))
+        trace = request[METER].describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), given)
+        orders = api.generates(
+            valid, request_id, self._gateway, encoded, rooms, deadline_ms, trace, tenant.name, tenant.weight, now_ms
+        )
+        record = resume.Record(
+            owner=request[OWNER],
+            tenant=tenant.name,
+            valid=valid,
+            prompts=await self._tokenizer.offload(size, self._tokenizer.prompted, valid, encoded),
+            model=self._model,
+            created=now_ms // 1000,
+            fingerprint=streams.fingerprint,
+            deadline_ms=deadline_ms,
+            traceparent=trace,
+        )
+        form = record.form(request_id, self._tokenizer.table)
+        return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
+
+    def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
+        """Call admission.decide with this process's clock and random numbers."""
+        return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
+
+    async def resume(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
+        """Continue an answer after what the client already has; None: from its start.  Raises Refusal."""
+        if had is not None and had.done:
+            return web.Response(status=204)  # it tells EventSource to stop asking
+        streams = self._streams
+        found = await streams.find(request_id)
+        record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
+        valid = record.valid
+        form = record.form(request_id, self._tokenizer.table)
+        prompts, n = len(record.prompts), valid.n
+        had = had or Position.start(request_id, prompts * n)
+        if len(had.tokens) != prompts * n:
+            raise Refusal(400, "invalid_event_id", f"Last-Event-ID: the answer has {prompts * n} choices")
+        counts = [count or 0 for count in had.tokens]
+        left_s = max(0.0, (record.deadline_ms - streams.redis_ms()) / 1000)
+        async with (
+            self._cut_after(left_s),
+            streams.join(
+                [f"{request_id}.{at}" for at in range(prompts)],
+                [counts[at * n : (at + 1) * n] for at in range(prompts)],
+                record.tenant,
+                left_s,
+            ) as opened,
+        ):
+            given = api.traceparent(request.headers.get("traceparent", ""))
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, given)
+            form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
+            for choice in had.ended:
+                opened.end(choice)
+            try:
+                return await self._deliver(request, valid, opened, form)
+            except Refusal as refusal:
+                if refusal.code == "cancelled":  # because its client left
+                    raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
+                raise
+
+    async def _answer_duplicate(
+        self, request: web.Request, key: IdempotencyKey, duplicate: DuplicateRequest
+    ) -> web.StreamResponse:
+        """Return the answer of the first request under `key`.
+
+        Raises NoAnswer when there will be none; the key is free then."""
+        if not duplicate.same_body:
+            message = "idempotency-key: it was used for another request, whose path or body differs"
+            raise Refusal(409, "idempotency_key_reused", message, param="idempotency-key")
+        try:
+            return await self.resume(request, duplicate.request_id.rpartition(".")[0], None)
+        except Refusal as refusal:
+            if refusal.code not in FAILED:
+                raise
+            await self._streams.release(key, duplicate)
+            if refusal.code == "engine_error":  # to try again may kill another engine: the client decides
+                raise
+            raise NoAnswer from None
+
+    async def _deliver(
+        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
+    ) -> web.StreamResponse:
+        """Write the answer, streamed or whole, and record how much of it was sent."""
+        meter = request[METER]
+        async with contextlib.aclosing(decode(opened, valid, self._tokenizer)) as pieces:
+            if valid.stream:
+                return await sse.write(request, pieces, form, meter, opened.record_sent)
+            answered = []
+            try:
+                async for changed in pieces:
+                    for piece in changed:
+                        meter.record_piece(piece)
+                    answered += changed
+            except HandedOver:
+                raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
+        response = await self._write(request, await form.whole(answered))
+        opened.record_sent(form.tokens)
+        return response
+
+    # -- helpers of the steps
+
+    async def _write(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
+        """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
+        response = web.StreamResponse()
+        response.content_type, response.content_length = "application/json", sum(map(len, parts))
+        if self._capacity.draining:
+            response.force_close()
+        await response.prepare(request)
+        for part in parts:
+            for at in range(0, len(part), WRITE_BYTES):
+                await response.write(part[at : at + WRITE_BYTES])
+                await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _cut_after(self, timeout_s: float) -> AsyncIterator[None]:
+        """A context around an answer.  Raises ConnectionResetError LAST_READ_S after `timeout_s`: the client does not
+        read it."""
+        try:
+            async with asyncio.timeout(timeout_s + LAST_READ_S):
+                yield
+        except TimeoutError:
+            raise ConnectionResetError("client does not read") from None
+
+    async def _offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread."""
+        if size <= INLINE_BYTES:
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+
+    def _max_tokens(self) -> int:
+        """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
+        return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)

@@ -1,0 +1,157 @@
+"""Around every request: authentication, limits of concurrency, errors as JSON, the request log.
+
+connection limit -> API key -> handler -> response, or a Refusal as JSON -> Meter.close (metrics, span, log line)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+
+from aiohttp import http_exceptions, web
+from aiohttp.web_protocol import RequestPayloadError
+
+from service.api import Refusal, limit_refusal
+from service.config import GatewayConfig
+from service.connections import Connections
+from service.meter import Meter
+from service.metrics import Telemetry
+from service.open_request import HandedOver
+from service.tenants import Tenant, Tenants
+
+log = logging.getLogger("quire.gateway")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+STARTED = web.RequestKey("started", float)
+REQUEST_ID = web.RequestKey("request_id", str)
+METER = web.RequestKey("meter", Meter)
+TENANT = web.RequestKey("tenant", Tenant)
+OWNER = web.RequestKey("owner", str)  # digest of the API key that was given
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug/")  # paths that need a key
+CLIENT_LEFT = 499  # nginx's number
+UNREAD_BODY = (408, 413, 415)  # statuses that are sent before the body was read
+
+
+class Capacity:
+    """How many requests this gateway answers at a time, and whether it takes new ones."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._limit = config.max_open
+        self.answering = 0
+        self.draining = False
+        self.idle = asyncio.Event()  # set while nothing is answered
+        self.idle.set()
+
+    @contextlib.contextmanager
+    def occupy(self) -> Iterator[None]:
+        """A context around all that a client waits for, the arrival of its body included.
+
+        Raises Refusal(503) when this gateway shuts down or answers `max_open` requests."""
+        if self.draining:
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        if self.answering >= self._limit:
+            message = f"this gateway answers {self._limit} requests at a time"
+            raise limit_refusal("open", message, self._limit, retry_after_s=1.0)
+        self.answering += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.answering -= 1
+            if not self.answering:
+                self.idle.set()
+
+
+class Middleware:
+    """Wraps every handler of the API's port."""
+
+    def __init__(self, telemetry: Telemetry, tenants: Tenants, connections: Connections, capacity: Capacity) -> None:
+        self._telemetry, self._tenants = telemetry, tenants
+        self._connections, self._capacity = connections, capacity
+
+    @web.middleware
+    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check connection and key, run the handler, and turn its outcome into one response and one log line."""
+        request[STARTED] = time.monotonic()
+        given = request.headers.get("X-Request-Id", "")
+        # A client's own id is repeated if it is harmless in a header and a log.
+        request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
+        resource = request.match_info.route.resource
+        endpoint = resource.canonical if resource is not None else "other"
+        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
+        status = CLIENT_LEFT  # unless something below gets so far as to answer
+        connection = self._connections.of(request)
+        if connection is not None:
+            connection.begin_request()
+        try:
+            status, response = await self._respond(request, handler, meter)
+        finally:
+            meter.close(endpoint, status)
+            if connection is not None:
+                connection.end_request()
+        if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):
+            response.force_close()
+        return response
+
+    async def _respond(self, request: web.Request, handler: Handler, meter: Meter) -> tuple[int, web.StreamResponse]:
+        """Return the status to record, and the response."""
+        try:
+            self._connections.check(request)
+            self._authenticate(request)
+            response = await handler(request)
+            return response.status, response
+        except Refusal as refusal:
+            return refusal.status, refuse(refusal, meter)
+        except web.HTTPException as error:
+            code, message = f"http_{error.status}", f"{request.method} {request.path}: {error.reason}"
+            refused = refuse(Refusal(error.status, code, message), meter)
+            if "Allow" in error.headers:
+                refused.headers["Allow"] = error.headers["Allow"]
+            return error.status, refused
+        except ConnectionError as error:  # no client is left to answer; aiohttp would log it as a failure of ours
+            if request.transport is not None:
+                request.transport.abort()
+            status = 503 if isinstance(error, HandedOver) else CLIENT_LEFT
+            return status, web.Response(status=status)
+        except Exception:
+            log.exception("request %s failed; its client gets status 500", request[REQUEST_ID])
+            failure = Refusal(500, "internal_error", "the gateway failed on this request")
+            return failure.status, refuse(failure, meter)
+
+    def _authenticate(self, request: web.Request) -> None:
+        """Find the tenant of the request's key.  Probes and metrics need no key.  Raises Refusal(401)."""
+        if request.path.startswith(GUARDED):
+            authorization = request.headers.get("Authorization", "")
+            request[TENANT] = self._tenants.of(authorization)
+            request[OWNER] = self._tenants.owner(authorization)
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers that every response of the API has."""
+        if (started := request.get(STARTED)) is not None:
+            response.headers["x-request-id"] = request[REQUEST_ID]
+            response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+
+
+def refuse(refusal: Refusal, meter: Meter) -> web.Response:
+    """Record a refusal and return it as a response."""
+    meter.fail(refusal)
+    return web.Response(
+        body=refusal.body(), status=refusal.status, headers=refusal.headers(), content_type="application/json"
+    )
+
+
+def drop_broken_http(record: logging.LogRecord) -> bool:
+    """Filter aiohttp's log: a client that sends malformed HTTP, or leaves too early, is one line at level DEBUG.
+
+    aiohttp would log a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (http_exceptions.HttpProcessingError, RequestPayloadError, ConnectionError)):
+        log.debug("malformed or broken HTTP: %s", " ".join(str(error).split()))
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""What a gateway tells about itself: models, liveness, readiness, version, metrics, an audit of the engines."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+from aiohttp import web
+
+from engine.common import histograms
+from service.api import Refusal
+from service.bodies import require_json
+from service.metrics import Telemetry
+from service.middleware import Capacity
+from service.streams import Streams
+
+log = logging.getLogger("quire.gateway")
+
+NO_REDIS = "Redis cannot be used; the log of this gateway says why"
+AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+class Status:
+    """Handlers of the endpoints that report state and compute nothing."""
+
+    def __init__(self, model: str, streams: Streams, telemetry: Telemetry, capacity: Capacity) -> None:
+        """`model`: the name that clients use."""
+        self._model, self._streams, self._telemetry, self._capacity = model, streams, telemetry, capacity
+        self._created = int(time.time())
+        self._logged_trouble: str | None = None  # so that each reason is logged once
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{id}."""
+        if request.match_info["id"] != self._model:
+            message = f"model: this server serves '{self._model}', not the one asked for"
+            raise Refusal(404, "model_not_found", message, param="model")
+        return _json(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "max_model_len": self._streams.max_model_len,
+        }
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: is an engine running?  A gateway without engines answers 503 and keeps running."""
+        alive = len(self._streams.fleet.engines)
+        return _json({"status": "ok" if alive else "no engine is running", "engines": alive}, 200 if alive else 503)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """GET /ready: may a load balancer send work here?  If not, the body says why."""
+        why = self._redis_trouble()
+        engines = self._streams.fleet.engines
+        if self._capacity.draining:
+            why = "this gateway is shutting down"
+        elif why is None and not engines:
+            why = "no engine is running"
+        elif why is None and all(load.draining for load in engines):
+            why = "every engine is shutting down"
+        return _json({"ready": why is None, "reason": why}, 200 if why is None else 503)
+
+    def _redis_trouble(self) -> str | None:
+        """Return why Redis cannot be used, without its address.  The address goes to the log, once for each reason."""
+        trouble, before = self._streams.trouble, self._logged_trouble
+        self._logged_trouble = trouble
+        if trouble is not None and trouble != before:
+            log.warning("not ready: %s", trouble)
+        return None if trouble is None else NO_REDIS
+
+    async def ping(self, request: web.Request) -> web.Response:
+        """GET /ping: does this process work, whatever the others do?  If not, it must be restarted."""
+        if self._streams.supervisor.dead:
+            return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
+        return web.Response(text="pong")
+
+    async def audit(self, request: web.Request) -> web.Response:
+        """POST /debug/audit: order a full check of every engine's block accounting.
+
+        200 if all balance, 500 if one does not, 503 if an engine (or all of them) does not reply."""
+        require_json(request)
+        found = await self._streams.audit(AUDIT_PATIENCE_S)
+        silent = not found or None in found.values()
+        return _json(
+            {"balanced": not silent and not any(found.values()), "engines": found},
+            500 if any(found.values()) else 503 if silent else 200,
+        )
+
+    async def version(self, request: web.Request) -> web.Response:
+        """GET /version."""
+        return _json({"version": histograms.build()["version"]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics, in Prometheus' text format."""
+        return web.Response(
+            body=self._telemetry.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def no_metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics on the clients' port of a gateway with keys: metrics name tenants, so it is refused."""
+        raise Refusal(404, "not_found", "/metrics: a gateway with API keys or tenants serves it on --metrics-port only")

@@ -1,0 +1,210 @@
+"""Text out: incremental decoding of tokens, and stop strings.
+
+    token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text for the client
+                          |-- an unfinished character waits --|-- a possible stop string waits --|
+
+Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
+same however the tokens are cut into deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator
+
+from engine.wire.messages import Finish, TokenLogprob
+from service.api import Refusal, ValidRequest
+from service.format import Piece
+from service.mailbox import Mailbox
+from service.open_request import OpenRequest
+from service.streams import REQUEST_LOST
+from service.tokenizer import Tokenizer
+
+TURN_TOKENS = 4096  # of one request, decoded before other requests run: about 2 ms
+
+
+class TextStream:
+    """The text of one continuation, decoded as its tokens arrive.
+
+    All that `push` and `finish` return, concatenated, depends only on the tokens and never on how they were cut: stop
+    strings are searched after each single token.  If several match, the one that begins first wins.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_offsets",
+        "_simple",
+        "_skip_special",
+        "_stops",
+        "_tokenizer",
+        "chars",
+        "matched",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+        track_offsets: bool = False,
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
+        self._held = ""  # the end of the text so far, while it may be the beginning of a stop string
+        self.chars = 0  # decoded so far, those in `_held` included
+        self._offsets: list[int] | None = [] if track_offsets else None
+        self._simple = not stop and not track_offsets
+        self.tokens = 0  # consumed; after a match, up to and including the token that completed it
+        self.matched: str | None = None  # the stop string that ended the text; `push` must not be called any more
+
+    def push(self, tokens: list[int]) -> str:
+        """Consume tokens, up to a match; return the text that may be sent now."""
+        pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special)
+        if self._simple:
+            self.tokens += len(tokens)
+            return self._decoder.decode(b"".join(pieces))
+        out = ""
+        for piece in pieces:
+            if self._offsets is not None:
+                self._offsets.append(self.chars)
+            new = self._decoder.decode(piece)
+            self.chars += len(new)
+            self.tokens += 1
+            if self.tokens <= self._min_tokens:
+                out += new  # too early to stop: this text is part of no match
+            else:
+                out += self._release(new)
+            if self.matched is not None:
+                break
+        return out
+
+    def finish(self) -> str:
+        """End the text: return all that is still held, an unfinished character as U+FFFD."""
+        tail = self._decoder.decode(b"", final=True)
+        out = self._release(tail) if self._stops else tail
+        if self.matched is None:
+            out += self._held
+        self._held = ""
+        return out
+
+    def take_offsets(self) -> list[int]:
+        """Return the number of characters before each token consumed since the last call."""
+        offsets, self._offsets = self._offsets or [], []
+        return offsets
+
+    def _release(self, new: str) -> str:
+        """Add text; return what can no longer be part of a stop string, or everything before the match."""
+        text = self._held + new
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found)
+            self._held = ""
+            return text[: at + len(self.matched)] if self._include_stop else text[:at]
+        keep = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), keep, -1):
+                if text.endswith(stop[:length]):
+                    keep = length
+                    break
+        split = len(text) - keep
+        self._held = text[split:]
+        return text[:split]
+
+
+def _failure(finish: Finish) -> Refusal:
+    """Return the error for a continuation that ended neither by stop nor by length."""
+    if finish.reason == "deadline":
+        return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
+    if finish.reason == "cancelled":
+        return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
+    if finish == REQUEST_LOST:
+        return Refusal(503, "request_lost", finish.message, retry_after_s=1.0)
+    return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
+
+
+async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer) -> AsyncGenerator[list[Piece], None]:
+    """Yield lists of what is new for the client of an open request; an empty list is a heartbeat.
+
+    Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
+    Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
+    streams = [
+        TextStream(
+            tokenizer,
+            stop=valid.stop,
+            include_stop=valid.include_stop,
+            skip_special=valid.skip_special,
+            min_tokens=valid.sampling.min_tokens,
+            track_offsets=valid.sampling.logprobs >= 0,
+        )
+        for _ in opened.mailboxes
+    ]
+    async for changed in opened:
+        pieces, tokens = [], 0
+        for mailbox in changed:
+            piece = _read(mailbox, streams[mailbox.choice], valid)
+            if piece.finish is not None:
+                opened.end(mailbox.choice)
+            pieces.append(piece)
+            tokens += len(piece.token_ids)
+            if tokens > TURN_TOKENS:  # of a request with many choices that lags behind
+                tokens = 0
+                await asyncio.sleep(0)
+        yield pieces
+
+
+def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
+    """Return whether the last token is a stop token: it is counted and reported, but it is no text."""
+    return finish is not None and finish.stop_token >= 0 and not valid.include_stop
+
+
+def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest) -> Piece:
+    """Take what waits in a mailbox, and decode it.  Raises Refusal when the continuation failed."""
+    tokens, logprobs, finish = mailbox.take()
+    if mailbox.had:
+        _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
+    if stream.matched is not None:
+        tokens = []  # the engine computed some more before it was stopped
+    before = stream.tokens
+    text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
+    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    if stream.matched is None and finish is not None:
+        if finish.reason not in ("stop", "length"):
+            raise _failure(finish)
+        piece.text += stream.finish()
+        piece.finish = finish.reason
+        if finish.stop_token in valid.sampling.stop_token_ids:
+            piece.stop_reason = finish.stop_token
+    if stream.matched is not None:
+        piece.token_ids = tokens[: stream.tokens - before]
+        piece.finish, piece.stop_reason = "stop", stream.matched
+    if valid.sampling.logprobs >= 0:
+        _add_logprobs(piece, mailbox, stream, logprobs or [])
+    return piece
+
+
+def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: bool) -> None:
+    """Decode the tokens that a resuming client already has, so that their text is not sent again.
+
+    `over`: the client has all of the choice but its end."""
+    stream.push(mailbox.had[:-1] if over and hides_last else mailbox.had)
+    if over:
+        stream.finish()
+    stream.take_offsets()
+    mailbox.had = []
+
+
+def _add_logprobs(piece: Piece, mailbox: Mailbox, stream: TextStream, logprobs: list[TokenLogprob]) -> None:
+    piece.logprobs = logprobs[: len(piece.token_ids)]
+    piece.offsets = stream.take_offsets()
+    if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
+        piece.offsets.append(stream.chars)
+    piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None

@@ -1,0 +1,331 @@
+"""The tokenizer: chat template, token ids, and the bytes of each token.  No torch.
+
+Byte-level BPE (GPT-2, Llama 3, Qwen, OPT, GPT-NeoX) and SentencePiece-style vocabularies (Llama 2, Mistral, Phi-3,
+Gemma) have a table of the bytes of each token.  A tokenizer that has none is refused at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from typing import Any, ParamSpec, TypeVar
+
+from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.echo import aligned
+from service.format import Prompted
+from service.literal import LiteralContent
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Encoding and templates take about a microsecond per four characters.  Larger requests run on a thread, or they would
+# hold the event loop for milliseconds.
+INLINE_BYTES = 4096
+LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
+# Composition (NFC) joins at most this many characters into one: U+1F82 is four.
+COMPOSED_CHARS = 4
+# Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
+KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
+
+
+class ModelError(Exception):
+    """The model's tokenizer cannot be loaded or used; one line an operator can act on."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte -> that byte (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + at): b for at, b in enumerate(others)}
+
+
+def _decoder_kinds(decoder: Any) -> set[str]:
+    """Return the types in a `tokenizers` decoder, sequences flattened."""
+    if decoder is None:
+        return set()
+    described = json.loads(decoder.__getstate__())
+    parts = described.get("decoders", [described])
+    return {part["type"] for part in parts}
+
+
+def vocabulary_bytes(backend: Any) -> list[bytes]:
+    """Return the bytes of each token id of a `tokenizers.Tokenizer`; unused ids have none.  Raises ModelError."""
+    kinds = _decoder_kinds(backend.decoder)
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values()) + 1)
+    if "ByteLevel" in kinds:
+        alphabet = _byte_level_alphabet()
+        for piece, token in vocab.items():
+            try:
+                table[token] = bytes([alphabet[char] for char in piece])
+            except KeyError:  # an added token, stored as plain text
+                table[token] = piece.encode()
+        return table
+    if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        fallback = "ByteFallback" in kinds
+        for piece, token in vocab.items():
+            if fallback and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+                table[token] = bytes([int(piece[3:5], 16)])
+            else:
+                table[token] = piece.replace("\u2581", " ").encode()
+        return table
+    raise ModelError(f"tokenizer: decoder {sorted(kinds) or 'none'} is neither byte-level nor SentencePiece-style")
+
+
+def _added(backend: Any) -> tuple[int, int]:
+    """Return how many tokens the tokenizer puts before every text, and how many after it."""
+    mask = backend.encode("a").special_tokens_mask
+    text = mask.index(0) if 0 in mask else len(mask)
+    return text, mask[::-1].index(0) if 0 in mask else 0
+
+
+def longest_token(backend: Any, table: list[bytes]) -> int | None:
+    """Return the most characters of a text that one token can stand for; None where there is no such bound.
+
+    Byte-level and SentencePiece-style vocabularies with a token for every byte have a bound, unless the tokenizer drops
+    characters or shortens the text first.  The bytes of a token are counted: it never has more characters."""
+    model = backend.model
+    vocabulary = set(backend.get_vocab(with_added_tokens=False))
+    whole = vocabulary >= set(_byte_level_alphabet()) or (
+        getattr(model, "byte_fallback", False) and vocabulary >= {f"<0x{byte:02X}>" for byte in range(256)}
+    )
+    added = backend.get_added_tokens_decoder().values()
+    if not whole or backend.truncation is not None or any(one.lstrip or one.rstrip for one in added):
+        return None
+    longest = max(map(len, table))
+    for step in _steps(backend.normalizer) + _steps(backend.pre_tokenizer):
+        kind = step["type"]
+        shortens = kind == "Split" and step.get("behavior") == "Removed"
+        if kind == "Replace":
+            shortens = len(step["content"]) < len(step["pattern"].get("String", " " * 1000))
+        if shortens or kind not in KEEP_TEXT:
+            return None
+        if kind in ("NFC", "NFKC"):
+            longest *= COMPOSED_CHARS
+    return longest
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, sequences flattened."""
+    if part is None:
+        return []
+    found: list[dict[str, Any]] = []
+    waiting = [json.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        inner = step.get("normalizers") or step.get("pretokenizers")
+        if inner:
+            waiting += inner
+        else:
+            found.append(step)
+    return found
+
+
+class TokenBudget:
+    """How many tokens a request may still have.  Each of its prompts passes `check` and `spend`."""
+
+    def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
+        """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
+        self._longest, self._total, self._left = longest, total, total
+        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
+        self._asked = 1 if valid is None or valid.max_tokens is None else valid.max_tokens
+        self._param = "messages" if valid is not None and valid.chat else "prompt"
+
+    def check(self, tokens: int, *, least: bool = False) -> None:
+        """Raise Refusal when a prompt of `tokens` tokens (`least`: or more) does not fit."""
+        if not self._cut and tokens + self._asked > self._longest:
+            raise too_long(self._param, self._longest, tokens, self._asked, least=least)
+        if tokens > self._left:
+            given = self._total - self._left + tokens
+            raise too_many_tokens(self._param, self._total, given, least=least)
+
+    def spend(self, tokens: int) -> None:
+        """Subtract one prompt from the budget.  Raises Refusal."""
+        self.check(tokens)
+        self._left -= tokens
+
+
+UNLIMITED = 2**62
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(self, source: str, *, literal_content: bool = True) -> None:
+        """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
+
+        `literal_content`: encode the content of chat messages without special tokens (`literal.py`)."""
+        # Imported here: it takes over a second, which `import service` must not.
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:  # transformers raises a dozen types for a directory that holds no model
+            if "trust_remote_code" in str(error):
+                message = "its tokenizer needs code from the model's repository, which Quire does not run"
+                raise ModelError(f"model {source}: {message}") from None
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelError(f"model {source}: {reason}") from None
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")
+        self._backend = backend
+        self.table = vocabulary_bytes(backend)
+        self._visible = list(self.table)  # the same, with no bytes for special tokens
+        for token, added in backend.get_added_tokens_decoder().items():
+            if added.special:
+                self._visible[token] = b""
+        self._literal = LiteralContent(backend) if literal_content and self._hf.chat_template else None
+        self._added = _added(backend)
+        self._longest_token = longest_token(backend, self.table)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
+
+    def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
+        """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes."""
+        table = self._visible if skip_special else self.table
+        try:
+            return [table[token] for token in tokens]
+        except IndexError:
+            return [table[token] if token < len(table) else b"" for token in tokens]
+
+    def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
+        """Return the text of a whole sequence, as the tokenizer itself would decode it."""
+        # Only the batch call lets other threads run meanwhile.
+        [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
+        return str(text)
+
+    def _encode(self, text: str, *, special: bool, budget: TokenBudget | None = None) -> list[int]:
+        """Return the token ids of a text.  Raises Refusal, if possible before encoding, when they exceed `budget`."""
+        self._check_length(text, budget)
+        # `encode` would give the same, but only the batch calls let other threads run meanwhile.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        if budget is not None:
+            budget.spend(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _check_length(self, text: str, budget: TokenBudget | None) -> None:
+        """Raise Refusal if a text has too many characters to fit into `budget`, whatever its tokens are."""
+        if budget is not None and self._longest_token is not None:
+            budget.check(-(-len(text) // self._longest_token), least=True)
+
+    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encode(prompt, special=True, budget=budget)
+        budget.spend(len(prompt))
+        return prompt
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, *, generation_prompt: bool = True
+    ) -> list[int]:
+        """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
+        if not self._hf.chat_template:
+            message = "messages: this model has no chat template; use /v1/completions"
+            raise Refusal(400, "no_chat_template", message, param="messages")
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            text: str = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            return text
+
+        try:
+            text, spans = self._literal.render(messages, render) if self._literal else (render(messages), [])
+        except Exception as error:  # whatever a template raises is caused by these messages
+            # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
+            reason = f": {error}" if type(error).__name__ == "TemplateError" else ""
+            message = f"messages: the model's chat template refuses them{reason}"
+            raise Refusal(400, "chat_template_error", message, param="messages") from None
+        if self._literal is None or not spans:
+            return self._encode(text, special=False, budget=budget)
+        self._check_length(text, budget)
+        ids = self._literal.encode(text, spans)
+        if budget is not None:
+            budget.spend(len(ids))
+        return ids
+
+    async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
+
+        The tokenizer lets the event loop run meanwhile.  Python code on the thread lets it run every few
+        milliseconds."""
+        if size <= INLINE_BYTES:
+            return work(*args, **kwargs)
+        pool = self._pool if size <= LONG_BYTES else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **kwargs))
+
+    async def encode(
+        self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED
+    ) -> list[list[int]]:
+        """Return the token ids of each prompt.  `size`: bytes of the request's body, if known.
+
+        `longest`: tokens of the model's context; `total`: tokens of all prompts together, before truncation.  Raises
+        Refusal when they do not fit, or when the chat template rejects the messages."""
+        budget = TokenBudget(valid, longest, total)
+
+        def work() -> list[list[int]]:
+            if valid.chat:
+                return [self._encode_chat(valid.messages, budget)]
+            return [self._encode_prompt(prompt, budget) for prompt in valid.prompts]
+
+        encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
+        if (keep := valid.truncate_prompt_tokens) is not None:
+            encoded = [ids[-keep:] for ids in encoded]
+        return encoded
+
+    async def tokenize(
+        self,
+        prompt: str | None,
+        messages: list[dict[str, Any]],
+        *,
+        special: bool,
+        generation_prompt: bool,
+        size: int,
+        total: int,
+    ) -> list[int]:
+        """Return the token ids for POST /tokenize.  Raises Refusal like `encode`."""
+        budget = TokenBudget(None, UNLIMITED, total)
+        if prompt is None:
+            return await self.offload(size, self._encode_chat, messages, budget, generation_prompt=generation_prompt)
+        return await self.offload(size, self._encode, prompt, special=special, budget=budget)
+
+    def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
+        """Return the prompts as the answer shows them; text and offsets only if `echo` needs them."""
+        if not valid.echo:
+            return [Prompted(ids) for ids in encoded]
+        prompted = []
+        for prompt, ids in zip(valid.prompts, encoded, strict=True):
+            untouched = isinstance(prompt, str) and valid.truncate_prompt_tokens is None
+            text = str(prompt) if untouched else self.text_of(ids, skip_special=valid.skip_special)
+            offsets: list[int] = []
+            if valid.sampling.logprobs >= 0:
+                # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
+                pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
+                for at in self._added_to(ids) if untouched else ():
+                    pieces[at] = b""
+                echoed, offsets = aligned(text, pieces)
+                if untouched and echoed != text:  # the tokenizer has changed the text, and knows where its tokens begin
+                    (encoding,) = self._backend.encode_batch([text])
+                    offsets = list(accumulate((start for start, _ in encoding.offsets), max))
+                else:
+                    text = echoed
+            prompted.append(Prompted(ids, text, offsets))
+        return prompted
+
+    def _added_to(self, ids: list[int]) -> Iterator[int]:
+        """Yield the positions of the tokens that the tokenizer added to a text."""
+        first, last = self._added
+        yield from range(min(first, len(ids)))
+        yield from range(max(first, len(ids) - last), len(ids))
+
+
+def served_name(model: str) -> str:
+    """Return the default name of a model for clients: a directory's own name, or the hub name."""
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
