@@ -43,7 +43,7 @@ class Sequence(msgspec.Struct, eq=False):
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
     queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
-    row: int = -1  # its seat in the executor, -1: none
+    slot: int = -1  # its place in the executor's batch; -1: none
     table: list[int] = []
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
     since: int = (
@@ -53,13 +53,13 @@ class Sequence(msgspec.Struct, eq=False):
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
     host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
-    seated_before: bool = False  # it ran, and was preempted if it waits now
+    started_before: bool = False  # it ran, and was preempted if it waits now
     reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
-    yielded: bool = False  # it made room for another tenant once, which nobody has to do twice
+    preempted_for_fairness: bool = False  # it made room for another tenant: that happens at most once
     failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
-    lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
+    recompute_tokens: int = 0  # tokens it had computed when a preemption kept nothing
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
-    foretold: list[int] = []  # output tokens it will stay within, one for each of calibration.LEVELS
+    predicted: list[int] = []  # output tokens it stays within, one for each of forecast_accuracy.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
 
@@ -75,6 +75,10 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    def greatest_blocks(self, block_size: int) -> int:
+        """Blocks that it holds at its greatest length."""
+        return -(-self.limit // block_size)
 
     def computed_before(self, step: int) -> int:
         """`computed` as it stands when `step` begins."""

@@ -44,7 +44,7 @@ class Swapping:
         """The plan that is being made has copies."""
         return bool(self._out or self._in)
 
-    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """This plan's (swap_out, swap_in), once."""
         copies, self._out, self._in = (self._out, self._in), [], []
         return copies
@@ -62,7 +62,7 @@ class Swapping:
         again = max(0, seq.computed - shared * self._pool.block_size)
         return self._costs.swap_pays((2 * blocks - shared) * self._block_bytes, again)
 
-    def away(self, seq: Sequence, planned: Mapping[int, int]) -> int:
+    def swap_out(self, seq: Sequence, planned: Mapping[int, int]) -> int:
         """Copy what it has computed to the host and release its table.  Returns the blocks copied.
 
         planned: block of its table -> block that was to be copied there in this plan, and still has the content."""
@@ -74,7 +74,7 @@ class Swapping:
         self.sequences += 1
         return len(blocks)
 
-    def back(self, seq: Sequence) -> int:
+    def swap_in(self, seq: Sequence) -> int:
         """Behind the cached blocks that its table begins with, bring back everything else it had computed.  Returns the
         blocks copied.  Raises OutOfBlocks: nothing was taken."""
         hits = len(seq.table)
@@ -83,10 +83,16 @@ class Swapping:
         seq.table += blocks
         seq.computed = max(seq.computed, hits * self._pool.block_size)
         self._in += zip(rest, blocks, strict=True)
-        self.forget(seq)
+        self._release_host(seq)
         return len(rest)
 
-    def forget(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
+        """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
+        self._pool.release(seq.table)
+        self._release_host(seq)
+        seq.table, seq.computed = [], 0
+
+    def _release_host(self, seq: Sequence) -> None:
         """Its host blocks are free from the next plan on.  Harmless for one that has none."""
         if seq.host:
             self.host.release(seq.host)

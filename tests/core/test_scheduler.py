@@ -155,7 +155,7 @@ class Rig:
 
     def fail(self) -> None:
         """A step failed.  Only a request that was alone in it, for the second time at one position, may end."""
-        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core._in_flight(seq)}
+        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core.batch.in_flight(seq)}
         before = set(self.finishes)
         self.executor.reset()
         _, guilty = self.core.step_failed()
@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens, _ = core.room()
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
         assert core.predicted_peak() >= 0
-        if core._requests:
+        if core.requests:
             assert tokens <= core.pool.available * core.pool.block_size
 
     @invariant()
@@ -366,7 +366,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         core = self.rig.core
         if core.swapping.sequences:
             assert core.room() == (0, 0)
-        fresh = [not seq.seated_before for seq in core.waiting]
+        fresh = [not seq.started_before for seq in core.waiting]
         assert fresh == sorted(fresh)
 
     @invariant()
@@ -453,16 +453,16 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
     rig = Rig(blocks=12, size=4, caching=False)
     ids = [rig.add([5 + i] * 8, 24, ignore_eos=True, seed=i) for i in range(4)]
     victims: list[str] = []
-    original = rig.core._preempt
+    original = rig.core.preemption.preempt
 
     def spy(seq: Any, *, swap: bool = True) -> None:
-        seated = [s for s in rig.core.live() if s.row >= 0]
+        seated = [s for s in rig.core.live() if s.slot >= 0]
         assert seq.arrival == max(s.arrival for s in seated)
         original(seq, swap=swap)
         assert seq.table == []
         victims.append(seq.request.id)
 
-    rig.core._preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert victims
     assert rig.core.totals.preemptions == len(victims)
@@ -627,7 +627,7 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig = Rig()
     rig.add([1] * 4, 30, ignore_eos=True)  # its length says nothing about what the model would do
     rig.run()
-    assert rig.core.outlook.lengths.lengths("").weight == 0
+    assert rig.core.admission.forecast.lengths.lengths("").weight == 0
     rig.add([1] * 4, 3)
     gone = rig.add([2] * 4, 500, seed=3)
     rig.submit()
@@ -635,8 +635,8 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig.core.abort(gone)  # seen to live on
     rig.collect_outputs()
     rig.run()
-    assert rig.core.outlook.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
-    assert max(rig.core.outlook.calibration.judged) <= 1  # not the one that was aborted
+    assert rig.core.admission.forecast.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
+    assert max(rig.core.admission.forecast.calibration.judged) <= 1  # not the one that was aborted
 
 
 def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
@@ -645,8 +645,8 @@ def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
         rig.add([1] * 4, 3, tenant="acme", salt=f"salt {at}")
     rig.add([1] * 4, 3, salt="the client's own choice")
     rig.run()
-    assert list(rig.core.outlook.lengths._tenants) == ["acme"]
-    assert rig.core.outlook.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
+    assert list(rig.core.admission.forecast.lengths._tenants) == ["acme"]
+    assert rig.core.admission.forecast.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -677,12 +677,12 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     sizes = {rig.add([2, 3, 5] * 6, 20, seed=1): 5, rig.add([7, 11], 20, seed=2): 1}
     for seq in rig.core.waiting:
         assert seq.stops  # no end is known
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]  # a forecast that is wrong
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]  # a forecast that is wrong
     while not rig.core.paused and not rig.core.idle:
         rig.submit()
         rig.commit()
         rig.core.auditor.whole()
-    (paused,) = rig.core._paused
+    (paused,) = rig.core.batch.paused
     assert sizes[paused.request.id] == 1
     assert paused.table
     assert rig.core.running == 1
@@ -698,7 +698,7 @@ def test_who_is_paused_can_end_in_every_way(over: str) -> None:
     rig = Rig(blocks=12, size=4, admission="forecast")
     rig.add([2, 3, 5] * 6, 20, seed=1)
     rig.add([7, 11], 20, seed=2, deadline=1000)
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
     while not rig.core.paused:
         rig.submit()
         rig.commit()
@@ -717,7 +717,7 @@ def test_who_is_paused_when_a_step_fails_says_the_same() -> None:
     rig = Rig(blocks=12, size=4, admission="forecast")
     rig.add([2, 3, 5] * 6, 20, seed=1)
     rig.add([7, 11], 20, seed=2)
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
     while not rig.core.paused:
         rig.submit()
         rig.commit()
@@ -773,7 +773,7 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.pool.total - rig.pool.available < held
     rig.submit()
     result = rig.executor.collect()
-    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
+    row = next(seq.slot for seq in rig.core.live() if seq.request.id == bad)
     rig.core.commit(StepResult(result.step, result.rows, result.tokens, failed={row: "not a number"}))
     rig.collect_outputs()
     rig.run()
@@ -791,7 +791,7 @@ def test_the_cache_loses_a_prefix_only_to_logits_that_are_not_finite(fault: str)
     rig.commit()
     rig.submit()
     result = rig.executor.collect()
-    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
+    row = next(seq.slot for seq in rig.core.live() if seq.request.id == bad)
     told = {fault: {row: "no token"}}
     rig.core.commit(msgspec.structs.replace(result, **told))
     rig.collect_outputs()

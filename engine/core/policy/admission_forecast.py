@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
 from engine.core.policy.forecast import Demand, Held, LengthModel
 from engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
 from engine.core.sequence import Sequence
@@ -26,11 +25,12 @@ class AdmissionForecast:
     """The forecast of one scheduler, which passes the sequences that hold blocks (`holders`), the step the question is
     about and how many steps late results come in (`late`)."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
+        """`worst_case`: count every sequence at its greatest length."""
         self.lengths = LengthModel()  # of outputs, by tenant
         self.calibration = ForecastAccuracy()
         self.ask_again = 0  # before this step the forecast, having said no, is not asked again
-        self._pool, self._limits = pool, limits
+        self._pool, self._worst_case = pool, worst_case
         self._demand: Demand | None = None  # of the holders, while a plan is made
         self._rows = 0  # how many were summed up last
         self._peak, self._peak_step = 0, -1  # peak() and the step it was computed in
@@ -66,28 +66,24 @@ class AdmissionForecast:
             self._peak, self._peak_step = self._of(holders, step, late).bound(), step
         return self._peak
 
-    def greatest(self, seq: Sequence) -> int:
-        """Blocks it holds at its greatest length."""
-        return -(-seq.limit // self._pool.block_size)
-
-    def foretell(self, seq: Sequence) -> None:
+    def predict_length(self, seq: Sequence) -> None:
         """It starts: note how long its output will be, to be judged by learn()."""
         if seq.stops:
             lengths, produced = self.lengths.lengths(seq.request.tenant), seq.known - seq.prompt_len
             most = seq.limit - seq.known
-            seq.foretold = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
+            seq.predicted = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
 
     def learn(self, seq: Sequence, *, ended: bool) -> None:
         """An output is over; `ended`: by itself.  One that nothing could end but its limit tells nothing."""
         if seq.stops and seq.known > seq.prompt_len:
             produced, cap = seq.known - seq.prompt_len, seq.limit - seq.prompt_len
             if ended or produced >= cap:
-                self.calibration.output(seq.foretold, produced, cap)
+                self.calibration.output(seq.predicted, produced, cap)
             self.lengths.observe(seq.request.tenant, produced, ended)
 
     def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
         """Judge the bounds: of one cohort after the other, what they come to hold.  To be called in every step."""
-        if step < self._look_again or self._limits.admission == "reserve" or self._limits.allocation == "static":
+        if step < self._look_again:
             return
         if self._cohort is None:
             common: set[int] = set()
@@ -136,8 +132,8 @@ class AdmissionForecast:
     def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, late: int) -> None:
         """Add a sequence to a demand.  It has `tokens`, and others hold its first `shared` blocks."""
         size = self._pool.block_size
-        if self._limits.admission == "reserve":
-            demand.hold(self.greatest(seq) - shared)
+        if self._worst_case:
+            demand.hold(seq.greatest_blocks(size) - shared)
         elif seq.stops:
             request = seq.request
             produced = max(0, tokens - len(request.token_ids))

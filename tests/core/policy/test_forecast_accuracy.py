@@ -65,7 +65,7 @@ def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
     not count.  (Prompts of one chunk, fewer rows than WATCH_ROWS, nothing shared: nothing is rounded.)"""
     rng = random.Random(seed)
     rig = Rig(blocks=60, size=4, max_seqs=12, admission="forecast", caching=False)
-    outlook, counts, members = rig.core.outlook, Noting(), list[Sequence]()
+    outlook, counts, members = rig.core.admission.forecast, Noting(), list[Sequence]()
     outlook.calibration = counts
     held = followed = 0
     for _ in range(150):

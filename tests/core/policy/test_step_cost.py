@@ -127,7 +127,7 @@ def itls(stretch: float, took: Callable[[int, int, int], float], depth: int, len
         assert plan is not None
         executor.submit(plan)
         tokens = sum(len(piece.token_ids) for piece in plan.slices)
-        shape.append((core._decoding, tokens, max((piece.start for piece in plan.slices), default=0)))
+        shape.append((core.batch.decoding, tokens, max((piece.start for piece in plan.slices), default=0)))
 
     for i in range(32):
         core.accept(Generate(str(i), "", [3 + i] * 100, 30_000, Sampling(seed=i, ignore_eos=True), 1 << 60))
@@ -230,7 +230,7 @@ def prompt_steps(
         while (plan := core.plan(0)) is not None:
             executor.submit(plan)
             tokens = sum(len(piece.token_ids) for piece in plan.slices)
-            seconds = took(core._decoding, tokens, max((piece.start for piece in plan.slices), default=0))
+            seconds = took(core.batch.decoding, tokens, max((piece.start for piece in plan.slices), default=0))
             core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
             if tokens:
                 steps.append((tokens, seconds))
