@@ -48,10 +48,15 @@ class PlanEdits:
         """Planned private copies of a sequence: target block -> source block, which still has the content."""
         return {target: source for owner, source, target in self._copies if owner is seq}
 
+    def drop(self, seq: Sequence) -> None:
+        """Forget the edits of a table that its sequence has given up; the same plan may start it again in a slot."""
+        self._growth = [edit for edit in self._growth if edit[0] is not seq]
+        self._copies = [copy for copy in self._copies if copy[0] is not seq]
+
     def table_edits(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """This plan's (copies, edits), without those of sequences that were preempted after they got the block."""
-        copies = [(source, target) for seq, source, target in self._copies if seq.slot >= 0]
-        edits = [(seq.slot, index, block) for seq, index, block in self._growth if seq.slot >= 0]
+        """This plan's (copies, edits)."""
+        copies = [(source, target) for _, source, target in self._copies]
+        edits = [(seq.slot, index, block) for seq, index, block in self._growth]
         return copies, edits
 
     def take_sealed(self) -> list[int]:

@@ -62,6 +62,7 @@ class Preemption:
         else:
             seq.recompute_tokens = seq.computed
             self._swapping.release(seq)
+        self._edits.drop(seq)
         self._waiting.add(seq)
 
     def preempt_for_fairness(self, seq: Sequence) -> None:
