@@ -18,6 +18,7 @@ from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence, State
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
@@ -86,6 +87,15 @@ class Rig:
         self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad
+        self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
+        original = self.core.preemption.preempt_for_fairness
+
+        def spy(victim: Sequence) -> None:
+            assert not victim.preempted_for_fairness
+            assert any(seq.request.tenant != victim.request.tenant for seq in self.core.waiting)
+            original(victim)
+
+        self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign]
 
     def crash(self) -> None:
         """The engine dies with all it knew; a new one gets what was said."""
@@ -129,15 +139,22 @@ class Rig:
         return request.id
 
     def submit(self) -> bool:
+        swapped = [seq for seq in self.core.waiting if seq.host]
+        fresh = [seq for seq in self.core.waiting if not seq.started_before]
         plan = self.core.plan(self.now)
+        if any(seq.host for seq in swapped) and not self.core.fairness.contend:
+            assert not any(seq.started_before for seq in fresh), "a new sequence started before a swapped one"
         self.collect_outputs()
         if plan is None:
             return False
-        decoding_then = len(self.executor.decoding)
+        self.decoding -= set(plan.freed_rows)
         given = sum(len(piece.token_ids) for piece in plan.slices)
-        assert given <= max(0, self.limits.step_tokens - 0)
+        assert given + len(self.decoding) <= self.limits.step_tokens
         assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
-        assert decoding_then <= self.limits.max_seqs
+        named = {piece.row for piece in plan.slices} | {fork.row for fork in plan.forks}
+        assert not named & self.decoding
+        assert len(self.decoding | named) <= self.limits.max_seqs
+        self.decoding |= {piece.row for piece in plan.slices if piece.sampler} | {fork.row for fork in plan.forks}
         self.plans.append(plan)
         self.executor.submit(plan)
         return True
@@ -158,6 +175,7 @@ class Rig:
         inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core.batch.in_flight(seq)}
         before = set(self.finishes)
         self.executor.reset()
+        self.decoding.clear()
         _, guilty = self.core.step_failed()
         self.collect_outputs()
         ended = set(self.finishes) - before
@@ -352,31 +370,41 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def room_agrees_with_the_mode(self) -> None:
-        """What `room` offers is within the pool; in `reserve` what runs never needs more than the pool."""
-        core = self.rig.core
-        tokens, _ = core.room()
-        assert 0 <= tokens <= core.pool.total * core.pool.block_size
-        assert core.predicted_peak() >= 0
-        if core.requests:
-            assert tokens <= core.pool.available * core.pool.block_size
+        """`room` offers no block that is held, kept free by the mode, or needed by a waiting sequence.
+
+        In mode "reserve" it leaves what all running sequences need at their greatest length."""
+        core, size = self.rig.core, self.rig.pool.block_size
+        tokens, requests = core.room()
+        if not core.requests:
+            assert (tokens, requests) == (core.pool.total * size, self.rig.limits.max_seqs - core.batch.slots.cooling)
+            return
+        assert 0 <= requests <= core.batch.slots.free
+        assert tokens % size == 0
+        kept = 1 if self.rig.limits.admission == "watermark" and self.rig.limits.allocation == "paged" else 0
+        queued = sum(seq.known // size for seq in core.waiting)
+        assert tokens == 0 or tokens // size + queued <= core.pool.available - kept
+        if self.rig.limits.admission == "reserve" and self.rig.limits.allocation == "paged":
+            started = [seq for seq in core.live() if seq.state in (State.PREFILLING, State.DECODING)]
+            growth = sum(-(-seq.limit // size) - len(seq.table) for seq in started)
+            assert tokens == 0 or tokens // size <= core.pool.available - growth
 
     @invariant()
-    def nothing_new_starts_while_somebody_waits_to_go_on(self) -> None:
-        """A26."""
+    def the_queue_puts_preempted_sequences_first(self) -> None:
+        """No room is offered while a sequence is swapped out.  Rig.submit checks the starts."""
         core = self.rig.core
         if core.swapping.sequences:
             assert core.room() == (0, 0)
-        fresh = [not seq.started_before for seq in core.waiting]
-        assert fresh == sorted(fresh)
+        places = [(not seq.started_before, seq.rank) for seq in core.waiting]
+        assert places == sorted(places)
 
     @invariant()
-    def who_yields_does_so_once_and_for_another_tenant(self) -> None:
+    def what_tenants_would_give_up_is_theirs(self) -> None:
+        """Rig.start checks each sequence that is preempted for fairness."""
         core = self.rig.core
         crowd, tokens = core.yielding()
         assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
-        assert core.totals.yields <= core.totals.preemptions
-        assert core.totals.yields <= sum(request.n for request in self.rig.requests.values())
+        assert not tokens or crowd
         if len({request.tenant for request in self.rig.requests.values()}) < 2:
             assert core.totals.yields == 0
 
@@ -393,7 +421,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.rig.limits.allocation == "static":
             return
         filled, allocated = self.rig.core.used_slots()
-        assert 0 <= allocated - filled <= 3 * max(1, self.rig.core.running + self.rig.limits.max_seqs)
+        tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}
+        assert 0 <= allocated - filled <= 3 * len(tails)
+        assert allocated == 4 * (self.rig.pool.total - self.rig.pool.available)
 
     def teardown(self) -> None:
         self.rig.run()

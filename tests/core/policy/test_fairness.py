@@ -221,6 +221,6 @@ def restarts_a_grown_sequence(seed: int) -> bool:
 
 
 def test_a_sequence_that_is_preempted_and_restarted_in_one_plan_keeps_no_old_edits() -> None:
-    """Another tenant drove it out after it had got a block, and enough room was left to start it again at once.  The
-    table of its new slot must not get the old block.  It needs one step in flight, and is rare: a load that shows it."""
+    """Another tenant drove it out after it had got a block, and enough room was left to start it again at once.
+    The table of its new slot must not get the old block.  Rare, only with one step in flight: a load that shows it."""
     assert restarts_a_grown_sequence(seed=5)
