@@ -121,7 +121,7 @@ TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, de
 
 
 def test_blocks_on_demand() -> None:
-    """A sequence holds the blocks of its computed tokens: 300 take 19 blocks of 16, and 15 positions at most stay empty."""
+    """A sequence holds the blocks of its computed tokens: 300 take 19 blocks of 16, 15 positions at most stay free."""
     for prompt, blocks in ((300, 19), (17, 2), (16, 1)):
         rig = Rig(blocks=32, size=16, step_tokens=512, chunk_tokens=512, depth=1)
         rig.add([1] * prompt, 40, ignore_eos=True)

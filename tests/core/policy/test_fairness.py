@@ -222,5 +222,5 @@ def restarts_a_grown_sequence(seed: int) -> bool:
 
 def test_a_sequence_that_is_preempted_and_restarted_in_one_plan_keeps_no_old_edits() -> None:
     """Another tenant drove it out after it had got a block, and enough room was left to start it again at once.
-    The table of its new slot must not get the old block.  Rare, only with one step in flight: a load that shows it."""
+    The table of its new slot must not get the old block.  Rare, and only with one step in flight."""
     assert restarts_a_grown_sequence(seed=5)
