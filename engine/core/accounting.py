@@ -1,14 +1,14 @@
-"""Audits of the scheduler's books: the whole, and samples that are cheap enough while tokens flow.
+"""Checks of the block accounting: the whole, and samples that are cheap enough while tokens flow.
 
-    whole    every block, every table: O(blocks), tens of milliseconds on a large GPU.  At idle, in tests, on demand
-    sample   the sums; one sequence and who shares its blocks; a few blocks anywhere: O(sequences + its blocks)
+    whole    every block, every table: O(blocks), tens of milliseconds on a large GPU; when idle, in tests, on demand
+    sample   the sums; one sequence and the tables that share its blocks; a few other blocks: O(sequences + its blocks)
 
-What a sample looks at moves on from one to the next, so a wrong sum shows at once, and a wrong block or table after as
-many samples as there are blocks (by SAMPLE) or sequences.  What only the whole sees: a free block whose place another
-one has twice.
+Each sample looks at the next blocks and the next sequence.  So it finds a wrong sum at once, and a wrong block or table
+after as many samples as there are blocks (divided by SAMPLE) or sequences.  Only the whole finds a free block that is
+missing from the free list while another one stands there twice.
 
-Every block ends up in somebody's arithmetic, so books that do not balance are never harmless: a Leak costs room until a
-restart, a DoubleFree lets two sequences write into one block, which would mix two clients' answers.
+A wrong count is never harmless.  A Leak costs room until a restart.  A DoubleFree lets two sequences write into one
+block, which would mix the answers of two clients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
 
-SAMPLE = 16  # blocks, and places among the free ones, that one sample looks at
+SAMPLE = 16  # blocks, and places in the free list, that one sample looks at
 OWNERS = 4  # blocks of a sequence whose owners it counts
 
 
@@ -75,7 +75,7 @@ class Auditor:
         self._at += 1
 
     def _sequence(self, seq: Sequence) -> None:
-        """It has the blocks that its tokens need."""
+        """Raise AccountingError unless the sequence has the blocks that its tokens need."""
         name, computed = seq.request.id, seq.computed_before(self._batch.step + 1)
         if seq.state is not State.WAITING:
             want = self._allocation.table_blocks(seq, computed)
@@ -88,13 +88,13 @@ class Auditor:
             raise AccountingError(f"{name}, {seq.state.value}, holds {len(seq.host)} host blocks, not {want}")
 
     def _table(self, seq: Sequence, live: Iterable[Sequence]) -> None:
-        """As many tables name its blocks as are counted.  Who shares a block has it at the same place."""
+        """Raise AccountingError unless each block counts every table that contains it, at the same place."""
         pool = self._pool
         if len(set(seq.table)) != len(seq.table):
             raise DoubleFree(f"{seq.request.id} has a block twice")
         for block in seq.table:
             if not pool.refs(block):
-                raise DoubleFree(f"{seq.request.id} has block {block}, which nobody is counted to have")
+                raise DoubleFree(f"{seq.request.id} has block {block}, which counts no reference")
             pool.inspect(block)
         for i in range(self._at * OWNERS, (self._at + 1) * OWNERS if seq.table else 0):
             place = i % len(seq.table)

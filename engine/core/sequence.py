@@ -6,7 +6,7 @@
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
 prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
 
-    waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
+    waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
        |                  |   +--resume-- paused <-pause--+ | |                                            |
        +---- preempt -----+--------------------+------------+ +------------------ stop --------------------+
@@ -27,7 +27,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    PAUSED = "paused"  # no seat, but all its blocks: it goes on when somebody else has ended
+    PAUSED = "paused"  # no slot, but all its blocks: it resumes when others have ended
     ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
     FINISHED = "finished"
 
@@ -49,16 +49,16 @@ class Sequence(msgspec.Struct, eq=False):
     since: int = (
         0  # the step before which `computed` was true; a decoding row computes one token each step from there on
     )
-    due: int = 0  # the next step in which a decoding row needs the scheduler's attention
+    due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
-    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
+    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed
     host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
-    started_before: bool = False  # it ran, and was preempted if it waits now
+    started_before: bool = False  # it has run; if it waits now, it was preempted
     reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
     preempted_for_fairness: bool = False  # it made room for another tenant: that happens at most once
     failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
     recompute_tokens: int = 0  # tokens it had computed when a preemption kept nothing
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
     predicted: list[int] = []  # output tokens it stays within, one for each of forecast_accuracy.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
@@ -69,7 +69,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> tuple[int, tuple[int, int]]:
-        """Who goes first, and who yields last: the more urgent class, then the older; the less goes first."""
+        """Order of starts, least first, and of preemptions, greatest first: the more urgent class, then the older."""
         return self.request.priority, self.arrival
 
     @property

@@ -53,7 +53,7 @@ def own(rig: Rig) -> int:
 
 
 def first_sibling_frees_a_shared_block(rig: Rig) -> None:
-    """A16: as if the first to finish took the blocks of all with it."""
+    """As if the first to finish took the blocks of all with it."""
     block = shared(rig)
     rig.pool._refs[block] = 0
     rig.pool._unseal(block)

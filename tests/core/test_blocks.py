@@ -137,7 +137,7 @@ def test_blocks_on_demand() -> None:
 
 
 def test_first_finishing_sibling_does_not_free_what_others_use() -> None:
-    """A16: beams share a prompt; one ends first.  Freeing its blocks outright gave the others silent garbage."""
+    """Beams share a prompt; one ends first.  Freeing its blocks outright gave the others silent garbage."""
     pool = BlockPool(4, 16, note_discarded=True)
     prompt = pool.allocate(2)
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_eviction_is_least_recently_used_and_eats_a_prefix_from_its_tail() -> No
 
 
 def test_no_hit_under_another_model_or_salt() -> None:
-    """A18, invariant 6: the namespace is (fingerprint, salt), and neither can be shifted into the other."""
+    """The namespace is (fingerprint, salt), and neither can be shifted into the other."""
     tokens = list(range(8))
     mine = chain(tokens, 4)
     assert mine[-1] != chain(tokens, 4, fingerprint="other")[-1]
@@ -218,7 +218,7 @@ def never_counted_down(self: BlockPool, table: list[int]) -> None:
 def test_the_property_tests_see_a_broken_decrement(
     machine: type[RuleBasedStateMachine], broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A16, the property tests themselves under test: with BlockPool.release broken they must fail."""
+    """The property tests themselves under test: with BlockPool.release broken they must fail."""
     monkeypatch.setattr(BlockPool, "release", broken)
     search = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
     with pytest.raises((AssertionError, AccountingError, KeyError)):

@@ -37,7 +37,7 @@ def until_swapped(rig: Rig) -> Sequence:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
-    """A24, A25: the same text, and no token is computed twice: as many as without any pressure."""
+    """The same text, and no token is computed twice: as many as without any pressure."""
     rig, calm = crowded(depth=depth), crowded(depth=depth, blocks=64)
     rig.run()
     calm.run()
@@ -68,7 +68,7 @@ def test_a_token_on_its_way_while_its_sequence_is_swapped_is_kept() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
 def test_while_somebody_is_swapped_nothing_new_starts(blocks: int, n: int, caching: bool) -> None:
-    """A26, by the trace of all plans: whoever starts then has run before."""
+    """Whoever starts then has run before."""
     rig = crowded(blocks=blocks, caching=caching)
     waited = 0
     for i in range(60):
@@ -188,7 +188,7 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
 
 
 def test_the_least_urgent_yields_though_others_came_later() -> None:
-    """A23 with classes: the victim is the newest of the lowest class, and returns when the urgent ones have room."""
+    """The victim is the newest of the lowest class, and returns when the urgent ones have room."""
     rig = Rig(blocks=12, size=4, caching=False, **SWAP)
     low = [rig.add([5 + i] * 8, 20, ignore_eos=True, priority=5) for i in range(2)]
     high = [rig.add([9 + i] * 8, 20, ignore_eos=True) for i in range(2)]

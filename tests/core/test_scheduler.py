@@ -479,7 +479,7 @@ def test_same_text_whatever_the_chunks(depth: int, chunk: int, caching: bool) ->
 
 
 def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> None:
-    """A22-A24: under pressure the newest yields everything, resumes before anything newer, and says the same."""
+    """Under pressure the newest yields everything, resumes before anything newer, and says the same."""
     rig = Rig(blocks=12, size=4, caching=False)
     ids = [rig.add([5 + i] * 8, 24, ignore_eos=True, seed=i) for i in range(4)]
     victims: list[str] = []
@@ -502,7 +502,7 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
 
 
 def test_first_come_first_served() -> None:
-    """A21: with one row, equal requests end in the order they came."""
+    """With one row, equal requests end in the order they came."""
     rig = Rig(max_seqs=1)
     ids = [rig.add([9, 9, i + 1], 5, ignore_eos=True) for i in range(5)]
     rig.run()
@@ -510,7 +510,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_short_request_joins_and_leaves_a_running_batch() -> None:
-    """A20: iteration-level batching."""
+    """Iteration-level batching."""
     rig = Rig()
     long = rig.add([1] * 8, 60, ignore_eos=True)
     for _ in range(5):
@@ -537,7 +537,7 @@ def test_chunked_prefill_keeps_decodes_going() -> None:
 
 
 def test_second_request_finds_the_shared_prefix() -> None:
-    """A17: same 512-token system prompt: 512 tokens cached, prefill down by 95 % and more."""
+    """Same 512-token system prompt: 512 tokens cached, prefill down by 95 % and more."""
     rig = Rig(blocks=200, size=16, step_tokens=2048, chunk_tokens=2048)
     system = [1 + i % 40 for i in range(512)]
     rig.add([*system, 1, 2, 3], 4, ignore_eos=True)
@@ -572,7 +572,7 @@ def test_generated_text_is_reused_as_a_prefix() -> None:
 
 @pytest.mark.parametrize(("n", "prompt", "copies"), [(2, 6, 1), (2, 8, 0), (8, 8, 0), (4, 7, 3), (1, 6, 0)])
 def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt: int, copies: int) -> None:
-    """A12, A13: n continuations of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
+    """N continuations of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
     rig = Rig(size=4, max_seqs=8)
     rig.add([1 + i for i in range(prompt)], 6, n=n, ignore_eos=True)
     rig.run()
@@ -581,7 +581,7 @@ def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt
 
 
 def test_parallel_samples_share_the_prompt() -> None:
-    """A14: blocks saved by sharing, ShareGPT-like lengths (161 in, 338 out), n = 2..6: at least 16.2 % (SOSP 2023)."""
+    """Blocks saved by sharing, ShareGPT-like lengths (161 in, 338 out), n = 2..6: at least 16.2 % (SOSP 2023)."""
     for n in range(2, 7):
         rig = Rig(blocks=400, size=16, step_tokens=512, chunk_tokens=512)
         rig.add([1] * 161, 338, n=n, ignore_eos=True)
@@ -595,7 +595,7 @@ def test_parallel_samples_share_the_prompt() -> None:
 
 
 def test_first_finishing_sibling_leaves_the_others_intact() -> None:
-    """A16, through the scheduler: siblings stop at different times; freed blocks are poisoned; texts stay right."""
+    """Siblings stop at different times; freed blocks are poisoned; texts stay right."""
     for seed in range(20):
         rig = Rig(size=4)
         rig.add([2, 3, 5, 7, 11, 13], 40, n=5, seed=seed)
@@ -757,7 +757,7 @@ def test_who_is_paused_when_a_step_fails_says_the_same() -> None:
 
 
 def test_threshold_holds_new_work_back() -> None:
-    """A31 inside the engine: at 50 %, a second request waits until the first has left."""
+    """At 50 %, a second request waits until the first has left."""
     rig = Rig(blocks=20, size=4, threshold=0.5)
     rig.add([1] * 30, 2, ignore_eos=True)
     rig.add([2] * 30, 2, ignore_eos=True)

@@ -1,21 +1,21 @@
-"""Who makes room for whom: a tenant that holds less than its share need not wait until one that holds more is done.
+"""Fairness: a tenant below its share does not wait until tenants above theirs are done.
 
-Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it says whose turn it is.  In a
-pool that a loud tenant has filled, that is the turn to wait, for outputs end when they end.  So where a sequence of a
-tenant below its share waits, the newest sequences of the tenant that holds most yield to it, as many as it needs:
+Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it decides whose turn it is.
+In a pool that one tenant has filled, that is a turn to wait.  So where a sequence of a tenant below its share waits,
+the newest sequences of the tenant that holds most are preempted for it, as many as it needs:
 
     blocks by weight
     |  loud                        the giver comes down, the taker comes up, and they never change places;
-    |  ####  ----- newest yields   so no two tenants take from each other in turn (max-min fairness)
+    |  ####  -- newest preempted   so no two tenants take from each other in turn (max-min fairness)
     |  ####   |
     |  ####   v    ....  taker
     |  ####        ####
     +----------------------------> tenants
 
-Nothing is kept back for who might come, so no block stays empty.  A sequence yields at most once in its life, so at
-worst every token is computed twice; it stands before all that never ran, and goes on when somebody ends.
+No block is kept free for requests that might arrive.  A sequence is preempted for fairness at most once, so at worst
+every token is computed twice.  It stands before all that never ran, and resumes when another one ends.
 
-A block in several tables counts in each: who reads it has the use of it.
+A block in several tables counts in each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shares:
         """`holders`: every sequence that holds blocks."""
         self._blocks: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
-        self._newest: dict[str, list[Sequence]] = {}  # those that may yield, in the order in which they would
+        self._newest: dict[str, list[Sequence]] = {}  # preemptible sequences, in the order in which they would go
         for seq in holders:
             tenant = seq.request.tenant
             self._blocks[tenant] += len(seq.table)
@@ -56,12 +56,12 @@ class Shares:
             own.sort(key=lambda seq: seq.rank, reverse=True)
 
     def crowd(self) -> list[str]:
-        """Tenants that hold their share or more.  Who is alone has all of it."""
+        """Tenants that hold their share or more.  A tenant alone holds all of it."""
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
         return [t for t, blocks in self._blocks.items() if blocks * weights >= self._weights[t] * held]
 
     def for_another(self) -> int:
-        """Blocks that would be yielded to one more tenant, of the others' mean weight."""
+        """Blocks that would be given up for one more tenant of the mean weight."""
         if not self._weights:
             return 0
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
@@ -72,9 +72,10 @@ class Shares:
         )
 
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
-        """Who may have to yield so that `seq`, which takes `need` blocks, can start: of the tenant that then holds
-        most by weight, the least urgent and newest, and so on, as long as that tenant keeps no less than `seq`'s would
-        have."""
+        """Yield the sequences to preempt so that `seq`, which takes `need` blocks, can start.
+
+        Each is the least urgent and newest of the tenant that then holds most by weight.  The end comes when that
+        tenant would keep less than the tenant of `seq` would have."""
         taker, blocks = seq.request.tenant, Counter(self._blocks)
         level = (blocks[taker] + need) / seq.request.weight
         queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant != taker}

@@ -295,7 +295,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
 
 
 def test_static_allocation_wastes_what_paging_saves() -> None:
-    """A5, A6, A7 on the ShareGPT-like trace, where every request may say 2,048 tokens."""
+    """On the ShareGPT-like trace, where every request may say 2,048 tokens."""
     trace = Path(__file__).resolve().parents[3] / "loadtest" / "traces" / "sharegpt_like.jsonl"
     jobs = simulate.read_trace(trace, max_tokens=2048, rate=20.0)[:200]
     reports = {mode: simulate.simulate(jobs, simulate.engine_limits(mode), 2048) for mode in ("forecast", "static")}

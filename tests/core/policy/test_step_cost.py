@@ -1,4 +1,4 @@
-"""Measured costs, and what rests on them: the cheaper kind of preemption; prompts that do not stall streams (A29)."""
+"""Measured costs, and what rests on them: the cheaper kind of preemption; prompts that do not stall streams."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def p99(values: list[float]) -> float:
     ],
 )
 def test_a_long_prompt_does_not_stall_streams(depth: int, decode_s: float, token_s: float, context: int) -> None:
-    """A29: 32 decoders and a prompt of 32k.  ITL p99 while it is computed at most twice the steady one, with steps that
+    """32 decoders and a prompt of 32k.  ITL p99 while it is computed at most twice the steady one, with steps that
     take 10 % more or less by chance; without the bound, at least ten times."""
 
     def machine() -> Callable[[int, int, int], float]:
