@@ -36,19 +36,19 @@ class OutOfBlocks(Exception):
 
 
 class AccountingError(Exception):
-    """The books do not balance; names the block.  Always a bug of ours, never of a client."""
+    """The block accounting does not balance; names the block.  Always a bug of the engine, never of a client."""
 
 
 class Leak(AccountingError):
-    """Blocks that nobody has and nobody will get: lost until a restart."""
+    """Blocks that are neither held nor available: lost until a restart."""
 
 
 class DoubleFree(AccountingError):
-    """A block that somebody has was given back, or will be too early: the next to get it would write into it, too."""
+    """A held block was released, or will be too early: the next sequence to get it would overwrite it."""
 
 
 def root_digest(fingerprint: str, salt: str) -> bytes:
-    """Where every chain of one model and tenant starts: other weights or another salt share no digest (invariant 6)."""
+    """Where every chain of one model and tenant starts: other weights or salts share no digest."""
     return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32).digest()
 
 
@@ -74,7 +74,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digest: list[bytes | None] = [None] * total
         self._index: dict[bytes, int] = {}
-        # The same once more, in sums: what each operation should have changed.  See balance().
+        # Sums of the same, which each operation changes; balance() compares.
         self._held = 0
         self._named = 0
 
@@ -160,7 +160,7 @@ class BlockPool:
                     self._idle[block] = None
 
     def refs(self, block: int) -> int:
-        """How many tables name it; with more than one it must be copied before it is written."""
+        """How many tables contain the block.  With more than one it must be copied before it is written."""
         return self._refs[block]
 
     def held_only_by(self, tables: Sequence[Sequence[int]], but: Sequence[int]) -> int:
@@ -183,7 +183,7 @@ class BlockPool:
             self._digest[block] = digest
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody may find these again: their content proved wrong.  Tables that hold them keep them."""
+        """Remove blocks from the prefix index: their content is wrong.  Tables that hold them keep them."""
         for block in blocks:
             self._unseal(block)
             if block in self._idle:
@@ -195,7 +195,7 @@ class BlockPool:
         self.forget(list(self._index.values()))
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Audit against every live table.  Raises BooksError naming the block.  O(blocks)."""
+        """Check against every live table.  Raises AccountingError naming the block.  O(blocks)."""
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
         for block in range(self.total):
@@ -210,7 +210,9 @@ class BlockPool:
             raise AccountingError("the index finds a block that is not sealed")
 
     def balance(self, named: int) -> None:
-        """Audit the sums: each block has one place, and all tables together name `named`.  O(1).  Raises BooksError."""
+        """Check the sums: each block has one place, and all tables together contain `named`.  O(1).
+
+        Raises AccountingError."""
         free, idle = len(self._free), len(self._idle)
         sums = f"{free} blocks free, {idle} idle and {self._held} held make {free + idle + self._held} of {self.total}"
         if free + idle + self._held > self.total:
@@ -222,7 +224,7 @@ class BlockPool:
             raise kind(f"blocks were taken {self._named} times more often than released, tables name {named}")
 
     def inspect(self, block: int, named: int | None = None) -> None:
-        """Audit one block; `named`: by how many tables, where that is known.  O(1).  Raises BooksError."""
+        """Check one block; `named`: by how many tables, where that is known.  O(1).  Raises AccountingError."""
         refs, digest = self._refs[block], self._digest[block]
         if named is not None and refs != named:
             kind = Leak if refs > named else DoubleFree
@@ -237,7 +239,7 @@ class BlockPool:
             raise AccountingError(f"block {block} can be found but is neither held nor idle")
 
     def inspect_free(self, place: int) -> None:
-        """Audit the block at one place among the free ones, modulo their number.  O(1).  Raises BooksError."""
+        """Check the block at one place among the free ones, modulo their number.  O(1).  Raises AccountingError."""
         if self._free:
             block = self._free[place % len(self._free)]
             self.inspect(block)
@@ -265,8 +267,8 @@ class BlockPool:
 class HostPool:
     """Blocks of the host's memory, which keep what preempted sequences computed.
 
-    A block is free or held by exactly one sequence: nothing is shared here, so there is nothing to count.  The lowest
-    free numbers go first, so that a sequence mostly gets neighbours, which travel as one copy."""
+    A block is free or held by exactly one sequence: nothing is shared here, so nothing is counted.  The lowest free
+    numbers go first, so that a sequence mostly gets neighbours, which are copied together."""
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
@@ -286,7 +288,7 @@ class HostPool:
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Their holder needs them no more."""
+        """Free blocks that a sequence holds."""
         for block in blocks:
             if block not in self._held:
                 raise DoubleFree(f"host block {block} released more often than it was taken")
@@ -294,7 +296,7 @@ class HostPool:
             heappush(self._free, block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Audit against every table of host blocks.  Raises BooksError naming the block.  O(total)."""
+        """Check against every table of host blocks.  Raises AccountingError naming the block.  O(total)."""
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
         for block in range(self.total):
@@ -310,7 +312,7 @@ class HostPool:
         self.balance(sum(named.values()))
 
     def balance(self, named: int) -> None:
-        """Audit the sums, when all tables together name `named`.  O(1).  Raises BooksError."""
+        """Check the sums, when all tables together name `named`.  O(1).  Raises AccountingError."""
         free, held = len(self._free), len(self._held)
         if free + held != self.total or held != named:
             kind = DoubleFree if free + held > self.total or held < named else Leak

@@ -1,4 +1,4 @@
-"""Finds the request that makes steps fail, so that it ends and the others finish.
+"""Isolation: finds the request that makes steps fail, so that it ends and the others finish.
 
 A failed step (StepError: out of memory, an exception in a kernel's binding) names no culprit.  Every sequence in it
 goes back to the queue with its tokens and is computed again.  Most failures do not repeat, so all start again together.
@@ -28,7 +28,7 @@ FAILED_TWICE = "the engine failed on this request twice at the same position"  #
 
 
 class Isolation:
-    """Decides who may start after failed steps, and whose request ends."""
+    """Decides which sequences may start after failed steps, and which request ends."""
 
     def __init__(self) -> None:
         self._groups: deque[list[Sequence]] = deque()  # of suspects; only members of the first may start

@@ -1,23 +1,23 @@
-"""The seam between policy (core) and arithmetic (executor): plain values, one step at a time, no pickle.
+"""The interface between scheduler and executor: plain values, one step at a time, no pickle.
 
-A *row* is a seat in the executor's tables.  It moves through three states, and a plan lists only rows that move:
+A *row* is a slot of the executor's batch.  It moves through three states, and a plan lists only rows that move:
 
     free --Start--> prompt --Slice(s)--> decoding --freed_rows--> free
                                   \\-- Fork --> decoding
 
-  * `Start` seats a sequence in a row and gives it a block table (cached prefix included).
+  * `Start` puts a sequence into a row and gives it a block table (cached prefix included).
   * A `Slice` computes given tokens of a row.  While prompt chunks remain `sampler` is None; the slice that carries a
     `sampler` reaches the last known token, and the row samples its next token from that token's logits.
   * From the next step on the row *decodes*: each step it computes the token it sampled last and samples one more,
     without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
     step costs core and wire what changed, not what runs.
-  * A `Fork` seats a sibling that samples its own next token from the logits its parent produces in this very step.
+  * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
   * `edits` set single table entries: growth (one past the end) and copy-on-write.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
 Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_rows, copies, starts, edits, slices,
 forks; then it computes.  Plans run one after another, so a block swapped out in plan N+1 holds what step N wrote even
-if plan N+1 was issued before result N was in, and whoever gets that block in plan N+1 writes it after it was read:
+if plan N+1 was issued before result N was in.  The sequence that gets the block in plan N+1 writes it after the copy:
 
     step N (in flight)    row 3 computes token 41, its KV into the last block of its table; samples token 42
     plan N+1              freed_rows [3] · swap_out: its table, 42 slots · the blocks go to older rows
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampler(msgspec.Struct, frozen=True, array_like=True):
-    """What a row needs to sample; sent once each time it is seated."""
+    """What a row needs to sample; sent once each time its sequence starts."""
 
     sampling: Sampling
     prompt_len: int  # output position of a sample = its position in the sequence - prompt_len

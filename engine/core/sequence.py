@@ -6,7 +6,7 @@
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
 prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
 
-    waiting --seat--> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
+    waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
        |                  |   +--resume-- paused <-pause--+ | |                                            |
        +---- preempt -----+--------------------+------------+ +------------------ stop --------------------+
@@ -27,7 +27,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    PAUSED = "paused"  # no seat, but all its blocks: it goes on when somebody else has ended
+    PAUSED = "paused"  # no slot, but all its blocks: it resumes when others have ended
     ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
     FINISHED = "finished"
 
@@ -43,23 +43,23 @@ class Sequence(msgspec.Struct, eq=False):
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
     queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
-    row: int = -1  # its seat in the executor, -1: none
+    slot: int = -1  # its place in the executor's batch; -1: none
     table: list[int] = []
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
     since: int = (
         0  # the step before which `computed` was true; a decoding row computes one token each step from there on
     )
-    due: int = 0  # the next step in which a decoding row needs the scheduler's attention
+    due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
-    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as anyone asked
+    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed
     host: list[int] = []  # while swapped: host blocks with what `computed` says, in the order of its table
-    seated_before: bool = False  # it ran, and was preempted if it waits now
+    started_before: bool = False  # it has run; if it waits now, it was preempted
     reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
-    yielded: bool = False  # it made room for another tenant once, which nobody has to do twice
+    preempted_for_fairness: bool = False  # it made room for another tenant: that happens at most once
     failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
-    lost: int = 0  # tokens it had computed when a preemption kept nothing; computed again, they count as recomputed
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first seated
-    foretold: list[int] = []  # output tokens it will stay within, one for each of calibration.LEVELS
+    recompute_tokens: int = 0  # tokens it had computed when a preemption kept nothing
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
+    predicted: list[int] = []  # output tokens it stays within, one for each of forecast_accuracy.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
     prompt_logprobs: list[TokenLogprob] = []
 
@@ -69,12 +69,16 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> tuple[int, tuple[int, int]]:
-        """Who goes first, and who yields last: the more urgent class, then the older; the less goes first."""
+        """Order of starts, least first, and of preemptions, greatest first: the more urgent class, then the older."""
         return self.request.priority, self.arrival
 
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    def greatest_blocks(self, block_size: int) -> int:
+        """Blocks that it holds at its greatest length."""
+        return -(-self.limit // block_size)
 
     def computed_before(self, step: int) -> int:
         """`computed` as it stands when `step` begins."""

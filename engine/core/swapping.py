@@ -1,14 +1,13 @@
-"""What preempted sequences leave in the host's memory, and whether it is worth it.
+"""Swapping: blocks of preempted sequences in host memory, and when a copy is cheaper than recomputing.
 
-    runs ----- preempted, it pays ----> swapped: no table, `host` names host blocks ----- room again ----> runs
+    runs ----- preempted, it pays ----> swapped: no table, `host` lists host blocks ----- room again ----> runs
                                           |       (in the queue, before all that never ran)
                                           +-- cancelled, deadline, step lost: the host blocks are free
 
-A swapped sequence keeps nothing on the device.  Blocks that others share could be left out of the copy: while anybody
-holds them, or the prefix cache does, they would be found again.  But then a return could need what was evicted
-meanwhile, and a reference kept on them would let those who wait hold memory that those who run are waiting for.  A copy
-of its own makes the return certain: all or nothing, and nothing is computed twice.  What the prefix cache still has by
-then is shared again instead of being read back.
+A swapped sequence keeps nothing on the device.  Shared blocks could be left out of the copy, since other tables or the
+prefix cache may still have them.  But a return could then need a block that was evicted meanwhile, and a reference kept
+on it would let waiting sequences hold memory that running ones need.  A full copy makes the return certain: all or
+nothing, and no token is computed twice.  Blocks that the prefix cache has by then are shared instead of copied back.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
 section 4.5.
@@ -27,7 +26,7 @@ Preempt = Literal["recompute", "swap", "auto"]
 
 
 class Swapping:
-    """Owns the host's blocks, the tables of those who are swapped, and the copies of the plan that is being made."""
+    """Owns the host blocks, the host tables of swapped sequences, and the copies of the plan in the making."""
 
     def __init__(
         self, pool: BlockPool, host: HostPool, costs: StepCostModel, preempt: Preempt, block_bytes: int
@@ -41,28 +40,28 @@ class Swapping:
 
     @property
     def planned(self) -> bool:
-        """The plan that is being made has copies."""
+        """The plan in the making has copies."""
         return bool(self._out or self._in)
 
-    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """This plan's (swap_out, swap_in), once."""
         copies, self._out, self._in = (self._out, self._in), [], []
         return copies
 
     def pays(self, seq: Sequence) -> bool:
-        """Whether what a victim has computed should go to the host: there is room, and in mode "auto" the way there and
-        back takes less than to compute it again.  Its row is gone, its table is not."""
+        """Whether to copy what a victim has computed to the host: there is room, and in mode "auto" the copies take
+        less time than recomputing.  The victim has no slot any more, but still its table."""
         blocks = self._blocks(seq)
         if self._preempt == "recompute" or not 0 < blocks <= self.host.available:
             return False
         if self._preempt == "swap":
             return True
-        # What others hold as well will be found again, and neither be brought back nor computed again.
+        # Blocks in other tables will be found again: they are neither copied back nor recomputed.
         shared = min(blocks, self._pool.shared_prefix(seq.table)) if self._pool.caching else 0
         again = max(0, seq.computed - shared * self._pool.block_size)
         return self._costs.swap_pays((2 * blocks - shared) * self._block_bytes, again)
 
-    def away(self, seq: Sequence, planned: Mapping[int, int]) -> int:
+    def swap_out(self, seq: Sequence, planned: Mapping[int, int]) -> int:
         """Copy what it has computed to the host and release its table.  Returns the blocks copied.
 
         planned: block of its table -> block that was to be copied there in this plan, and still has the content."""
@@ -74,7 +73,7 @@ class Swapping:
         self.sequences += 1
         return len(blocks)
 
-    def back(self, seq: Sequence) -> int:
+    def swap_in(self, seq: Sequence) -> int:
         """Behind the cached blocks that its table begins with, bring back everything else it had computed.  Returns the
         blocks copied.  Raises OutOfBlocks: nothing was taken."""
         hits = len(seq.table)
@@ -83,10 +82,16 @@ class Swapping:
         seq.table += blocks
         seq.computed = max(seq.computed, hits * self._pool.block_size)
         self._in += zip(rest, blocks, strict=True)
-        self.forget(seq)
+        self._release_host(seq)
         return len(rest)
 
-    def forget(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
+        """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
+        self._pool.release(seq.table)
+        self._release_host(seq)
+        seq.table, seq.computed = [], 0
+
+    def _release_host(self, seq: Sequence) -> None:
         """Its host blocks are free from the next plan on.  Harmless for one that has none."""
         if seq.host:
             self.host.release(seq.host)
@@ -94,7 +99,7 @@ class Swapping:
             self.sequences -= 1
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Audit against every sequence.  Raises BooksError."""
+        """Check against every sequence.  Raises AccountingError."""
         live = list(live)
         self.host.check([seq.host for seq in live])
         if self.sequences != sum(bool(seq.host) for seq in live):

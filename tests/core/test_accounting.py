@@ -24,7 +24,7 @@ def busy() -> Rig:
     for last in (20, 21):
         rig.add([*PROMPT, last], 40, ignore_eos=True)
     step(rig, 3)
-    rig.core._preempt(min(live(rig), key=lambda seq: (seq.request.id != "r3", seq.index)))
+    rig.core.preemption.preempt(min(live(rig), key=lambda seq: (seq.request.id != "r3", seq.index)))
     for auditor in (rig.core.auditor.whole, rig.core.auditor.sample):
         auditor()
     assert len(live(rig)) == 4
@@ -53,7 +53,7 @@ def own(rig: Rig) -> int:
 
 
 def first_sibling_frees_a_shared_block(rig: Rig) -> None:
-    """A16: as if the first to finish took the blocks of all with it."""
+    """As if the first to finish took the blocks of all with it."""
     block = shared(rig)
     rig.pool._refs[block] = 0
     rig.pool._unseal(block)
@@ -62,9 +62,9 @@ def first_sibling_frees_a_shared_block(rig: Rig) -> None:
 
 def table_dropped_without_release(rig: Rig) -> None:
     seq = live(rig)[1]
-    rig.core._requests[seq.request.id].remove(seq)
-    rig.core._seats[seq.row] = None
-    rig.core._free_rows.append(seq.row)
+    rig.core.requests._groups[seq.request.id].remove(seq)
+    rig.core.batch.slots.occupants[seq.slot] = None
+    rig.core.batch.slots._free.append(seq.slot)
 
 
 def table_released_twice(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
-from tests.core.test_scheduler import SchedulerMachine
+from tests.core.test_scheduler import Rig, SchedulerMachine
 
 
 def chain(tokens: list[int], size: int, fingerprint: str = "model", salt: str = "") -> list[bytes]:
@@ -121,17 +121,23 @@ TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, de
 
 
 def test_blocks_on_demand() -> None:
-    """A3: 300 tokens take 19 blocks of 16, 17 tokens take 2; A4: at most 15 slots wasted."""
-    pool = BlockPool(32, 16)
-    for tokens, blocks in ((300, 19), (17, 2)):
-        table = pool.allocate(-(-tokens // 16))
-        assert len(table) == blocks
-        assert len(table) * 16 - tokens <= 15
-        pool.release(table)
+    """A sequence holds the blocks of its computed tokens: 300 take 19 blocks of 16, 15 positions at most stay free."""
+    for prompt, blocks in ((300, 19), (17, 2), (16, 1)):
+        rig = Rig(blocks=32, size=16, step_tokens=512, chunk_tokens=512, depth=1)
+        rig.add([1] * prompt, 40, ignore_eos=True)
+        [seq] = rig.core.live()
+        for decoded in range(39):
+            rig.submit()
+            assert len(seq.table) == -(-(prompt + decoded) // 16)
+            assert decoded or len(seq.table) == blocks
+            filled, allocated = rig.core.used_slots()
+            assert filled == prompt + decoded
+            assert allocated - filled <= 15
+            rig.commit()
 
 
 def test_first_finishing_sibling_does_not_free_what_others_use() -> None:
-    """A16: beams share a prompt; one ends first.  Freeing its blocks outright gave the others silent garbage."""
+    """Beams share a prompt; one ends first.  Freeing its blocks outright gave the others silent garbage."""
     pool = BlockPool(4, 16, note_discarded=True)
     prompt = pool.allocate(2)
     for _ in range(2):
@@ -175,7 +181,7 @@ def test_eviction_is_least_recently_used_and_eats_a_prefix_from_its_tail() -> No
 
 
 def test_no_hit_under_another_model_or_salt() -> None:
-    """A18, invariant 6: the namespace is (fingerprint, salt), and neither can be shifted into the other."""
+    """The namespace is (fingerprint, salt), and neither can be shifted into the other."""
     tokens = list(range(8))
     mine = chain(tokens, 4)
     assert mine[-1] != chain(tokens, 4, fingerprint="other")[-1]
@@ -212,7 +218,7 @@ def never_counted_down(self: BlockPool, table: list[int]) -> None:
 def test_the_property_tests_see_a_broken_decrement(
     machine: type[RuleBasedStateMachine], broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A16, the property tests themselves under test: with BlockPool.release broken they must fail."""
+    """The property tests themselves under test: with BlockPool.release broken they must fail."""
     monkeypatch.setattr(BlockPool, "release", broken)
     search = settings(max_examples=150, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
     with pytest.raises((AssertionError, AccountingError, KeyError)):

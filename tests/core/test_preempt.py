@@ -37,7 +37,7 @@ def until_swapped(rig: Rig) -> Sequence:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
-    """A24, A25: the same text, and no token is computed twice: as many as without any pressure."""
+    """The same text, and no token is computed twice: as many as without any pressure."""
     rig, calm = crowded(depth=depth), crowded(depth=depth, blocks=64)
     rig.run()
     calm.run()
@@ -68,19 +68,19 @@ def test_a_token_on_its_way_while_its_sequence_is_swapped_is_kept() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
 def test_while_somebody_is_swapped_nothing_new_starts(blocks: int, n: int, caching: bool) -> None:
-    """A26, by the trace of all plans: whoever starts then has run before."""
+    """Whoever starts then has run before."""
     rig = crowded(blocks=blocks, caching=caching)
     waited = 0
     for i in range(60):
         if i % 6 == 0:
             rig.add([30 + i % 7] * 5, 9, n=n, ignore_eos=True, seed=i)
         swapped = {id(seq) for seq in rig.core.waiting if seq.host}
-        fresh = [seq for seq in rig.core.waiting if not seq.seated_before]
+        fresh = [seq for seq in rig.core.waiting if not seq.started_before]
         rig.submit()
         still = {id(seq) for seq in rig.core.waiting if seq.host} & swapped
         if still and fresh:
             waited += 1
-            assert all(seq.row < 0 and not seq.seated_before for seq in fresh)
+            assert all(seq.slot < 0 and not seq.started_before for seq in fresh)
         if len(rig.executor.plans) == 2:
             rig.commit()
     assert waited > 5
@@ -111,7 +111,7 @@ def test_blocks_that_came_back_can_be_found_by_others() -> None:
     rig = crowded(caching=True)
     seq = until_swapped(rig)
     away = len(seq.host)
-    while seq.row < 0:
+    while seq.slot < 0:
         rig.pool.forget_all()
         rig.submit()
         rig.commit()
@@ -132,9 +132,10 @@ def test_who_leaves_while_swapped_leaves_nothing_behind(end: str) -> None:
     elif end == "drop":
         rig.core.drop(request)
     else:
-        rig.core._deadlines.append((-1, request))
-        rig.core._deadlines.sort()
-        rig.core._expire(0)
+        rig.core.requests._deadlines.append((-1, request))
+        rig.core.requests._deadlines.sort()
+        for expired in rig.core.requests.expired(0):
+            rig.core._end_request(expired, "deadline")
     assert seq.state is State.FINISHED
     assert rig.core.swapping.sequences == 0
     assert rig.host.available == 40
@@ -170,14 +171,14 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
         rng = random.Random(seed)
         sizes = {"blocks": rng.randrange(12, 22), "chunk_tokens": rng.choice([3, 4, 6])}
         rig = Rig(size=4, step_tokens=40, **sizes, **SWAP, admission="none", caching=rng.random() < 0.5)  # type: ignore[arg-type]
-        original = rig.core.swapping.away
+        original = rig.core.swapping.swap_out
 
         def spy(seq: Sequence, planned: Any, original: Callable[[Sequence, Any], int] = original) -> int:
             nonlocal seen
             seen += bool(planned)
             return original(seq, planned)
 
-        rig.core.swapping.away = spy  # type: ignore[method-assign]
+        rig.core.swapping.swap_out = spy  # type: ignore[method-assign]
         for i, (shortest, longest) in enumerate([(3, 6), (20, 40), (3, 12), (3, 12)]):
             n = rng.choice([1, 3]) if i > 1 else 1
             prompt = [2 + i] * rng.randrange(shortest, longest)
@@ -187,20 +188,20 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
 
 
 def test_the_least_urgent_yields_though_others_came_later() -> None:
-    """A23 with classes: the victim is the newest of the lowest class, and returns when the urgent ones have room."""
+    """The victim is the newest of the lowest class, and returns when the urgent ones have room."""
     rig = Rig(blocks=12, size=4, caching=False, **SWAP)
     low = [rig.add([5 + i] * 8, 20, ignore_eos=True, priority=5) for i in range(2)]
     high = [rig.add([9 + i] * 8, 20, ignore_eos=True) for i in range(2)]
     victims: list[str] = []
-    original = rig.core._preempt
+    original = rig.core.preemption.preempt
 
     def spy(seq: Sequence) -> None:
-        seated = [s for s in rig.core.live() if s.row >= 0]
+        seated = [s for s in rig.core.live() if s.slot >= 0]
         assert (seq.request.priority, seq.arrival) == max((s.request.priority, s.arrival) for s in seated)
         original(seq)
         victims.append(seq.request.id)
 
-    rig.core._preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert victims[:2] == [low[1], low[0]]
     ended = [delta.id for delta in rig.deltas if delta.finish]
@@ -216,8 +217,8 @@ def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
             rig.commit()
     seq = next(seq for seq in rig.core.waiting if seq.host)
     rig.fail()
-    computed = sum(each.lost for each in rig.core.live())
-    assert 0 < seq.lost < computed  # running sequences are computed again, too
+    computed = sum(each.recompute_tokens for each in rig.core.live())
+    assert 0 < seq.recompute_tokens < computed  # running sequences are computed again, too
     assert rig.host.available == 40
     assert rig.core.swapping.sequences == 0
     rig.run()
@@ -231,14 +232,14 @@ def test_only_what_was_computed_before_counts_as_recomputed() -> None:
     rig.add([1] * 8, 30, ignore_eos=True)
     late = rig.add([2] * 30, 2, ignore_eos=True)
     lost: list[int] = []
-    original = rig.core._preempt
+    original = rig.core.preemption.preempt
 
     def spy(seq: Any) -> None:
         assert seq.request.id == late
         original(seq)
-        lost.append(seq.lost)
+        lost.append(seq.recompute_tokens)
 
-    rig.core._preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert lost
     assert rig.core.totals.recomputed_tokens == sum(lost)

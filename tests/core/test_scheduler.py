@@ -18,6 +18,7 @@ from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence, State
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
@@ -86,6 +87,15 @@ class Rig:
         self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad
+        self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
+        original = self.core.preemption.preempt_for_fairness
+
+        def spy(victim: Sequence) -> None:
+            assert not victim.preempted_for_fairness
+            assert any(seq.request.tenant != victim.request.tenant for seq in self.core.waiting)
+            original(victim)
+
+        self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign]
 
     def crash(self) -> None:
         """The engine dies with all it knew; a new one gets what was said."""
@@ -129,15 +139,22 @@ class Rig:
         return request.id
 
     def submit(self) -> bool:
+        swapped = [seq for seq in self.core.waiting if seq.host]
+        fresh = [seq for seq in self.core.waiting if not seq.started_before]
         plan = self.core.plan(self.now)
+        if any(seq.host for seq in swapped) and not self.core.fairness.contend:
+            assert not any(seq.started_before for seq in fresh), "a new sequence started before a swapped one"
         self.collect_outputs()
         if plan is None:
             return False
-        decoding_then = len(self.executor.decoding)
+        self.decoding -= set(plan.freed_rows)
         given = sum(len(piece.token_ids) for piece in plan.slices)
-        assert given <= max(0, self.limits.step_tokens - 0)
+        assert given + len(self.decoding) <= self.limits.step_tokens
         assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
-        assert decoding_then <= self.limits.max_seqs
+        named = {piece.row for piece in plan.slices} | {fork.row for fork in plan.forks}
+        assert not named & self.decoding
+        assert len(self.decoding | named) <= self.limits.max_seqs
+        self.decoding |= {piece.row for piece in plan.slices if piece.sampler} | {fork.row for fork in plan.forks}
         self.plans.append(plan)
         self.executor.submit(plan)
         return True
@@ -155,9 +172,10 @@ class Rig:
 
     def fail(self) -> None:
         """A step failed.  Only a request that was alone in it, for the second time at one position, may end."""
-        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core._in_flight(seq)}
+        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core.batch.in_flight(seq)}
         before = set(self.finishes)
         self.executor.reset()
+        self.decoding.clear()
         _, guilty = self.core.step_failed()
         self.collect_outputs()
         ended = set(self.finishes) - before
@@ -352,31 +370,41 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def room_agrees_with_the_mode(self) -> None:
-        """What `room` offers is within the pool; in `reserve` what runs never needs more than the pool."""
-        core = self.rig.core
-        tokens, _ = core.room()
-        assert 0 <= tokens <= core.pool.total * core.pool.block_size
-        assert core.predicted_peak() >= 0
-        if core._requests:
-            assert tokens <= core.pool.available * core.pool.block_size
+        """`room` offers no block that is held, kept free by the mode, or needed by a waiting sequence.
+
+        In mode "reserve" it leaves what all running sequences need at their greatest length."""
+        core, size = self.rig.core, self.rig.pool.block_size
+        tokens, requests = core.room()
+        if not core.requests:
+            assert (tokens, requests) == (core.pool.total * size, self.rig.limits.max_seqs - core.batch.slots.cooling)
+            return
+        assert 0 <= requests <= core.batch.slots.free
+        assert tokens % size == 0
+        kept = 1 if self.rig.limits.admission == "watermark" and self.rig.limits.allocation == "paged" else 0
+        queued = sum(seq.known // size for seq in core.waiting)
+        assert tokens == 0 or tokens // size + queued <= core.pool.available - kept
+        if self.rig.limits.admission == "reserve" and self.rig.limits.allocation == "paged":
+            started = [seq for seq in core.live() if seq.state in (State.PREFILLING, State.DECODING)]
+            growth = sum(-(-seq.limit // size) - len(seq.table) for seq in started)
+            assert tokens == 0 or tokens // size <= core.pool.available - growth
 
     @invariant()
-    def nothing_new_starts_while_somebody_waits_to_go_on(self) -> None:
-        """A26."""
+    def the_queue_puts_preempted_sequences_first(self) -> None:
+        """No room is offered while a sequence is swapped out.  Rig.submit checks the starts."""
         core = self.rig.core
         if core.swapping.sequences:
             assert core.room() == (0, 0)
-        fresh = [not seq.seated_before for seq in core.waiting]
-        assert fresh == sorted(fresh)
+        places = [(not seq.started_before, seq.rank) for seq in core.waiting]
+        assert places == sorted(places)
 
     @invariant()
-    def who_yields_does_so_once_and_for_another_tenant(self) -> None:
+    def what_tenants_would_give_up_is_theirs(self) -> None:
+        """Rig.start checks each sequence that is preempted for fairness."""
         core = self.rig.core
         crowd, tokens = core.yielding()
         assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
-        assert core.totals.yields <= core.totals.preemptions
-        assert core.totals.yields <= sum(request.n for request in self.rig.requests.values())
+        assert not tokens or crowd
         if len({request.tenant for request in self.rig.requests.values()}) < 2:
             assert core.totals.yields == 0
 
@@ -393,7 +421,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.rig.limits.allocation == "static":
             return
         filled, allocated = self.rig.core.used_slots()
-        assert 0 <= allocated - filled <= 3 * max(1, self.rig.core.running + self.rig.limits.max_seqs)
+        tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}
+        assert 0 <= allocated - filled <= 3 * len(tails)
+        assert allocated == 4 * (self.rig.pool.total - self.rig.pool.available)
 
     def teardown(self) -> None:
         self.rig.run()
@@ -449,20 +479,20 @@ def test_same_text_whatever_the_chunks(depth: int, chunk: int, caching: bool) ->
 
 
 def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> None:
-    """A22-A24: under pressure the newest yields everything, resumes before anything newer, and says the same."""
+    """Under pressure the newest yields everything, resumes before anything newer, and says the same."""
     rig = Rig(blocks=12, size=4, caching=False)
     ids = [rig.add([5 + i] * 8, 24, ignore_eos=True, seed=i) for i in range(4)]
     victims: list[str] = []
-    original = rig.core._preempt
+    original = rig.core.preemption.preempt
 
     def spy(seq: Any, *, swap: bool = True) -> None:
-        seated = [s for s in rig.core.live() if s.row >= 0]
+        seated = [s for s in rig.core.live() if s.slot >= 0]
         assert seq.arrival == max(s.arrival for s in seated)
         original(seq, swap=swap)
         assert seq.table == []
         victims.append(seq.request.id)
 
-    rig.core._preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert victims
     assert rig.core.totals.preemptions == len(victims)
@@ -472,7 +502,7 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
 
 
 def test_first_come_first_served() -> None:
-    """A21: with one row, equal requests end in the order they came."""
+    """With one row, equal requests end in the order they came."""
     rig = Rig(max_seqs=1)
     ids = [rig.add([9, 9, i + 1], 5, ignore_eos=True) for i in range(5)]
     rig.run()
@@ -480,7 +510,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_short_request_joins_and_leaves_a_running_batch() -> None:
-    """A20: iteration-level batching."""
+    """Iteration-level batching."""
     rig = Rig()
     long = rig.add([1] * 8, 60, ignore_eos=True)
     for _ in range(5):
@@ -507,7 +537,7 @@ def test_chunked_prefill_keeps_decodes_going() -> None:
 
 
 def test_second_request_finds_the_shared_prefix() -> None:
-    """A17: same 512-token system prompt: 512 tokens cached, prefill down by 95 % and more."""
+    """Same 512-token system prompt: 512 tokens cached, prefill down by 95 % and more."""
     rig = Rig(blocks=200, size=16, step_tokens=2048, chunk_tokens=2048)
     system = [1 + i % 40 for i in range(512)]
     rig.add([*system, 1, 2, 3], 4, ignore_eos=True)
@@ -542,7 +572,7 @@ def test_generated_text_is_reused_as_a_prefix() -> None:
 
 @pytest.mark.parametrize(("n", "prompt", "copies"), [(2, 6, 1), (2, 8, 0), (8, 8, 0), (4, 7, 3), (1, 6, 0)])
 def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt: int, copies: int) -> None:
-    """A12, A13: n continuations of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
+    """N continuations of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
     rig = Rig(size=4, max_seqs=8)
     rig.add([1 + i for i in range(prompt)], 6, n=n, ignore_eos=True)
     rig.run()
@@ -551,7 +581,7 @@ def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt
 
 
 def test_parallel_samples_share_the_prompt() -> None:
-    """A14: blocks saved by sharing, ShareGPT-like lengths (161 in, 338 out), n = 2..6: at least 16.2 % (SOSP 2023)."""
+    """Blocks saved by sharing, ShareGPT-like lengths (161 in, 338 out), n = 2..6: at least 16.2 % (SOSP 2023)."""
     for n in range(2, 7):
         rig = Rig(blocks=400, size=16, step_tokens=512, chunk_tokens=512)
         rig.add([1] * 161, 338, n=n, ignore_eos=True)
@@ -565,7 +595,7 @@ def test_parallel_samples_share_the_prompt() -> None:
 
 
 def test_first_finishing_sibling_leaves_the_others_intact() -> None:
-    """A16, through the scheduler: siblings stop at different times; freed blocks are poisoned; texts stay right."""
+    """Siblings stop at different times; freed blocks are poisoned; texts stay right."""
     for seed in range(20):
         rig = Rig(size=4)
         rig.add([2, 3, 5, 7, 11, 13], 40, n=5, seed=seed)
@@ -627,7 +657,7 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig = Rig()
     rig.add([1] * 4, 30, ignore_eos=True)  # its length says nothing about what the model would do
     rig.run()
-    assert rig.core.outlook.lengths.lengths("").weight == 0
+    assert rig.core.admission.forecast.lengths.lengths("").weight == 0
     rig.add([1] * 4, 3)
     gone = rig.add([2] * 4, 500, seed=3)
     rig.submit()
@@ -635,8 +665,8 @@ def test_only_ends_of_their_own_are_learnt() -> None:
     rig.core.abort(gone)  # seen to live on
     rig.collect_outputs()
     rig.run()
-    assert rig.core.outlook.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
-    assert max(rig.core.outlook.calibration.judged) <= 1  # not the one that was aborted
+    assert rig.core.admission.forecast.lengths.lengths("").weight == pytest.approx(2, abs=0.01)
+    assert max(rig.core.admission.forecast.calibration.judged) <= 1  # not the one that was aborted
 
 
 def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
@@ -645,8 +675,8 @@ def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
         rig.add([1] * 4, 3, tenant="acme", salt=f"salt {at}")
     rig.add([1] * 4, 3, salt="the client's own choice")
     rig.run()
-    assert list(rig.core.outlook.lengths._tenants) == ["acme"]
-    assert rig.core.outlook.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
+    assert list(rig.core.admission.forecast.lengths._tenants) == ["acme"]
+    assert rig.core.admission.forecast.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -677,12 +707,12 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     sizes = {rig.add([2, 3, 5] * 6, 20, seed=1): 5, rig.add([7, 11], 20, seed=2): 1}
     for seq in rig.core.waiting:
         assert seq.stops  # no end is known
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]  # a forecast that is wrong
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]  # a forecast that is wrong
     while not rig.core.paused and not rig.core.idle:
         rig.submit()
         rig.commit()
         rig.core.auditor.whole()
-    (paused,) = rig.core._paused
+    (paused,) = rig.core.batch.paused
     assert sizes[paused.request.id] == 1
     assert paused.table
     assert rig.core.running == 1
@@ -698,7 +728,7 @@ def test_who_is_paused_can_end_in_every_way(over: str) -> None:
     rig = Rig(blocks=12, size=4, admission="forecast")
     rig.add([2, 3, 5] * 6, 20, seed=1)
     rig.add([7, 11], 20, seed=2, deadline=1000)
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
     while not rig.core.paused:
         rig.submit()
         rig.commit()
@@ -717,7 +747,7 @@ def test_who_is_paused_when_a_step_fails_says_the_same() -> None:
     rig = Rig(blocks=12, size=4, admission="forecast")
     rig.add([2, 3, 5] * 6, 20, seed=1)
     rig.add([7, 11], 20, seed=2)
-    rig.core.outlook.fits = lambda *_: True  # type: ignore[method-assign]
+    rig.core.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
     while not rig.core.paused:
         rig.submit()
         rig.commit()
@@ -727,7 +757,7 @@ def test_who_is_paused_when_a_step_fails_says_the_same() -> None:
 
 
 def test_threshold_holds_new_work_back() -> None:
-    """A31 inside the engine: at 50 %, a second request waits until the first has left."""
+    """At 50 %, a second request waits until the first has left."""
     rig = Rig(blocks=20, size=4, threshold=0.5)
     rig.add([1] * 30, 2, ignore_eos=True)
     rig.add([2] * 30, 2, ignore_eos=True)
@@ -773,7 +803,7 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     assert rig.pool.total - rig.pool.available < held
     rig.submit()
     result = rig.executor.collect()
-    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
+    row = next(seq.slot for seq in rig.core.live() if seq.request.id == bad)
     rig.core.commit(StepResult(result.step, result.rows, result.tokens, failed={row: "not a number"}))
     rig.collect_outputs()
     rig.run()
@@ -791,7 +821,7 @@ def test_the_cache_loses_a_prefix_only_to_logits_that_are_not_finite(fault: str)
     rig.commit()
     rig.submit()
     result = rig.executor.collect()
-    row = next(seq.row for seq in rig.core.live() if seq.request.id == bad)
+    row = next(seq.slot for seq in rig.core.live() if seq.request.id == bad)
     told = {fault: {row: "no token"}}
     rig.core.commit(msgspec.structs.replace(result, **told))
     rig.collect_outputs()

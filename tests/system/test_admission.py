@@ -16,7 +16,8 @@ import pytest
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.limits import Admission
 from engine.core.plan import StepPlan, StepResult
-from engine.core.scheduler import WATERMARK, Scheduler
+from engine.core.policy.admission import WATERMARK
+from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor
 from engine.wire.bus import Fleet
 from engine.wire.messages import Generate

@@ -1,7 +1,7 @@
-"""What those who hold blocks will come to hold: may one more start, and what the world outside is told to expect.
+"""The forecast of one scheduler: blocks that the running sequences will hold, and whether one more fits.
 
-`forecast.py` knows lengths and tokens; here sequences become such questions, and what came of them is counted, so that
-anybody can see whether the answers are to be believed.
+`forecast.py` knows lengths and tokens.  Here sequences become such questions.  The answers are compared with what
+happened later (`forecast_accuracy.py`).
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
 from engine.core.policy.forecast import Demand, Held, LengthModel
 from engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
 from engine.core.sequence import Sequence
 
 # How sure the forecast is: standard deviations of a normal with the same quantile.  It chooses a point on the curve
-# that engine/core/README.md shows; with lengths known there are no preemptions at any caution.
+# in docs/notes/core.md.  With lengths known there are no preemptions at any caution.
 CAUTION = 2.5
-ASK_ROWS = 256  # a forecast that refused is asked again after 1 + rows / ASK_ROWS steps: looking at a row takes 1 us
-PEAK_ROWS = 32  # the peak for the world outside is computed again each 1 + rows / PEAK_ROWS steps
-WATCH_ROWS = 16  # what a cohort holds is summed up again each 1 + rows / WATCH_ROWS steps
+ASK_SLOTS = 256  # after a refusal the next question is 1 + sequences / ASK_SLOTS steps later: 1 us a sequence
+PEAK_SLOTS = 32  # the reported peak is computed again every 1 + sequences / PEAK_SLOTS steps
+WATCH_SLOTS = 16  # what a cohort holds is summed up again every 1 + sequences / WATCH_SLOTS steps
 
 
 class AdmissionForecast:
-    """The forecast of one scheduler, which passes the sequences that hold blocks (`holders`), the step the question is
-    about and how many steps late results come in (`late`)."""
+    """Answers for the sequences that hold blocks (`holders`) and one step.  `late`: steps until a result arrives."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
+        """`worst_case`: count every sequence at its greatest length."""
         self.lengths = LengthModel()  # of outputs, by tenant
         self.calibration = ForecastAccuracy()
         self.ask_again = 0  # before this step the forecast, having said no, is not asked again
-        self._pool, self._limits = pool, limits
+        self._pool, self._worst_case = pool, worst_case
         self._demand: Demand | None = None  # of the holders, while a plan is made
         self._rows = 0  # how many were summed up last
         self._peak, self._peak_step = 0, -1  # peak() and the step it was computed in
@@ -38,12 +37,12 @@ class AdmissionForecast:
         self._look_again = 0  # the step to look at it again
 
     def begin(self) -> None:
-        """A plan comes to its starts: who holds what has changed."""
+        """A plan begins its starts: forget the demand summed up for the plan before."""
         self._demand = None
 
     def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
-        """Whether the peak predicted for all holders and `seq`, whose first blocks are cached as `hits`, stays within
-        the pool (mode "reserve": at their greatest lengths).  After a yes it counts as a holder until begin()."""
+        """Return whether the peak predicted for all holders and `seq` stays within the pool (mode "reserve": at their
+        greatest lengths).  `hits`: its cached blocks.  If so, it counts as a holder until begin()."""
         if self._demand is None:
             if step < self.ask_again:
                 return False
@@ -52,42 +51,38 @@ class AdmissionForecast:
         if bound <= self._pool.total:
             self._peak, self._peak_step = bound, step - 1
             return True
-        self.ask_again = step + 1 + self._rows // ASK_ROWS
+        self.ask_again = step + 1 + self._rows // ASK_SLOTS
         return False
 
     def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
-        """The same, asked of other holders than there are: nothing is remembered."""
+        """The same for other holders than there are; nothing is remembered."""
         return self._with(self._of(holders, step, late), seq, hits, late) <= self._pool.total
 
     def peak(self, holders: Iterable[Sequence], step: int, late: int) -> int:
-        """Blocks that the holders will stay within, but for unusual luck (mode "reserve": at worst), if nothing joins.
-        A few steps old when they are many."""
-        if step - self._peak_step > self._rows // PEAK_ROWS:
+        """Blocks that the holders stay within, except for unusual luck (mode "reserve": at worst), if none joins.
+        A few steps old when many run."""
+        if step - self._peak_step > self._rows // PEAK_SLOTS:
             self._peak, self._peak_step = self._of(holders, step, late).bound(), step
         return self._peak
 
-    def greatest(self, seq: Sequence) -> int:
-        """Blocks it holds at its greatest length."""
-        return -(-seq.limit // self._pool.block_size)
-
-    def foretell(self, seq: Sequence) -> None:
-        """It starts: note how long its output will be, to be judged by learn()."""
+    def predict_length(self, seq: Sequence) -> None:
+        """Predict the output length of a sequence that starts; learn() judges the prediction."""
         if seq.stops:
             lengths, produced = self.lengths.lengths(seq.request.tenant), seq.known - seq.prompt_len
             most = seq.limit - seq.known
-            seq.foretold = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
+            seq.predicted = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
 
     def learn(self, seq: Sequence, *, ended: bool) -> None:
-        """An output is over; `ended`: by itself.  One that nothing could end but its limit tells nothing."""
+        """Learn from a finished output; `ended`: by itself.  If only its limit could end it, nothing is learnt."""
         if seq.stops and seq.known > seq.prompt_len:
             produced, cap = seq.known - seq.prompt_len, seq.limit - seq.prompt_len
             if ended or produced >= cap:
-                self.calibration.output(seq.foretold, produced, cap)
+                self.calibration.output(seq.predicted, produced, cap)
             self.lengths.observe(seq.request.tenant, produced, ended)
 
     def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
-        """Judge the bounds: of one cohort after the other, what they come to hold.  To be called in every step."""
-        if step < self._look_again or self._limits.admission == "reserve" or self._limits.allocation == "static":
+        """Judge the bounds, one cohort after the other, by what their members hold.  Call it in every step."""
+        if step < self._look_again:
             return
         if self._cohort is None:
             common: set[int] = set()
@@ -100,7 +95,7 @@ class AdmissionForecast:
         if self._cohort.look(step):
             self.calibration.peak(self._cohort.bound, self._cohort.peak)
             self._cohort = None
-        self._look_again = step + 1 + self._rows // WATCH_ROWS
+        self._look_again = step + 1 + self._rows // WATCH_SLOTS
 
     def _with(self, demand: Demand, seq: Sequence, hits: list[int], late: int) -> int:
         """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
@@ -110,7 +105,7 @@ class AdmissionForecast:
         return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
-        """What the holders will hold from the end of `step` on."""
+        """The demand of the holders from the end of `step` on."""
         demand, common = Demand(self._pool.block_size, CAUTION), set[int]()
         self._rows = 0
         for seq, tokens, shared in self._parts(holders, step, common):
@@ -120,9 +115,11 @@ class AdmissionForecast:
         return demand
 
     def _parts(self, holders: Iterable[Sequence], step: int, common: set[int]) -> Iterator[tuple[Sequence, int, int]]:
-        """(sequence, tokens it holds, its first blocks that are not its own) of each holder, and of the siblings that
-        will fork from it.  Adds to `common` the blocks in several tables: taken as held whoever ends, since some other
-        may go on."""
+        """(sequence, tokens it holds, its first blocks that are shared) of each holder, and of the siblings that
+        will fork from it.
+
+        Adds to `common` the blocks in several tables.  They count as held whichever sequence ends, since another may
+        go on."""
         size = self._pool.block_size
         for seq in holders:
             tokens = tokens_held(seq, step)
@@ -134,10 +131,10 @@ class AdmissionForecast:
                 yield sibling, tokens, tokens // size
 
     def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, late: int) -> None:
-        """Add a sequence to a demand.  It has `tokens`, and others hold its first `shared` blocks."""
+        """Add a sequence to a demand.  It has `tokens`, and other tables contain its first `shared` blocks."""
         size = self._pool.block_size
-        if self._limits.admission == "reserve":
-            demand.hold(self.greatest(seq) - shared)
+        if self._worst_case:
+            demand.hold(seq.greatest_blocks(size) - shared)
         elif seq.stops:
             request = seq.request
             produced = max(0, tokens - len(request.token_ids))

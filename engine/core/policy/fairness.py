@@ -1,32 +1,40 @@
-"""Who makes room for whom: a tenant that holds less than its share need not wait until one that holds more is done.
+"""Fairness: a tenant below its share does not wait until tenants above theirs are done.
 
-Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it says whose turn it is.  In a
-pool that a loud tenant has filled, that is the turn to wait, for outputs end when they end.  So where a sequence of a
-tenant below its share waits, the newest sequences of the tenant that holds most yield to it, as many as it needs:
+Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it decides whose turn it is.
+In a pool that one tenant has filled, that is a turn to wait.  So where a sequence of a tenant below its share waits,
+the newest sequences of the tenant that holds most are preempted for it, as many as it needs:
 
     blocks by weight
     |  loud                        the giver comes down, the taker comes up, and they never change places;
-    |  ####  ----- newest yields   so no two tenants take from each other in turn (max-min fairness)
+    |  ####  -- newest preempted   so no two tenants take from each other in turn (max-min fairness)
     |  ####   |
     |  ####   v    ....  taker
     |  ####        ####
     +----------------------------> tenants
 
-Nothing is kept back for who might come, so no block stays empty.  A sequence yields at most once in its life, so at
-worst every token is computed twice; it stands before all that never ran, and goes on when somebody ends.
+No block is kept free for requests that might arrive.  A sequence is preempted for fairness at most once, so at worst
+every token is computed twice.  It stands before all that never ran, and resumes when another one ends.
 
-A block in several tables counts in each: who reads it has the use of it.
+A block in several tables counts in each.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from itertools import takewhile
 
+from engine.core.batch import Batch
+from engine.core.isolation import Isolation
+from engine.core.open_requests import OpenRequests
+from engine.core.policy.admission import AdmissionPolicy
 from engine.core.sequence import Sequence, State
+from engine.core.waiting_queue import WaitingQueue
 
-LOOK_ROWS = 32  # what tenants hold is summed up again each 1 + rows / LOOK_ROWS steps
-YIELDING = (State.PREFILLING, State.DECODING, State.PAUSED)  # states in which a sequence may yield
+LOOK_SLOTS = 32  # what tenants hold is summed up again every 1 + running / LOOK_SLOTS steps
+FAVOUR_SLOTS = 64  # after a search without result the next one is 1 + running / FAVOUR_SLOTS steps later
+PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
 
 
 class Shares:
@@ -36,24 +44,24 @@ class Shares:
         """`holders`: every sequence that holds blocks."""
         self._blocks: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
-        self._newest: dict[str, list[Sequence]] = {}  # those that may yield, in the order in which they would
+        self._newest: dict[str, list[Sequence]] = {}  # preemptible sequences, in the order in which they would go
         for seq in holders:
             tenant = seq.request.tenant
             self._blocks[tenant] += len(seq.table)
             self._weights[tenant] = seq.request.weight
             own = self._newest.setdefault(tenant, [])
-            if not seq.yielded and seq.state in YIELDING:
+            if not seq.preempted_for_fairness and seq.state in PREEMPTIBLE:
                 own.append(seq)
         for own in self._newest.values():
             own.sort(key=lambda seq: seq.rank, reverse=True)
 
     def crowd(self) -> list[str]:
-        """Tenants that hold their share or more.  Who is alone has all of it."""
+        """Tenants that hold their share or more.  A tenant alone holds all of it."""
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
         return [t for t, blocks in self._blocks.items() if blocks * weights >= self._weights[t] * held]
 
     def for_another(self) -> int:
-        """Blocks that would be yielded to one more tenant, of the others' mean weight."""
+        """Blocks that would be given up for one more tenant of the mean weight."""
         if not self._weights:
             return 0
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
@@ -64,9 +72,10 @@ class Shares:
         )
 
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
-        """Who may have to yield so that `seq`, which takes `need` blocks, can start: of the tenant that then holds
-        most by weight, the least urgent and newest, and so on, as long as that tenant keeps no less than `seq`'s would
-        have."""
+        """Yield the sequences to preempt so that `seq`, which takes `need` blocks, can start.
+
+        Each is the least urgent and newest of the tenant that then holds most by weight.  The end comes when that
+        tenant would keep less than the tenant of `seq` would have."""
         taker, blocks = seq.request.tenant, Counter(self._blocks)
         level = (blocks[taker] + need) / seq.request.weight
         queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant != taker}
@@ -82,38 +91,76 @@ class Shares:
             yield newest
 
 
-class Tenants:
-    """Which tenants are here, and how they stand: a few steps old when they have many sequences."""
+class Fairness:
+    """Finds the waiting sequence that starts before all others, and the sequences that make room for it.
 
-    def __init__(self) -> None:
-        self.crowd: list[str] = []  # who holds its share or more
-        self._here: Counter[str] = Counter()  # their requests
-        self._for_another = 0
-        self._look_again = 0
+    What tenants hold is a few steps old when many sequences run."""
 
-    def came(self, tenant: str) -> None:
-        """With one more request."""
-        self._here[tenant] += 1
-
-    def left(self, tenant: str) -> None:
-        """One of its requests is over."""
-        self._here[tenant] -= 1
-        if not self._here[tenant]:
-            del self._here[tenant]
+    def __init__(
+        self,
+        requests: OpenRequests,
+        batch: Batch,
+        waiting: WaitingQueue,
+        admission: AdmissionPolicy,
+        isolation: Isolation,
+    ) -> None:
+        self.crowd: list[str] = []  # tenants that hold their share or more
+        self._requests, self._batch, self._waiting = requests, batch, waiting
+        self._admission, self._isolation = admission, isolation
+        self._for_another = 0  # blocks that would be given up for one more tenant
+        self._look_step = 0  # the step from which holdings are summed up again
+        self._retry_step = 0  # the step from which a favoured sequence is looked for again
 
     @property
     def contend(self) -> bool:
-        """There is more than one."""
-        return len(self._here) > 1
+        """More than one tenant has open requests."""
+        return len(self._requests.tenants) > 1
 
-    def look(self, holders: Iterable[Sequence], rows: int, step: int) -> None:
-        """Sum up what they hold, if it is time to; `rows`: how many sequences run."""
-        if self._look_again <= step:
-            shares = Shares(holders)
+    def sum_holdings(self) -> None:
+        """Sum up what every tenant holds, unless the last sums are recent enough."""
+        batch = self._batch
+        if self._look_step <= batch.step:
+            shares = Shares(batch.holders())
             self.crowd, self._for_another = shares.crowd(), shares.for_another()
-            self._look_again = step + 1 + rows // LOOK_ROWS
+            self._look_step = batch.step + 1 + batch.running // LOOK_SLOTS
 
-    def room(self, waiting: Iterable[Sequence], block_size: int) -> int:
-        """Prompt tokens that could start of tenants outside the crowd, beside those of `waiting` that are theirs."""
-        theirs = (seq.queued_tokens for seq in waiting if seq.request.tenant not in self.crowd)
+    def room(self, block_size: int) -> int:
+        """Prompt tokens of tenants outside the crowd that could start, after those of theirs that wait already."""
+        theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.crowd)
         return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
+
+    def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
+        """Return a sequence that starts before all others, and the sequences to preempt for it, in that order.
+
+        The first waiting sequence of each tenant below its share is tried.  `named`: ids of sequences that the plan
+        names already, so that they cannot leave in the same one.  None: no sequence is favoured now."""
+        if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
+            return None
+        batch = self._batch
+        if batch.step < self._retry_step:
+            return None
+        self.sum_holdings()
+        tried = set(self.crowd)
+        for seq in self._waiting:
+            # A sequence that was swapped out, perhaps in this very plan, returns when it is first in the queue.
+            if seq.request.tenant not in tried and seq.sampled_in <= batch.committed and not seq.host:
+                if (victims := self._victims(seq, named)) is not None:
+                    return seq, victims
+                self._retry_step = batch.step + batch.running // FAVOUR_SLOTS
+            tried.add(seq.request.tenant)
+        return None
+
+    def _victims(self, seq: Sequence, named: Container[int]) -> list[Sequence] | None:
+        """The fewest sequences that make enough room for `seq`; None: all candidates together would not."""
+        slots = self._batch.slots
+        need = self._admission.blocks_to_start(seq) + len(seq.siblings)
+        need_slots = 1 + len(seq.siblings) - slots.free - slots.cooling
+        ordered = Shares(self._batch.holders()).yielding_to(seq, need)
+        candidates = list(takewhile(lambda s: id(s) not in named, ordered))
+
+        def enough(count: int) -> bool:
+            return count >= need_slots and self._admission.fits_without(seq, need, candidates[:count])
+
+        if not enough(len(candidates)):
+            return None
+        return candidates[: bisect_left(range(len(candidates)), True, key=enough)]

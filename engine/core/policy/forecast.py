@@ -1,7 +1,7 @@
 """What the running sequences will hold: how long outputs get, and the peak of the KV cache that follows from it.
 
-`LengthModel` learns how long outputs are.  `peak` is exact where the ends are known.  `Demand` is for the rest: it puts
-a bound on the peak that a given set of sequences passes only rarely, and is what admission compares with the pool.
+`LengthModel` learns how long outputs are.  `peak_curve` is exact where the ends are known.  `Demand` adds the rest: it
+puts a bound on the peak that a given set of sequences passes only rarely.  Admission compares it with the pool.
 
     blocks                     ____  bound: everybody grows, and unusually few end
     pool |- - - - - - - - -__/- - -\\_ - - - -
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 STEPS = 8  # buckets an octave of lengths has: edges 1, 2, ... 16, 18, 20, ... 32, 36, ...
@@ -120,15 +120,6 @@ class Lengths:
                 low = middle + 1
         return low
 
-    def expected(self, produced: int, cap: int) -> float:
-        """Mean tokens still to come, 1..cap: the sum of P(remaining >= r), by trapezes between horizons."""
-        total, at, p = 0.5, 1, 1.0
-        for horizon in [*(h for h in HORIZONS if 1 < h < cap), cap]:
-            q = self.lives(produced, horizon)
-            total += (p + q) / 2 * (horizon - at)
-            at, p = horizon, q
-        return min(float(cap), max(1.0, total + p / 2))
-
     def row(self, bucket: int) -> list[tuple[float, float, float]]:
         """For sequences whose output so far ends in this bucket, at each of HORIZONS, as far as any live: mean,
         variance and third central moment of 1 if it lives, 0 if not."""
@@ -194,42 +185,30 @@ class LengthModel:
 
 
 class Held(NamedTuple):
-    """One sequence as `peak` sees it."""
+    """One sequence whose end is known."""
 
     tokens: int  # whose keys and values it holds now
     remaining: int  # steps it still runs, a token each; with the last one it gives everything back
-    shared: Sequence[int] = ()  # ids of full blocks among its own that other sequences hold as well
 
 
 def peak_curve(sequences: Iterable[Held], block_size: int) -> list[tuple[int, int]]:
     """(step, blocks held in it) for every step in which a sequence runs for the last time, latest first.
 
-    Between two of them the sum only grows, so these are the local maxima.  A shared block is counted once, until the
-    last of its holders ends.  O(n log n)."""
+    Between two of them the sum only grows, so these are the local maxima.  O(n log n)."""
     order = sorted(sequences, key=lambda held: -held.remaining)
     counts = [0] * block_size  # living sequences by (tokens - 1) % block_size: when they take their next block
     base = 0  # blocks now of those that live at the step under consideration
-    seen: set[int] = set()
     curve: list[tuple[int, int]] = []
     for living, held in enumerate(order, 1):
         blocks, place = divmod(held.tokens - 1, block_size)
         counts[place] += 1
         base += blocks + 1
-        if held.shared:
-            before = len(seen)
-            seen.update(held.shared)
-            base -= len(held.shared) - (len(seen) - before)
         step = held.remaining
         if living == len(order) or order[living].remaining != step:
             whole, part = divmod(step, block_size)
             crossed = sum(counts[block_size - part :]) if part else 0
             curve.append((step, base + whole * living + crossed))
     return curve
-
-
-def peak(sequences: Iterable[Held], block_size: int) -> int:
-    """Most blocks a set of sequences will hold at once, if nobody joins.  Exact.  O(n log n)."""
-    return max((blocks for _, blocks in peak_curve(sequences, block_size)), default=0)
 
 
 class Demand:

@@ -1,10 +1,10 @@
-"""Who may take another block when the pool runs full: what keeps bad luck from becoming a preemption.
+"""Growth policy: which sequence takes another block when the pool runs full, so that bad luck is no preemption.
 
-Admission starts what will *probably* fit.  When unusually few outputs end, the pool fills up all the same, and rows
-have to wait.  One that waits with its blocks loses nothing, as long as somebody else ends; so it matters who goes on.
-A token costs every row the same 1/block_size of a block, but its end gives back all that it holds: where a large row
-and a small one end equally often, the large one's tokens are the better bet on a block.  So the smaller a row, the more
-blocks have to be left over when it takes one, and the last ones belong to the largest, if these can take it to its end.
+Admission starts what will *probably* fit.  When unusually few outputs end, the pool fills up, and sequences have to
+pause.  A paused sequence keeps its blocks and loses nothing, as long as others end.  So it matters which ones go on.  A
+token costs every sequence 1/block_size of a block, and an end gives back all that a sequence holds.  Where large and
+small sequences end equally often, a token of a large one is the better bet on a free block.  So the smaller a sequence,
+the more blocks have to be left over when it takes one.  The last blocks belong to the largest one.
 
     blocks that must be left over
     |                                              .'     head + spread
@@ -14,7 +14,7 @@ blocks have to be left over when it takes one, and the last ones belong to the l
     +---------------------------------------------->
      largest              by size              smallest
 
-The spread is what the total of independent rows varies by: their number's root times their mean size.
+The spread is what the total of independent sequences varies by: the root of their number times their mean size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from collections.abc import Iterable
 from math import sqrt
 
 SPREAD = 0.5
-HEAD = 1.0  # times the mean size: the most that is kept for the largest row
+HEAD = 1.0  # times the mean size: the most that is kept for the largest sequence
 POWER = 4
 
 
 class GrowthPolicy:
-    """The sizes of all rows that hold blocks, at one moment.  Building costs O(n log n), a question O(log n)."""
+    """The sizes of all sequences that hold blocks, at one moment.  Building costs O(n log n), a question O(log n)."""
 
     def __init__(self, rows: Iterable[tuple[int, int]]) -> None:
         """`rows`: (blocks held, blocks still needed at the most) of each."""
@@ -42,12 +42,12 @@ class GrowthPolicy:
 
     @property
     def relaxed(self) -> float:
-        """With so many blocks left over anybody may take one."""
+        """With this many blocks left over every sequence may take one."""
         return self._head + self._spread
 
     def may_take(self, held: int, left: int) -> bool:
-        """Whether a row that holds `held` blocks may take what leaves `left` blocks for the others.  The largest may as
-        long as there is any."""
+        """Return whether a sequence that holds `held` blocks may take one that leaves `left` for the others.  The
+        largest may while there is any."""
         if left >= self.relaxed:
             return True
         rank = bisect_left(self._sizes, -held)

@@ -1,6 +1,6 @@
-"""What steps, prompt tokens and swaps take on this machine, measured as it goes; and three decisions that rest on it.
+"""Step cost model: measured times of steps, prompt tokens and swaps, and three decisions that rest on them.
 
-A step is taken to last as long as its decoding rows alone would, plus a time for each prompt token beside them:
+A step takes as long as its decoding sequences alone would, plus a time for each prompt token:
 
     seconds
       |                            . / slope: token_s, the moving average over steps with prompts
@@ -14,7 +14,7 @@ from __future__ import annotations
 STEADY = 1 / 8  # weight of a new step without prompts
 FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens, or with prompts for half its time; of a new swap
 ROUND = 64
-OUTLIER = 3.0  # a reading counts as at most so many times the average: other work on the machine delays steps, too
+OUTLIER = 3.0  # a reading counts as at most this multiple of the average: other work on the machine delays steps, too
 AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
 LEAST = 1  # prompt tokens a step may always have, or a prompt would never end
 CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
@@ -24,7 +24,7 @@ PROBE = 64  # after so many steps with prompts in a row one goes without, to see
 
 
 class StepCostModel:
-    """Moving averages, seconds.  Nothing is known before it was measured; O(1) for each reading."""
+    """Moving averages, in seconds.  Nothing is known before it was measured; O(1) for each reading."""
 
     def __init__(self, swap_bytes_per_s: float = 0.0) -> None:
         """`swap_bytes_per_s`: a first estimate; 0: not known."""
@@ -34,7 +34,7 @@ class StepCostModel:
         self._mixed = 0  # steps with prompts and decoding rows since the last one without prompts
 
     def step(self, seconds: float, rows: int, prompt_tokens: int) -> None:
-        """A step took so long.  `rows`: those that decoded; without a swap in it."""
+        """Learn from a step without a swap.  `rows`: sequences that decoded in it."""
         if not prompt_tokens:
             self._mixed = 0
             size = rows.bit_length()
@@ -52,12 +52,12 @@ class StepCostModel:
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
     def swapped(self, size: int, seconds: float) -> None:
-        """`size` bytes were moved in so many seconds."""
+        """Learn from a copy of `size` bytes between device and host."""
         rate = size / seconds
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate
 
     def decode_s(self, rows: int) -> float:
-        """How long a step of so many rows takes without prompts; of fewer, or else of more, where that is not known.
+        """Seconds of a step with `rows` sequences and no prompt; of fewer, or else of more, where that is not known.
         0: nothing is known."""
         if not self._decode_s:
             return 0.0
@@ -65,13 +65,14 @@ class StepCostModel:
         return self._decode_s[max((s for s in self._decode_s if s <= size), default=min(self._decode_s))]
 
     def prompt_tokens(self, rows: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
-        """Most prompt tokens beside `rows` that decode, so that their step takes up to `stretch` times as long as it
-        would without; longer in proportion when `pending` sequences with a prompt are a crowd beside them, or a bound
-        meant for one long prompt would halve what a flood of short ones can get through.
+        """Most prompt tokens with `rows` that decode, so that the step takes up to `stretch` times as long as without.
 
-        `exposed`: how many of the rows the bound protects, at least 1; all of them without it.
+        With many `pending` prompts it may take longer in proportion.  A bound meant for one long prompt would halve
+        what a flood of short ones can get through.
 
-        0: this step had better be measured without any.  None: nothing says how many."""
+        `exposed`: how many of the rows the bound protects, at least 1; None: all of them.
+
+        0: measure this step without any.  None: not known."""
         if not self.token_s:
             return None
         if not (alone := self.decode_s(rows)) or self._mixed >= PROBE:
@@ -83,14 +84,14 @@ class StepCostModel:
         """Most prompt tokens with `rows` that decode, so that their step takes up to `seconds`.
 
         Prompts get at least the time that the step takes without them, or a machine on which that is long would spend
-        nearly all of a prompt on reading weights; and at least FLOOR tokens.  None: nothing says how many."""
+        nearly all of a prompt on reading weights; and at least FLOOR tokens.  None: not known."""
         if not self.token_s:
             return None
         alone = self.decode_s(max(1, rows))
         return max(FLOOR, int(max(seconds - alone, alone) / self.token_s))
 
     def swap_pays(self, swap_bytes: int, recompute_tokens: int) -> bool:
-        """Whether moving so many bytes, there and back, takes less than computing so many tokens again.  False while
+        """Return whether moving `swap_bytes`, there and back, takes less time than recomputing the tokens.  False while
         one of the two is not known."""
         if not self.swap_bytes_per_s or not self.token_s:
             return False

@@ -1,4 +1,4 @@
-"""What is foretold and what comes: the counts that say whether the forecast is to be believed."""
+"""What is predicted and what comes: the counts that say whether the forecast is to be believed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_shares_are_the_levels_when_the_table_is_right_and_not_when_it_is_wrong(
     rng, lengths, counts = random.Random(6), Lengths(), ForecastAccuracy()
     for _ in range(3000):
         lengths.add(lognormal(rng, 165), ended=True)
-    foretold = [lengths.quantile(level, 0, 400) for level in LEVELS]
+    predicted = [lengths.quantile(level, 0, 400) for level in LEVELS]
     for _ in range(2000):
-        counts.output(foretold, min(lognormal(rng, actual), 400), 400)
-    assert counts.judged == [2000, 2000, 0]  # the 99 % quantile lies beyond the cap: nothing was foretold
+        counts.output(predicted, min(lognormal(rng, actual), 400), 400)
+    assert counts.judged == [2000, 2000, 0]  # the 99 % quantile lies beyond the cap: nothing was predicted
     shares = [within / judged for _, judged, within in counts.table() if judged]
     off = max(abs(share - level) for share, level in zip(shares, LEVELS, strict=False))
     assert off < 0.05 if actual == 165 else off > 0.2
@@ -40,8 +40,8 @@ def test_shares_are_the_levels_when_the_table_is_right_and_not_when_it_is_wrong(
 )
 def test_every_output_is_judged_once_a_level_that_lies_below_its_cap(seen: list[tuple[list[int], int, int]]) -> None:
     counts = ForecastAccuracy()
-    for foretold, produced, cap in seen:
-        counts.output(sorted(foretold), min(produced, cap), cap)
+    for predicted, produced, cap in seen:
+        counts.output(sorted(predicted), min(produced, cap), cap)
     for level, (q, judged, within) in enumerate(counts.table()):
         told = [(sorted(f)[level], min(p, cap)) for f, p, cap in seen if sorted(f)[level] < cap]
         assert (q, judged) == (LEVELS[level], len(told))
@@ -65,7 +65,7 @@ def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
     not count.  (Prompts of one chunk, fewer rows than WATCH_ROWS, nothing shared: nothing is rounded.)"""
     rng = random.Random(seed)
     rig = Rig(blocks=60, size=4, max_seqs=12, admission="forecast", caching=False)
-    outlook, counts, members = rig.core.outlook, Noting(), list[Sequence]()
+    outlook, counts, members = rig.core.admission.forecast, Noting(), list[Sequence]()
     outlook.calibration = counts
     held = followed = 0
     for _ in range(150):
@@ -91,7 +91,7 @@ def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
     assert (counts.bound_blocks, counts.peak_blocks) == tuple(map(sum, zip(*counts.over, strict=True)))
 
 
-def test_the_burst_comes_out_as_foretold() -> None:
+def test_the_burst_comes_out_as_predicted() -> None:
     report = simulate.simulate(simulate.burst(1), simulate.engine_limits("forecast"), 512)
     print(report.calibration, report.peaks_passed)
     for share, level, off in zip(report.calibration, LEVELS, (0.1, 0.06, 0.03), strict=True):

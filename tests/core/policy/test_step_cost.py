@@ -1,4 +1,4 @@
-"""Measured costs, and what rests on them: the cheaper kind of preemption; prompts that do not stall streams (A29)."""
+"""Measured costs, and what rests on them: the cheaper kind of preemption; prompts that do not stall streams."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def itls(stretch: float, took: Callable[[int, int, int], float], depth: int, len
         assert plan is not None
         executor.submit(plan)
         tokens = sum(len(piece.token_ids) for piece in plan.slices)
-        shape.append((core._decoding, tokens, max((piece.start for piece in plan.slices), default=0)))
+        shape.append((core.batch.decoding, tokens, max((piece.start for piece in plan.slices), default=0)))
 
     for i in range(32):
         core.accept(Generate(str(i), "", [3 + i] * 100, 30_000, Sampling(seed=i, ignore_eos=True), 1 << 60))
@@ -162,7 +162,7 @@ def p99(values: list[float]) -> float:
     ],
 )
 def test_a_long_prompt_does_not_stall_streams(depth: int, decode_s: float, token_s: float, context: int) -> None:
-    """A29: 32 decoders and a prompt of 32k.  ITL p99 while it is computed at most twice the steady one, with steps that
+    """32 decoders and a prompt of 32k.  ITL p99 while it is computed at most twice the steady one, with steps that
     take 10 % more or less by chance; without the bound, at least ten times."""
 
     def machine() -> Callable[[int, int, int], float]:
@@ -230,7 +230,7 @@ def prompt_steps(
         while (plan := core.plan(0)) is not None:
             executor.submit(plan)
             tokens = sum(len(piece.token_ids) for piece in plan.slices)
-            seconds = took(core._decoding, tokens, max((piece.start for piece in plan.slices), default=0))
+            seconds = took(core.batch.decoding, tokens, max((piece.start for piece in plan.slices), default=0))
             core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
             if tokens:
                 steps.append((tokens, seconds))

@@ -1,0 +1,27 @@
+"""How much of the allocated KV cache holds tokens.  A token's place within a block is a KV position here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.core.sequence import Sequence
+
+
+def used_positions(live: Iterable[Sequence], step: int, block_size: int) -> tuple[int, int]:
+    """(positions with a token, positions allocated) over all tables when `step` begins; shared blocks count once."""
+    filled: dict[int, int] = {}
+    for seq in live:
+        computed = seq.computed_before(step)
+        for i, block in enumerate(seq.table):
+            filled[block] = max(filled.get(block, 0), min(block_size, computed - i * block_size))
+    return sum(filled.values()), len(filled) * block_size
+
+
+def wasted_positions(live: Iterable[Sequence], step: int, block_size: int) -> int:
+    """Positions allocated that hold no token when `step` begins.  All of them are in last blocks; one that a fork
+    shares counts once.  O(sequences)."""
+    open_ends = {}
+    for seq in live:
+        if seq.table:
+            open_ends[seq.table[-1]] = len(seq.table) * block_size - seq.computed_before(step)
+    return sum(open_ends.values())

@@ -1,0 +1,108 @@
+"""Open requests: the continuations that have not finished, and the deadlines."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from engine.core.limits import Limits
+from engine.core.sequence import Sequence, State
+from engine.wire.messages import Generate
+
+Outputs = list[list[int] | None]  # of each continuation, what an earlier engine has emitted; None: it has finished
+
+
+class OpenRequests:
+    """Every request between accept() and its last Finish."""
+
+    def __init__(self) -> None:
+        self.tenants: Counter[str] = Counter()  # open requests of each tenant
+        self._groups: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
+        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); ended requests drop out lazily
+        self._reassigned: list[Sequence] = []  # not caught up with when last looked at
+        self._arrivals = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def continuations(self, request: Generate, outputs: Outputs | None, limits: Limits, room: int) -> list[Sequence]:
+        """Build the unfinished continuations of a new request; `room`: most tokens that a sequence can have."""
+        stops = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stops |= limits.eos_ids
+        prompt = request.token_ids
+        limit = min(len(prompt) + request.max_new_tokens, room)
+        self._arrivals += 1
+        return [
+            Sequence(
+                request,
+                i,
+                (self._arrivals, i),
+                stops,
+                limit,
+                prompt + output,
+                started_before=bool(output),
+                recompute_tokens=len(prompt + output) - 1 if output else 0,
+                reassigned=bool(output),
+            )
+            for i, output in enumerate(outputs or [[]] * request.n)
+            if output is not None
+        ]
+
+    def open(self, request: Generate, group: list[Sequence]) -> None:
+        """Register a request with its unfinished continuations, at least one."""
+        self._groups[request.id] = list(group)
+        self.tenants[request.tenant] += 1
+        heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+        self._reassigned += [seq for seq in group if seq.reassigned]
+
+    def close(self, seq: Sequence) -> bool:
+        """Remove one continuation.  Returns True when it was the last of its request."""
+        group, request = self._groups[seq.request.id], seq.request
+        group.remove(seq)
+        if group:
+            return False
+        del self._groups[request.id]
+        self.tenants[request.tenant] -= 1
+        if not self.tenants[request.tenant]:
+            del self.tenants[request.tenant]
+        return True
+
+    def unfinished(self, request_id: str) -> list[Sequence]:
+        """The continuations of a request that have not finished; empty for an unknown id."""
+        return list(self._groups.get(request_id, ()))
+
+    def live(self) -> Iterator[Sequence]:
+        """Yield every sequence between accept() and its Finish."""
+        for group in self._groups.values():
+            yield from group
+
+    def expired(self, now_ms: int) -> Iterator[str]:
+        """Yield the ids whose deadline has passed, each once; some of these requests may have ended."""
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            yield heapq.heappop(self._deadlines)[1]
+
+    @property
+    def behind(self) -> int:
+        """Sequences that an earlier engine began and that have not been computed again yet."""
+        if self._reassigned:
+            behind = (State.WAITING, State.PREFILLING)
+            self._reassigned = [seq for seq in self._reassigned if seq.state in behind]
+        return len(self._reassigned)
+
+
+def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: int) -> str:
+    """Return why this engine can never run the request, naming limit and value; '' when it can."""
+    prompt = request.token_ids
+    tokens = [prompt, *(output for output in outputs or () if output)]
+    if len(prompt) >= room:
+        return f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
+    if not prompt or max(map(max, tokens)) >= limits.vocab_size or min(map(min, tokens)) < 0:
+        return f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
+    if request.n > limits.max_seqs:
+        return f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
+    return ""

@@ -1,0 +1,254 @@
+"""The plan builder: the parts of Scheduler.plan(), in the order in which they run.
+
+begin             empty edits
+attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
+start_favoured    a tenant below its share starts first; others give up blocks for it
+continue_prompts  started prompts advance by a chunk
+resume_paused     paused sequences get a slot again
+start_waiting     the head of the queue starts, for as long as slots, token budget and blocks last
+finish            the StepPlan
+"""
+
+from __future__ import annotations
+
+from engine.core.batch import Batch
+from engine.core.blocks import BlockPool
+from engine.core.isolation import Isolation
+from engine.core.limits import Limits
+from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
+from engine.core.plan_edits import PlanEdits
+from engine.core.policy.admission import AdmissionPolicy
+from engine.core.policy.allocation import AllocationPolicy
+from engine.core.policy.fairness import Fairness
+from engine.core.preemption import Preemption
+from engine.core.report import Report
+from engine.core.sequence import Sequence, State
+from engine.core.swapping import Swapping
+from engine.core.waiting_queue import WaitingQueue
+
+
+class PlanBuilder:
+    """Moves sequences between queue and batch, gives them blocks, and collects the edits of one plan at a time."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        batch: Batch,
+        waiting: WaitingQueue,
+        report: Report,
+        *,
+        edits: PlanEdits,
+        allocation: AllocationPolicy,
+        admission: AdmissionPolicy,
+        isolation: Isolation,
+        fairness: Fairness,
+        preemption: Preemption,
+        swapping: Swapping,
+    ) -> None:
+        self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
+        self._edits, self._allocation, self._admission = edits, allocation, admission
+        self._isolation, self._fairness = isolation, fairness
+        self._preemption, self._swapping = preemption, swapping
+        self._step = 0  # of the plan in the making
+        self._chunk_tokens = 0
+        self._decoding = 0  # sequences that decode in it
+        self._budget = 0  # prompt tokens that the plan can still take
+        self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
+
+    def begin(self, limits: Limits) -> None:
+        """Begin the next plan."""
+        self._step = self._batch.step + 1
+        self._chunk_tokens = limits.chunk_tokens
+        self._awaits_slot = False
+
+    def attend_decoding(self) -> None:
+        """Serve the decoding sequences that are due, by rank, so that the last one is preempted first."""
+        for seq in self._batch.pop_due(self._step):
+            if seq.due == self._step:
+                self._attend(seq)
+        self._decoding = self._batch.decoding
+
+    def start_favoured(self, budget: int) -> None:
+        """Start sequences of tenants that hold less than their share, with all `budget` prompt tokens to take."""
+        self._budget = budget
+        self._batch.slots.reclaim(self._batch.committed)
+        while self._budget > 0 and (favoured := self._fairness.favoured(self._edits.named)) is not None:
+            seq, victims = favoured
+            for victim in victims:
+                self._preemption.preempt_for_fairness(victim)
+            if self._batch.slots.free <= len(seq.siblings):
+                self._awaits_slot = True
+                return
+            self._start(seq)
+
+    def continue_prompts(self, started: list[Sequence]) -> None:
+        """Let every prompt that had started before this plan advance."""
+        for seq in started:
+            if seq.state is State.PREFILLING:  # else it has just been preempted
+                self._advance(seq)
+
+    def resume_paused(self) -> None:
+        """Let paused sequences continue, oldest first.  Where all of them wait for each other, preempt the newest."""
+        batch = self._batch
+        self._admission.begin_starts()
+        if batch.paused and not batch.running and not batch.late:
+            while not self._pool.available:
+                self._preemption.preempt(batch.paused[-1])
+            self._admission.forget_sizes()
+        for seq in list(batch.paused):
+            if seq.state is not State.PAUSED or seq.sampled_in > batch.committed:
+                continue
+            if batch.slots.free and self._admission.may_grow(seq):
+                if self._budget <= 0 or self._awaits_slot:
+                    return
+                self._report.record("continued", seq)
+                batch.resume(seq)
+                self._edits.starts.append(Start(seq.slot, list(seq.table)))
+                self._advance(seq)
+
+    def start_waiting(self) -> None:
+        """Start waiting sequences in order, until one has to wait."""
+        while self._budget > 0 and self._waiting and not self._batch.paused and not self._awaits_slot:
+            head = self._isolation.first(self._waiting)
+            if head is None or head.sampled_in > self._batch.committed:  # its last token is still on the way
+                return
+            if self._batch.slots.free < 1 + len(head.siblings) or not self._admission.may_start(head):
+                return
+            self._start(head)
+
+    def finish(self) -> StepPlan | None:
+        """Return the plan and issue its step; None when there is nothing to compute."""
+        edits, pool, swapping = self._edits, self._pool, self._swapping
+        copies, table_edits = edits.table_edits()
+        starts, slices, forks = edits.starts, edits.slices, edits.forks
+        poison, pool.discarded = pool.discarded, []  # without the sources of copies, which this plan reads
+        edits.clear()
+        if not slices and not self._batch.decoding and not swapping.planned:
+            pool.discarded += poison
+            return None
+        prompt_tokens = sum(len(piece.token_ids) for piece in slices)
+        step = self._batch.issue(self._decoding, prompt_tokens, swapping.planned, edits.take_sealed())
+        vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
+        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps)
+
+    # ----------------------------------------------------------------------------------------------- one sequence
+
+    def _attend(self, seq: Sequence) -> None:
+        """End a decoding sequence at its length, else make its next KV position writable."""
+        batch, edits = self._batch, self._edits
+        seq.computed += self._step - seq.since
+        seq.since = self._step
+        if seq.computed + 1 == seq.limit:
+            batch.remove(seq)
+            seq.state = State.ENDING
+            return
+        index = seq.computed // self._pool.block_size
+        if index == len(seq.table):
+            if not self._admission.may_grow(seq):
+                self._report.totals.pauses += 1
+                self._report.record("paused", seq)
+                batch.pause(seq)
+                return
+            if not self._grow(seq, 1):
+                return
+        elif edits.is_shared(seq.table[index]):
+            if not self._preemption.make_room(seq, 1):
+                return
+            if edits.is_shared(seq.table[index]):  # making room may have ended the sharing
+                edits.copy(seq, index)
+                self._report.totals.copied_blocks += 1
+        batch.schedule(seq, self._step)
+
+    def _grow(self, seq: Sequence, count: int) -> bool:
+        """Append blocks to a table.  False: the sequence itself was preempted to make room."""
+        if count <= 0:
+            return True
+        if not self._preemption.make_room(seq, count):
+            return False
+        self._edits.grow(seq, count)
+        return True
+
+    def _start(self, seq: Sequence) -> None:
+        """Move a waiting sequence into the batch, with its cached or swapped blocks, and compute its first chunk."""
+        self._waiting.remove(seq)
+        totals, size = self._report.totals, self._pool.block_size
+        hits = self._allocation.cached_prefix(seq)
+        seq.table = self._allocation.start_table(seq, hits)
+        if seq.host:
+            totals.swapped_in_blocks += self._swapping.swap_in(seq)
+            for full in range(len(hits) + 1, seq.computed // size + 1):
+                self._seal_ahead(seq, full * size)
+        else:
+            seq.computed = len(hits) * size
+            seq.prompt_logprobs = []
+            totals.recomputed_tokens += max(0, seq.recompute_tokens - seq.computed)
+            seq.recompute_tokens = 0
+        if seq.started_before:
+            self._report.record("resumed", seq, seq.known - seq.computed)
+        else:
+            seq.started_before = True
+            seq.cached_tokens = seq.computed
+            totals.prompt_tokens += seq.prompt_len
+            totals.cached_prompt_tokens += seq.computed
+            for member in (seq, *seq.siblings):
+                self._admission.forecast.predict_length(member)
+            self._report.record("started", seq, seq.computed)
+        self._batch.admit(seq)
+        self._edits.starts.append(Start(seq.slot, list(seq.table)))
+        self._advance(seq)
+
+    def _advance(self, seq: Sequence) -> None:
+        """Let computed catch up with known, as far as the budget goes."""
+        start, known, size = seq.computed, seq.known, self._pool.block_size
+        count = min(known - start, self._budget, self._chunk_tokens)
+        if count <= 0:
+            return
+        end = start + count
+        if not self._grow(seq, -(-end // size) - len(seq.table)):
+            return
+        self._budget -= count
+        sampling = seq.request.sampling
+        targets = seq.tokens[start + 1 : end + 1] if sampling.prompt_logprobs >= 0 and known == seq.prompt_len else []
+        sampler = sampler_of(seq) if end == known else None
+        top = max(0, sampling.prompt_logprobs) if targets else 0
+        self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top))
+        self._edits.named.update(map(id, (seq, *seq.siblings)))
+        seq.computed = end
+        for full in range(start // size + 1, end // size + 1):
+            self._seal_ahead(seq, full * size)
+        if sampler is not None:
+            self._batch.prefilling.remove(seq)
+            self._fork_siblings(seq)
+
+    def _fork_siblings(self, seq: Sequence) -> None:
+        """The prompt is done: let its sequence and the siblings decode, each from the logits of this very step."""
+        siblings, seq.siblings = seq.siblings, []
+        for sibling in siblings:
+            self._pool.acquire(seq.table)
+            sibling.table, sibling.computed = list(seq.table), seq.computed
+            sibling.digests = list(seq.digests)
+            sibling.prompt_logprobs = seq.prompt_logprobs  # one list, which commit() fills
+            sibling.started_before = True
+            self._edits.forks.append(Fork(sibling.slot, seq.slot, list(seq.table), sampler_of(sibling)))
+            self._batch.begin_decoding(sibling, self._step + 1, forked=True)
+        self._batch.begin_decoding(seq, self._step + 1, forked=bool(siblings))
+
+    def _seal_ahead(self, seq: Sequence, end: int) -> None:
+        """Let other sequences find a block that this very plan computes."""
+        if (block := self._allocation.seal(seq, end)) is not None:
+            self._edits.sealed.append(block)
+
+
+def sampler_of(seq: Sequence) -> Sampler:
+    """Return what the executor needs to sample for a sequence."""
+    sampling = seq.request.sampling
+    reads_history = (
+        sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
+    )
+    return Sampler(
+        sampling,
+        seq.prompt_len,
+        sorted(seq.stops) if seq.known - seq.prompt_len < sampling.min_tokens else [],
+        list(seq.tokens) if reads_history else [],
+        seq.index,
+    )

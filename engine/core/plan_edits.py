@@ -1,0 +1,73 @@
+"""The edits that the plan in the making has collected so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.core.blocks import BlockPool
+from engine.core.plan import Fork, Slice, Start
+from engine.core.sequence import Sequence
+
+
+class PlanEdits:
+    """Starts, slices, forks and single table entries of one plan."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.starts: list[Start] = []
+        self.slices: list[Slice] = []
+        self.forks: list[Fork] = []
+        self.sealed: list[int] = []  # blocks that entered the prefix index before they are written
+        self.named: set[int] = set()  # ids of sequences in slices or forks: they cannot leave in the same plan
+        self._growth: list[tuple[Sequence, int, int]] = []  # (sequence, table index, block)
+        self._copies: list[tuple[Sequence, int, int]] = []  # (sequence, from, to)
+        self._sources: Counter[int] = Counter()  # references that the copies hold on their sources
+
+    def grow(self, seq: Sequence, count: int) -> None:
+        """Append `count` blocks to a table.  Raises OutOfBlocks."""
+        for block in self._pool.allocate(count):
+            self._growth.append((seq, len(seq.table), block))
+            seq.table.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        """Return whether more than one table names the block; references of this plan's copies do not count."""
+        return self._pool.refs(block) - self._sources[block] > 1
+
+    def copy(self, seq: Sequence, index: int) -> None:
+        """Replace one block of a table by a private copy.  Raises OutOfBlocks.
+
+        The table's reference to the source passes to `_sources` until the plan is out.  A block that is freed and
+        taken again within one plan could otherwise be source and target of the same batch of copies."""
+        source = seq.table[index]
+        (seq.table[index],) = self._pool.allocate(1)
+        self._sources[source] += 1
+        self._copies.append((seq, source, seq.table[index]))
+        self._growth.append((seq, index, seq.table[index]))
+
+    def copies_of(self, seq: Sequence) -> dict[int, int]:
+        """Planned private copies of a sequence: target block -> source block, which still has the content."""
+        return {target: source for owner, source, target in self._copies if owner is seq}
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget the edits of a table that its sequence has given up; the same plan may start it again in a slot."""
+        self._growth = [edit for edit in self._growth if edit[0] is not seq]
+        self._copies = [copy for copy in self._copies if copy[0] is not seq]
+
+    def table_edits(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """This plan's (copies, edits)."""
+        copies = [(source, target) for _, source, target in self._copies]
+        edits = [(seq.slot, index, block) for seq, index, block in self._growth]
+        return copies, edits
+
+    def take_sealed(self) -> list[int]:
+        """Return the blocks sealed since the last plan that was issued."""
+        sealed, self.sealed = self.sealed, []
+        return sealed
+
+    def clear(self) -> None:
+        """Begin the next plan; release the sources of this one's copies.  What is sealed waits for the next issue."""
+        if self._sources:
+            self._pool.release(list(self._sources.elements()))
+            self._sources = Counter()
+        self.starts, self.slices, self.forks, self.named = [], [], [], set()
+        self._growth, self._copies = [], []

@@ -1,0 +1,246 @@
+"""Admission: when a waiting sequence may start, and what the engine can claim from the shared queue.
+
+A sequence starts alone whenever its prompt fits.  With others it starts when its prompt fits and its mode agrees:
+
+    forecast    the peak predicted for all running sequences, and it, fits the pool
+    threshold   the pool's utilisation stays at or below `admit_threshold`
+    watermark   WATERMARK of the pool stays free
+    reserve     all running sequences, and it, fit at their greatest length
+    none        nothing else
+    static      its greatest length fits one contiguous run (chosen by static allocation)
+
+One class a mode.  `register` adds a mode from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from engine.core.batch import Batch
+from engine.core.blocks import BlockPool
+from engine.core.limits import Limits
+from engine.core.policy.admission_forecast import AdmissionForecast
+from engine.core.policy.allocation import AllocationPolicy
+from engine.core.policy.growth import GrowthPolicy
+from engine.core.sequence import Sequence, State
+from engine.core.waiting_queue import WaitingQueue
+
+WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
+UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow
+PRESSURE_SLOTS = 64  # sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
+
+
+class AdmissionPolicy(Protocol):
+    """Decides which sequences may start and grow.  The scheduler asks; the policy changes no sequence and no block."""
+
+    forecast: AdmissionForecast  # learns lengths and judges its own predictions in every mode
+    preempts: bool  # sequences may be preempted so that another tenant's can start
+
+    def blocks_to_start(self, seq: Sequence) -> int:
+        """Blocks that a start would take: new ones, and cached ones that are idle now."""
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Return whether the head of the queue fits.  Slots for it and its siblings are free."""
+
+    def fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
+        """Return whether `seq` could start with `need` blocks if the sequences in `gone` were preempted."""
+
+    def may_grow(self, seq: Sequence) -> bool:
+        """Return whether a sequence takes its next block now, or pauses until others have ended."""
+
+    def free_blocks(self, waiting: WaitingQueue) -> int:
+        """Blocks that requests from the shared queue could take soon; 0 or less: none."""
+
+    def predicted_peak(self) -> int:
+        """Blocks that the running sequences stay within, except for unusual luck, if none joins."""
+
+    def begin_starts(self) -> None:
+        """Drop what was summed up before this plan's starts."""
+
+    def forget_sizes(self) -> None:
+        """Sort the sizes of the running sequences again before the next answer of may_grow()."""
+
+    def observe(self, step: int) -> None:
+        """Judge earlier predictions by what the sequences hold at the end of `step`."""
+
+
+class Unlimited:
+    """Mode "none", and what the modes of paged allocation have in common."""
+
+    preempts = True
+
+    def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
+        self.forecast = self._forecast(pool)
+        self._pool, self._limits, self._batch, self._allocation = pool, limits, batch, allocation
+        self._kept_free = self._blocks_kept_free()
+
+    def blocks_to_start(self, seq: Sequence) -> int:
+        hits = self._allocation.cached_prefix(seq)
+        blocks = -(-(seq.known + 1) // self._pool.block_size)
+        return blocks - len(hits) + self._pool.idle_among(hits)
+
+    def may_start(self, seq: Sequence) -> bool:
+        need = self.blocks_to_start(seq)
+        if self._batch.running == 0:  # alone it may pass the threshold, and siblings may take turns
+            return need <= self._pool.available
+        return need + len(seq.siblings) <= self._spare() and self._start_fits(seq)
+
+    def fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
+        promised = sum(self._batch.blocks_to_take(s) for s in gone if s.state is State.PREFILLING)
+        hits = self._allocation.cached_prefix(seq)  # preempting their holders frees none of these
+        if need > self._spare() + promised + self._pool.held_only_by([s.table for s in gone], hits):
+            return False
+        names = set(map(id, gone))
+        return self._would_fit(seq, hits, (s for s in self._batch.holders() if id(s) not in names))
+
+    def may_grow(self, seq: Sequence) -> bool:
+        return True
+
+    def free_blocks(self, waiting: WaitingQueue) -> int:
+        if self._batch.paused:
+            return 0
+        return self._claimable() - (waiting.tokens // self._pool.block_size + len(waiting))
+
+    def predicted_peak(self) -> int:
+        return self.forecast.peak(self._batch.holders(), self._batch.step, self._batch.late)
+
+    def begin_starts(self) -> None:
+        self.forecast.begin()
+
+    def forget_sizes(self) -> None:
+        pass
+
+    def observe(self, step: int) -> None:
+        self.forecast.watch(self._batch.holders(), step, self._batch.late)
+
+    def _forecast(self, pool: BlockPool) -> AdmissionForecast:
+        return AdmissionForecast(pool)
+
+    def _blocks_kept_free(self) -> int:
+        """Blocks of the pool that no start may take."""
+        return 0
+
+    def _spare(self) -> int:
+        """Blocks that new work may take now."""
+        return self._pool.available - self._kept_free - self._batch.promised_blocks()
+
+    def _claimable(self) -> int:
+        """Blocks for everything that waits, here and in the shared queue."""
+        return self._spare()
+
+    def _start_fits(self, seq: Sequence) -> bool:
+        """Return whether the mode agrees to a start for which there are blocks now."""
+        return True
+
+    def _would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence]) -> bool:
+        """The same for other holders than there are."""
+        return True
+
+
+class Threshold(Unlimited):
+    """Keeps utilisation at or below `Limits.admit_threshold`."""
+
+    def _blocks_kept_free(self) -> int:
+        return self._pool.total - int(self._limits.admit_threshold * self._pool.total)
+
+
+class Watermark(Unlimited):
+    """Keeps WATERMARK of the pool free."""
+
+    def _blocks_kept_free(self) -> int:
+        return -int(-WATERMARK * self._pool.total // 1)
+
+
+class PeakBound(Unlimited):
+    """What the modes have in common that bound the peak of all running sequences."""
+
+    def free_blocks(self, waiting: WaitingQueue) -> int:
+        # The forecast refused the head of the queue, and a new request would wait after it.
+        if waiting and self.forecast.ask_again > self._batch.step:
+            return 0
+        return super().free_blocks(waiting)
+
+    def _claimable(self) -> int:
+        return min(self._spare(), self._pool.total - self.predicted_peak())
+
+    def _start_fits(self, seq: Sequence) -> bool:
+        hits, batch = self._allocation.cached_prefix(seq), self._batch
+        return self.forecast.fits(seq, hits, batch.holders(), batch.step + 1, batch.late)
+
+    def _would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence]) -> bool:
+        return self.forecast.would_fit(seq, hits, holders, self._batch.step + 1, self._batch.late)
+
+
+class Reserve(PeakBound):
+    """Starts a sequence only if all running ones fit at their greatest length."""
+
+    def observe(self, step: int) -> None:
+        """Nothing to judge: the greatest length is no prediction."""
+
+    def _forecast(self, pool: BlockPool) -> AdmissionForecast:
+        return AdmissionForecast(pool, worst_case=True)
+
+
+class Forecast(PeakBound):
+    """Starts a sequence if the predicted peak fits.  When the prediction was too low, the smallest sequences pause."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
+        super().__init__(pool, limits, batch, allocation)
+        self._sizes, self._sizes_step = GrowthPolicy(()), 0  # and the step from which they are sorted again
+
+    def may_grow(self, seq: Sequence) -> bool:
+        """A sequence whose end is known was admitted with every block that it will take."""
+        if not seq.stops:
+            return True
+        left = self._pool.available - self._batch.promised_blocks() - 1
+        if left >= self._pool.total // UNPRESSED:
+            return True
+        if self._sizes_step <= self._batch.step:
+            size, growing = self._pool.block_size, [s for s in self._batch.holders() if s.stops]
+            self._sizes = GrowthPolicy((len(s.table), s.greatest_blocks(size) - len(s.table)) for s in growing)
+            self._sizes_step = self._batch.step + 1 + len(growing) // PRESSURE_SLOTS
+        return left >= 0 and self._sizes.may_take(len(seq.table), left)
+
+    def forget_sizes(self) -> None:
+        """Sequences that ended must not stand in the way of the largest one that is left."""
+        self._sizes_step = 0
+
+
+class WholeTables(Unlimited):
+    """Goes with static allocation: every block is taken at the start, so nothing grows and nothing is preempted."""
+
+    preempts = False
+
+    def may_start(self, seq: Sequence) -> bool:
+        return self._pool.has_run(seq.greatest_blocks(self._pool.block_size))
+
+    def free_blocks(self, waiting: WaitingQueue) -> int:
+        return 0 if waiting else self._pool.available
+
+    def predicted_peak(self) -> int:
+        return self._pool.total - self._pool.available
+
+    def observe(self, step: int) -> None:
+        """Nothing to judge: what a sequence holds never changes."""
+
+
+Factory = Callable[[BlockPool, Limits, Batch, AllocationPolicy], AdmissionPolicy]
+ADMISSION: dict[str, Factory] = {
+    "forecast": Forecast,
+    "threshold": Threshold,
+    "watermark": Watermark,
+    "reserve": Reserve,
+    "none": Unlimited,
+    "static": WholeTables,
+}
+
+
+def register(mode: str, factory: Factory) -> None:
+    """Add an admission mode, or replace one, for schedulers built from now on."""
+    ADMISSION[mode] = factory
+
+
+def admission_policy(pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> AdmissionPolicy:
+    """Build the policy that `limits` names."""
+    return ADMISSION[allocation.admission_mode(limits)](pool, limits, batch, allocation)

@@ -1,0 +1,29 @@
+"""How many prompt tokens a step may have in addition to the sequences that decode."""
+
+from __future__ import annotations
+
+from engine.core.batch import Batch
+from engine.core.limits import Limits
+from engine.core.policy.step_cost import FIRST, StepCostModel
+
+
+def prompt_budget(limits: Limits, costs: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
+    """Return the least of three bounds: the token budget, the aimed step time, and the stretch of a decode step.
+
+    `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been computed again yet.  All of
+    them paused together when their engine died.  Until the last one resumes, the bound on the stretch protects only
+    sequences that began here, so that recomputing is not held back for those that resumed first."""
+    budget = limits.step_tokens - batch.decoding
+    if limits.step_target_s:
+        within = costs.tokens_within(batch.decoding, limits.step_target_s)
+        if within is None and not batch.committed:
+            within = FIRST
+        budget = budget if within is None else min(budget, within)
+    if not batch.decoding or not limits.itl_stretch:
+        return budget
+    protected = batch.decoding_here() if behind else batch.decoding
+    if not protected:
+        return budget
+    pending = len(batch.prefilling) + waiting
+    stretched = costs.prompt_tokens(batch.decoding, pending, limits.itl_stretch, protected)
+    return budget if stretched is None else min(budget, stretched)

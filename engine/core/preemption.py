@@ -1,0 +1,72 @@
+"""Preemption: which sequence gives up its blocks when the pool has none left, and what becomes of its KV cache."""
+
+from __future__ import annotations
+
+from engine.core.batch import Batch
+from engine.core.blocks import BlockPool
+from engine.core.plan_edits import PlanEdits
+from engine.core.policy.fairness import PREEMPTIBLE, Fairness
+from engine.core.report import Report
+from engine.core.sequence import Sequence
+from engine.core.swapping import Swapping
+from engine.core.waiting_queue import WaitingQueue
+
+
+class Preemption:
+    """Takes every block and the slot of a running sequence, and puts it back into the queue."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        batch: Batch,
+        waiting: WaitingQueue,
+        swapping: Swapping,
+        fairness: Fairness,
+        edits: PlanEdits,
+        report: Report,
+    ) -> None:
+        self._pool, self._batch, self._waiting, self._swapping = pool, batch, waiting, swapping
+        self._fairness, self._edits, self._report = fairness, edits, report
+
+    def make_room(self, seq: Sequence, count: int) -> bool:
+        """Preempt until `count` blocks are available.  False: `seq` itself was preempted.
+
+        The victim is the newest sequence of the least urgent class.  Where tenants contend, only tenants that hold
+        their share or more are asked first.  The newest has had the least done for it, so the least is lost, and the
+        others keep the order in which they were promised service.  The same rank decides which sequence is planned
+        first and which returns first.  So a victim never blocks one that was preempted before it, and can never drive
+        out the sequence that drove it out."""
+        while self._pool.available < count:
+            holders = [s for s in self._batch.holders() if s.state in PREEMPTIBLE and id(s) not in self._edits.named]
+            if self._fairness.contend:
+                self._fairness.sum_holdings()
+                crowd = self._fairness.crowd
+                holders = [s for s in holders if s.request.tenant in crowd] or holders
+            victim = max(holders, key=lambda s: s.rank)
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def preempt(self, seq: Sequence, *, swap: bool = True) -> None:
+        """Take every block and the slot.  Known tokens stay.  What is computed is copied to the host's memory first
+        (swap), or computed again later (recompute)."""
+        totals = self._report.totals
+        totals.preemptions += 1
+        self._report.record("preempted", seq)
+        self._batch.remove(seq)
+        if swap and self._swapping.pays(seq):
+            # A private copy that this plan was to make for it is not made: its source goes to the host instead.
+            totals.swap_preemptions += 1
+            totals.swapped_out_blocks += self._swapping.swap_out(seq, self._edits.copies_of(seq))
+        else:
+            seq.recompute_tokens = seq.computed
+            self._swapping.release(seq)
+        self._edits.drop(seq)
+        self._waiting.add(seq)
+
+    def preempt_for_fairness(self, seq: Sequence) -> None:
+        """The same, so that another tenant's sequence can start; at most once in a sequence's life."""
+        seq.preempted_for_fairness = True
+        self._report.totals.yields += 1
+        self.preempt(seq, swap=False)  # the newest have little to compute again

@@ -1,0 +1,60 @@
+"""What the scheduler reports: deltas for clients, milestones for metrics and recordings, and counts since start."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from engine.core.batch import Batch
+from engine.core.limits import Event, Milestone, Outputs, Totals
+from engine.core.sequence import Sequence
+from engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
+
+
+class Report:
+    """Collects what happens until the engine loop takes it, and counts it."""
+
+    def __init__(self, batch: Batch, block_size: int) -> None:
+        self.totals = Totals()
+        self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)  # by gateway
+        self._finished: list[str] = []
+        self._events: list[Event] = []
+        self._batch, self._block_size = batch, block_size
+
+    def record(self, kind: Milestone, seq: Sequence, tokens: int = 0, reason: FinishReason | None = None) -> None:
+        """Add a milestone; see Event for `tokens` and `reason`."""
+        digests: list[bytes] = []
+        if kind == "started":
+            digests = seq.digests[: tokens // self._block_size]
+        elif kind == "ended":
+            digests = list(seq.digests)
+        step = self._batch.step + (kind not in ("first", "ended"))
+        self._events.append(Event(kind, seq.request, seq.index, tokens, reason, step, digests))
+
+    def finish(self, seq: Sequence, finish: Finish) -> None:
+        """Add a Finish without a token: the sequence ends though it could have gone on."""
+        delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
+        self.deltas[seq.request.gateway].append(delta)
+
+    def finish_request(self, request_id: str) -> None:
+        """Add a request whose continuations have all ended."""
+        self._finished.append(request_id)
+
+    def take(self) -> Outputs:
+        """Return everything since the last call."""
+        out = Outputs(dict(self.deltas), self._finished, self._events)
+        self.deltas, self._finished, self._events = defaultdict(list), [], []
+        return out
+
+
+def full_delta(seq: Sequence, first: int, finish: Finish | None, logprob: TokenLogprob | None) -> Delta:
+    """Build a delta with everything that a client may have asked for beyond the token."""
+    return Delta(
+        seq.request.id,
+        first,
+        [seq.tokens[-1]],
+        finish,
+        seq.index,
+        None if logprob is None else [logprob],
+        seq.cached_tokens if first == 0 else 0,
+        seq.prompt_logprobs or None if first == 0 else None,
+    )

@@ -1,0 +1,79 @@
+"""Slots: the places of sequences in the executor's batch.
+
+    free --assign--> taken --vacate(step N)--> cooling --step N committed--> free
+      ^                |
+      +--- withdraw ---+   the executor never knew of it
+
+A vacated slot may still report tokens of steps in flight.  It stays with its sequence until the last of them is
+committed, so that (slot, token) is never ambiguous.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.core.blocks import AccountingError
+from engine.core.sequence import Sequence
+
+
+class Slots:
+    """Owner of all slots.  Every operation costs O(1)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.occupants: list[Sequence | None] = [None] * count  # by slot: the sequence whose tokens it reports
+        self._free = list(range(count - 1, -1, -1))
+        self._vacated: list[int] = []  # the next plan names them
+        self._cooling: deque[tuple[int, int]] = deque()  # (last step that may report it, slot)
+
+    @property
+    def free(self) -> int:
+        """Slots that the next plan can assign."""
+        return len(self._free)
+
+    @property
+    def cooling(self) -> int:
+        """Vacated slots that steps in flight may still report."""
+        return len(self._cooling)
+
+    def assign(self, seq: Sequence) -> None:
+        """Give a free slot to the sequence.  Raises IndexError when none is free."""
+        seq.slot = self._free.pop()
+        self.occupants[seq.slot] = seq
+
+    def vacate(self, seq: Sequence, step: int) -> None:
+        """Free the slot with the next plan; `step`: the last plan that was issued."""
+        self._vacated.append(seq.slot)
+        self._cooling.append((step, seq.slot))
+        seq.slot = -1
+
+    def withdraw(self, seq: Sequence) -> None:
+        """Free a slot that no plan has named: that of a sibling which has not forked yet."""
+        self.occupants[seq.slot] = None
+        self._free.append(seq.slot)
+        seq.slot = -1
+
+    def reclaim(self, committed: int) -> None:
+        """Free the slots that no step after `committed` can report."""
+        while self._cooling and self._cooling[0][0] <= committed:
+            _, slot = self._cooling.popleft()
+            self.occupants[slot] = None
+            self._free.append(slot)
+
+    def take_vacated(self) -> list[int]:
+        """Return the slots that the plan has to free, once."""
+        vacated, self._vacated = self._vacated, []
+        return vacated
+
+    def reset(self) -> None:
+        """Free every slot: the executor has dropped its own tables."""
+        self.occupants = [None] * self.count
+        self._free = list(range(self.count - 1, -1, -1))
+        self._vacated = []
+        self._cooling.clear()
+
+    def check(self) -> None:
+        """Raise AccountingError unless every slot is either free or occupied."""
+        taken = sum(seq is not None for seq in self.occupants)
+        if taken + len(self._free) != self.count:
+            raise AccountingError(f"{taken} slots taken and {len(self._free)} free of {self.count}")

@@ -1,0 +1,51 @@
+"""The waiting queue: sequences without blocks, in the order in which they start."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from engine.core.blocks import AccountingError
+from engine.core.sequence import Sequence, State
+
+
+class WaitingQueue:
+    """Sequences that have started before stand ahead of all others; within each part, rank decides.
+
+    While a preempted sequence waits, no new one can take the blocks that it needs."""
+
+    def __init__(self) -> None:
+        self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined
+        self._queue: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    def add(self, seq: Sequence) -> None:
+        """Insert at the sequence's place.  O(1) at the end of the queue, else O(sequences)."""
+        seq.state = State.WAITING
+        seq.queued_tokens = seq.known
+        self.tokens += seq.known
+        queue, place = self._queue, _place(seq)
+        if not queue or _place(queue[-1]) < place:
+            queue.append(seq)
+        else:
+            queue.insert(next(i for i, other in enumerate(queue) if _place(other) > place), seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a waiting sequence out."""
+        self._queue.remove(seq)
+        self.tokens -= seq.queued_tokens
+        seq.queued_tokens = 0
+
+    def check(self) -> None:
+        """Raise AccountingError unless the token count agrees with the queue."""
+        if self.tokens != sum(seq.queued_tokens for seq in self._queue):
+            raise AccountingError(f"{self.tokens} tokens are counted as waiting")
+
+
+def _place(seq: Sequence) -> tuple[bool, tuple[int, tuple[int, int]]]:
+    return not seq.started_before, seq.rank
