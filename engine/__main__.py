@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.bus_thread import BusThread
 from engine.common import logs, open_files, readiness, settings
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
@@ -21,7 +22,7 @@ from engine.core.blocks import AccountingError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.hot_prefixes import warm
-from engine.loop import BusThread, ConfigError, Engine
+from engine.loop import ConfigError, Engine
 from engine.metrics import Page, PageError, Telemetry
 from engine.recorder import Recorder, header
 from engine.standby import low_priority, wait_for_turn, without_optional_packages

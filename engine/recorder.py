@@ -35,7 +35,7 @@ from engine.executor.base import Executor, ModelInfo
 from engine.wire.messages import Abort, Generate
 
 if TYPE_CHECKING:
-    from engine.loop import Order
+    from engine.orders import Order
 
 log = logging.getLogger("quire.flight")
 

@@ -90,7 +90,7 @@ def test_only_ops_names_torch_ops() -> None:
 
 def test_every_metric_of_a_dashboard_exists() -> None:
     """Named in one of the two tables.  (That it has values, too, is what tests/grafana asks a real Prometheus.)"""
-    tables = [ROOT / "service" / "telemetry.py", ROOT / "engine" / "telemetry.py"]
+    tables = [ROOT / "service" / "metrics.py", ROOT / "engine" / "metrics.py"]
     known = {
         node.value
         for path in tables

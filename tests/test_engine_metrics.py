@@ -19,8 +19,9 @@ from engine.config import EngineConfig
 from engine.core.limits import Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import Engine, LocalBox, Order, Resume
+from engine.loop import Engine
 from engine.metrics import PHASES, Telemetry
+from engine.orders import LocalBox, Order, Resume
 from engine.wire.messages import EngineLoad, Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)

@@ -25,8 +25,9 @@ from engine.core.limits import Event, Outputs
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from engine.hot_prefixes import NOTED, NOTED_TOKENS, REPORT_S, PrefixUses, choose, readable, warm
-from engine.loop import Engine, LocalBox, Report, Resume
+from engine.loop import Engine
 from engine.metrics import Page, Telemetry
+from engine.orders import LocalBox, Report, Resume
 from engine.tools import replay
 from engine.wire.bus import BusDown
 from engine.wire.hot_prefix_store import LONGEST, Reuse

@@ -11,25 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.bus_thread import BusThread
 from engine.config import EngineConfig
 from engine.core.blocks import DoubleFree
 from engine.core.limits import Outputs
 from engine.core.plan import StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
 from engine.llm import LLM
-from engine.loop import (
-    AUDIT_SHARE,
-    Audit,
-    BusThread,
-    ConfigError,
-    Engine,
-    LocalBox,
-    Rate,
-    Report,
-    Resume,
-    build_scheduler,
-    merged,
-)
+from engine.load_report import Rate
+from engine.loop import AUDIT_SHARE, ConfigError, Engine, build_scheduler
+from engine.orders import Audit, LocalBox, Report, Resume, merged
 from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob

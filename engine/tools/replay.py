@@ -19,7 +19,8 @@ import numpy as np
 from engine.core.limits import Limits, Outputs
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ScriptedExecutor, StepError
-from engine.loop import Engine, Order, Report, Resume, build_scheduler
+from engine.loop import Engine, build_scheduler
+from engine.orders import Order, Report, Resume
 from engine.recorder import DIGEST, Arrival, Entry, Log, Turn, read
 from engine.tools.simulate import (
     EOS,

@@ -19,7 +19,8 @@ from engine.config import EngineConfig
 from engine.core.limits import Admission, Outputs
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
-from engine.loop import Engine, Order, Report, Resume
+from engine.loop import Engine
+from engine.orders import Order, Report, Resume
 from engine.tools import replay, simulate
 from engine.wire.messages import Abort, Generate, Sampling
 

@@ -9,10 +9,11 @@ import time
 import pytest
 import redis
 
+from engine.bus_thread import BusThread
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import BusThread, Engine
+from engine.loop import Engine
 from engine.wire.bus import BusDown, GatewaySide
 from engine.wire.messages import Finish, Generate, Sampling
 from tests.wire.sides import Bus
