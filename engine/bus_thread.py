@@ -1,4 +1,10 @@
-"""The engine's end of the bus, on a thread of its own."""
+"""The engine's end of the bus, on a thread of its own: inbox and outbox of an Engine.
+
+    Redis <==exchange==> BusThread ==orders==> drain()   the loop's thread
+                                   <=outputs== put()
+
+Two plain queues join the threads, so a slow Redis never delays a step and a long step never delays a lease.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,51 +24,51 @@ from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.metrics import Telemetry
 from engine.orders import Audit, Order, Report, Resume, merged, on_own_clock, without
-from engine.wire.bus import BusDown, EngineSide
-from engine.wire.hot_prefix_store import Reuse
+from engine.wire.bus import BusDown, EngineSide, ExchangeReply
 from engine.wire.keys import STALE_MS
-from engine.wire.messages import Abort, Delta, TokenBatch
+from engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
 
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
-BUFFER_TOKENS = 2**18  # tokens waiting for Redis, all requests together: some 70 MB
-LAST_WORDS_S = 5.0  # an engine that goes waits so long for a Redis that is away
-BELL_PAUSE_S = 1.0  # after an error on it, before the bell is listened to again
+BUFFER_TOKENS = 2**18  # tokens that may wait for Redis, of all requests together: some 70 MB
+STOP_S = 5.0  # how long stop() waits for a Redis that is away
+BELL_PAUSE_S = 1.0  # pause after an error on the bell's connection
 
 
 class BusThread:
-    """The engine's end of the bus on a thread of its own: Inbox and Outbox of an Engine.
+    """Exchanges outputs and orders with Redis.
 
-    Each time the loop has published, or the bell rings, and every second in any case (a third of STALE_MS, or of a
-    shorter lease), one exchange sends what has gathered and brings what there is room for.  So a long step does not
-    make the engine look dead."""
+    An exchange sends the outputs that have gathered and claims what the engine has room for.  It happens after each
+    turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any case."""
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
-        """`telemetry`: None for figures that nobody asks for."""
-        self.relieved = False
+        """`telemetry`: None where no metrics are served."""
+        self.relieved = False  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order | Audit] = queue.SimpleQueue()
         self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
-        # Lost requests whose tokens may still come, because the loop has not heard of it: id -> the running number of
-        # the loss.  They must not be sent, for this engine holds its lease again, and may even have the request again.
+        # Lost requests whose tokens the loop may still publish, because it has not taken the abort yet: id -> number of
+        # the loss.  Those tokens must not be sent: this engine has its lease again, perhaps even the same request.
         self._lost: dict[str, int] = {}
         self._losses = 0
-        self._put = self._sent = 0  # deltas since start: each is written by one of the two threads
+        self._put = self._sent = 0  # tokens since start: each count is written by one of the two threads
         self._report: Report | None = None
-        self._findings: deque[tuple[str, str]] = deque()  # of ordered audits, not yet said
-        self._reused: deque[tuple[Reuse, ...]] = deque(maxlen=4)  # the last ones not yet said
-        self._claimed: deque[tuple[int, int]] = deque()  # (running number, prompt tokens) not yet in a report
+        self._findings: deque[tuple[str, str]] = deque()  # results of ordered accounting checks, not yet sent
+        self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
+        self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
         self._claims = 0
         self._stopping = False
         self._died = False  # the engine failed: nothing more is claimed
-        self._bus: EngineSide  # since it is open
+        self._bus: EngineSide  # once it is open
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
         self._failure: BaseException | None = None
+
+    # -- called by the loop's thread
 
     def start(self) -> None:
         """Connect.  Raises BusDown."""
@@ -72,14 +78,15 @@ class BusThread:
             raise error
 
     def stop(self, *, died: bool = False) -> None:
-        """Send what has gathered, give the lease up.  Without Redis what was not sent is lost, which harms nobody: no
-        client has seen it, and the engine that takes over sends it again.  `died`: see EngineSide.close()."""
+        """Send the outputs that have gathered, then give up the lease.  `died`: see EngineSide.close().
+
+        Without Redis the outputs are dropped, which costs no client a token: the next engine sends them again."""
         self._died = died
         self._stopping = True
         self._ring()
-        self._thread.join(LAST_WORDS_S)
+        self._thread.join(STOP_S)
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just ended
+            with contextlib.suppress(RuntimeError):  # the thread has just ended
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
@@ -104,34 +111,35 @@ class BusThread:
             self._outputs.append((outputs, report.dropped))
         self._report = report
         self._findings.extend(report.audited)
-        if report.reused:
-            self._reused.append(report.reused)
         self._ring()
 
-    def wanted(self) -> bool:
-        """Whether a request waits for whom the engines there have no room.  Not while Redis is away: what waits there
-        can't be had."""
+    def requests_wait(self) -> bool:
+        """Return whether requests wait in the queue that the serving engines have no room for.
+
+        False while Redis is away: this engine could not claim them."""
         try:
-            return self._ask(self._bus.manifest.wanted())
+            return self._ask(self._bus.manifest.requests_wait())
         except BusDown:
             return False
 
-    def hottest(self, fingerprint: str) -> list[tuple[float, bytes]]:
-        """The manifest, as Manifest.hottest() has it; to be followed by warmed().  Raises BusDown."""
-        return self._ask(self._bus.manifest.hottest(fingerprint))
+    def take_hot_prefixes(self, fingerprint: str) -> list[HotPrefix]:
+        """Read and delete the stored hot prefixes of a model.  Raises BusDown."""
+        return self._ask(self._bus.manifest.take(fingerprint))
 
-    def warmed(self) -> None:
-        """The engine has survived what hottest() brought."""
-        with contextlib.suppress(BusDown):  # then the next start under this name warms nothing
-            self._ask(self._bus.manifest.warmed())
+    def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
+        """Have the hot prefixes of a model stored after the next exchange.  Never blocks."""
+        self._hot = fingerprint, prefixes
+        self._ring()
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the bus thread do it, and wait."""
+        """Run a coroutine on the bus thread and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() says why
+        with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() raises its error
             self._loop.call_soon_threadsafe(self._wake.set)
+
+    # -- the bus thread itself
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -151,35 +159,37 @@ class BusThread:
         self._bus = bus
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
-        telling = asyncio.create_task(self._tell(bus))  # beside the exchanges: it must not delay one
+        writing = asyncio.create_task(self._write_hot(bus))  # alongside the exchanges, so that it never delays one
         try:
             while not (self._stopping and not self._outputs):
                 await self._wait(min(config.lease_ms, STALE_MS) / 3000)
                 if self._report is not None:
                     await self._exchange(bus, self._report)
                     while self._findings:
-                        with contextlib.suppress(BusDown):  # whoever asked has given up by then
+                        with contextlib.suppress(BusDown):  # the gateway has given up by then
                             await bus.audited(*self._findings.popleft())
-                    if self._reused and telling.done():
-                        telling = asyncio.create_task(self._tell(bus))
+                    if self._hot and writing.done():
+                        writing = asyncio.create_task(self._write_hot(bus))
                     if self._report.load.draining:
-                        self.relieved = await self._could_go_on_elsewhere(bus, self._report.load.fingerprint)
-            await telling
-            await self._tell(bus)
+                        self.relieved = await self._another_engine(bus, self._report.load.fingerprint)
+            await writing
+            await self._write_hot(bus)
         finally:
             bell.cancel()
-            telling.cancel()
-            await bus.close(died=self._died or not self._stopping)  # this thread's failure is the engine's
+            writing.cancel()
+            await bus.close(died=self._died or not self._stopping)  # a failure of this thread ends the engine, too
 
-    async def _tell(self, bus: EngineSide) -> None:
-        """Report what was reused, if anything was.  What gets lost on the way was not hot, or comes again."""
-        while self._reused and self._report is not None:
-            try:
-                await bus.manifest.reused(self._report.load.fingerprint, self._reused.popleft(), bus.clock.redis_ms())
-            except Exception as error:
-                log.warning("hot prefixes could not be reported: %s", error)
+    async def _write_hot(self, bus: EngineSide) -> None:
+        if self._hot is None:
+            return
+        (fingerprint, prefixes), self._hot = self._hot, None
+        try:
+            await bus.manifest.write(fingerprint, prefixes)
+        except Exception as error:  # the next write follows in seconds
+            log.warning("could not store %d hot prefixes: %s", len(prefixes), error)
 
-    async def _could_go_on_elsewhere(self, bus: EngineSide, fingerprint: str) -> bool:
+    async def _another_engine(self, bus: EngineSide, fingerprint: str) -> bool:
+        """Return whether another engine of the same model takes work."""
         try:
             return any(load.fingerprint == fingerprint and not load.draining for load in await bus.others())
         except BusDown:
@@ -195,56 +205,68 @@ class BusThread:
         while True:
             try:
                 await bus.bell()
-            except Exception:  # exchanges go on without it, at a third of the lease, and say what is wrong with Redis
-                log.exception("the bell of the queue cannot be heard, trying again in %g s", BELL_PAUSE_S)
+            except Exception:  # exchanges continue without the bell, at a third of the lease, and log errors of Redis
+                log.exception("lost the connection of the queue's bell, trying again in %g s", BELL_PAUSE_S)
                 await asyncio.sleep(BELL_PAUSE_S)
             self._wake.set()
 
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
+        """Send what has gathered, claim what fits, pass the reply to the loop."""
+        deltas, finished, count = self._gather()
+        load, room_tokens, room_requests = self._room(report)
+        batches = [(gateway, TokenBatch(self._config.engine_id, group, load)) for gateway, group in deltas.items()]
+        began = time.monotonic()
+        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
+        self._telemetry.clock_skew_s = bus.clock.skew_s
+        self._sent += count
+        self._pass_on(reply, bus)
+
+    def _gather(self) -> tuple[dict[str, list[Delta]], list[str], int]:
+        """Take the outputs of all turns since the last exchange: deltas by gateway, finished ids, number of deltas."""
         deltas: dict[str, list[Delta]] = {}
         finished: list[str] = []
-        steps, count = len(self._outputs), 0
-        for _ in range(steps):
+        turns, count = len(self._outputs), 0
+        for _ in range(turns):
             outputs, dropped = self._outputs.popleft()
             count += sum(map(len, outputs.deltas.values()))
             if self._lost:
                 self._lost = {name: number for name, number in self._lost.items() if number > dropped}
                 outputs = without(outputs, self._lost)
             finished += outputs.finished
-            for gateway, said in outputs.deltas.items():
-                deltas.setdefault(gateway, []).extend(said)
+            for gateway, group in outputs.deltas.items():
+                deltas.setdefault(gateway, []).extend(group)
+        if turns > 1:
+            deltas = {gateway: merged(group) for gateway, group in deltas.items()}
+        return deltas, finished, count
+
+    def _room(self, report: Report) -> tuple[EngineLoad, int, int]:
+        """Return the load, prompt tokens and requests to offer: the report's, less the claims made after it."""
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
         taken = sum(tokens for _, tokens in self._claimed)
-        load, room_tokens = report.load, max(0, report.room_tokens - taken)
+        load = report.load
         if taken:
             load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
-        room_requests = max(0, report.room_requests - len(self._claimed))
         if self._died:  # the report was made before
-            room_tokens = room_requests = 0
-            load = msgspec.structs.replace(load, yield_tokens=0)
-        batches = [
-            (gateway, TokenBatch(self._config.engine_id, merged(said) if steps > 1 else said, load))
-            for gateway, said in deltas.items()
-        ]
-        began = time.monotonic()
-        claimed = await bus.exchange(batches, finished, load, room_tokens, room_requests)
-        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(claimed.resumed))
-        self._telemetry.clock_skew_s = bus.clock.skew_s
-        self._sent += count
-        for request_id in claimed.lost:  # before what is claimed: it may be the same request
+            return msgspec.structs.replace(load, yield_tokens=0), 0, 0
+        return load, max(0, report.room_tokens - taken), max(0, report.room_requests - len(self._claimed))
+
+    def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
+        """Queue the orders of a reply for the loop."""
+        for request_id in reply.lost:  # before the claims: one of them may be the same request
             self._losses += 1
             self._lost[request_id] = self._losses
             self._orders.put(Abort(request_id, lost=True))
-        for request in claimed.generates:
+        for request in reply.generates:
             request = on_own_clock(request, bus.clock)
             self._claims += 1
-            so_far = claimed.resumed.get(request.id, [])
-            tokens = len(request.token_ids) + sum(len(said.token_ids) for said in so_far if said.finish is None)
+            so_far = reply.resumed.get(request.id, [])
+            tokens = len(request.token_ids) + sum(len(logged.token_ids) for logged in so_far if logged.finish is None)
             self._claimed.append((self._claims, tokens))
-            known = [said.token_ids if said.finish is None else None for said in so_far]
+            known = [logged.token_ids if logged.finish is None else None for logged in so_far]
             self._orders.put(Resume(request, known) if known else request)
-        for order in claimed.aborts:
-            self._orders.put(order)
-        for name in claimed.audits:
+        for abort in reply.aborts:
+            self._orders.put(abort)
+        for name in reply.audits:
             self._orders.put(Audit(name))

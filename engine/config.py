@@ -187,6 +187,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     flight_log_mib: Annotated[
         int, Meta(ge=1, description="MiB that the flight log and the one before it (.1) may have together.")
     ] = 64
+    request_log: Annotated[
+        str,
+        Meta(
+            description="File for one line of JSON a finished request: arrival, lengths, cached tokens, outcome, times "
+            "in queue and to first and last token, priority, and a digest of the tenant; no text. `python -m "
+            "engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: none."
+        ),
+    ] = ""
+    request_log_mib: Annotated[
+        int, Meta(ge=1, description="MiB that the request log and the one before it (.1) may have together.")
+    ] = 64
     grace_s: Annotated[
         float,
         Meta(
