@@ -1,4 +1,7 @@
-"""`python -m engine`: one engine process.  Load the configuration, start the executor, connect, run the loop."""
+"""`python -m engine`: one engine process.
+
+main: options --> Server.start: model, logs, metrics page, queue --> Server.serve: warm up, say ready, run the loop
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.bus_thread import BusThread
 from engine.common import logs, open_files, readiness, settings
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
@@ -21,32 +25,37 @@ from engine.core.blocks import AccountingError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.hot_prefixes import warm
-from engine.loop import BusThread, ConfigError, Engine
-from engine.metrics import Page, PageError, Telemetry
+from engine.loop import ConfigError, Engine
+from engine.metrics import Telemetry
+from engine.metrics_page import Page, PageError
 from engine.recorder import Recorder, header
+from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.watchdog import Watchdog
 from engine.wire.bus import BusDown
 
 log = logging.getLogger("quire.engine")
 
-# How long a thread may keep the interpreter from another, seconds.  With Python's own 5 ms the bus thread waits longer
-# for its turn beside the executor: median time to first token 47.6 ms, 43.2 with this (36 to 42 streams).
+# How long a thread may keep the interpreter from another thread, seconds.  With Python's own 5 ms the bus thread waits
+# longer for the interpreter while the executor computes: median time to first token 47.6 ms, 43.2 ms with this value
+# (36 to 42 streams).
 SWITCH_S = 0.0002
-# Of the garbage collector.  With Python's own 700 what a step of 1,000 rows makes counts as old by the time it is dealt
-# with, so that all sequences were walked through every two seconds: 30 to 130 ms at 1,000 of them.
+# Of the garbage collector.  With Python's own 700, the objects of a step of 1,000 sequences counted as old before they
+# were freed.  The collector then walked through all sequences every two seconds: 30 to 130 ms at 1,000 of them.
 GC_THRESHOLDS = (10_000, 10, 5)
+
+START_ERRORS = (ModelLoadError, ConfigError, BusDown, PageError)  # an operator can mend them; each is one line
 
 
 class Stopwatch:
-    """What the parts of a start took, for the log: a crashed engine's streams pause for as long."""
+    """Times the parts of a start, for the log: the streams of a crashed engine pause for as long."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str, parts: Mapping[str, float] | None = None) -> None:
-        """Everything since the last lap was `name`, but for `parts`, which were timed where they happened."""
+        """Count everything since the last lap as `name`, except `parts`, which were timed where they happened."""
         now = time.perf_counter()
         self.laps |= parts or {}
         self.laps[name], self._last = now - self._last - sum((parts or {}).values()), now
@@ -56,36 +65,36 @@ class Stopwatch:
 
 
 def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Callable[[EngineConfig], Iterable[str]]]:
-    """What loads the model, with all that it needs imported; and what prepares a spare.  Raises ModelLoadError."""
+    """Import what the configuration needs; return the loader of the model and what prepares a spare.
+
+    Both raise ModelLoadError; so does this, where a package is missing."""
     if config.executor == "scripted":
         return ScriptedExecutor.load, lambda _: ()
     try:
         with without_optional_packages():
-            # torch, seconds to import: only for a configuration found good
-            from engine.executor import local, preload
+            # torch takes seconds to import: only for a valid configuration
+            from engine.executor import local, ops, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
-        raise ModelLoadError(f"there is no {error.name} here: pip install 'quire[engine]'") from None
-    return local.load, preload.prepare
+        raise ModelLoadError(f"package {error.name} is missing: pip install 'quire[engine]'") from None
 
+    def load(config: EngineConfig) -> Executor:
+        try:
+            return local.load(config)
+        except ops.KernelBuildError as error:
+            raise ModelLoadError(f"cannot build the kernels: {error}") from None
 
-def recorder(config: EngineConfig, executor: Executor) -> Recorder | None:
-    """Of the flight log, if one is wanted.  Raises ConfigError."""
-    if not config.flight_log:
-        return None
-    try:
-        return Recorder(Path(config.flight_log), header(config, executor), config.flight_log_mib << 20)
-    except OSError as error:
-        raise ConfigError(f"flight_log: {error}") from None
+    return load, preload.prepare
 
 
 def failed(error: Exception) -> int:
-    """Tell the operator in one line why the engine ends; an unexpected exception leaves its traceback in the log.  The
-    exit status."""
+    """Print one line about why the engine ends, and return the exit status.
+
+    The traceback of an unexpected exception goes to the log."""
     if isinstance(error, AccountingError):
-        line = f"the books of the KV blocks don't balance, which is a bug: {error}"
-    elif isinstance(error, (BusDown, ExecutorLost)):  # another process took this engine's name, or the GPU is gone
+        line = f"the block accounting does not balance, which is a bug: {error}"
+    elif isinstance(error, (BusDown, ExecutorLost)):  # another process took this engine's name, or the GPU is lost
         line = str(error)
     else:
         log.error("the engine failed", exc_info=error)
@@ -94,93 +103,136 @@ def failed(error: Exception) -> int:
     return 1
 
 
+class Server:
+    """One engine process, from its options to its end."""
+
+    def __init__(self, config: EngineConfig, watch: Stopwatch) -> None:
+        self._config, self._watch = config, watch
+        tracing, sample = config.otlp_endpoint, config.trace_sample
+        self._tracing = Tracing.start("quire-engine", config.engine_id, tracing, sample, os.environ)
+        self._telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=self._tracing)
+        self._bus = BusThread(config, self._telemetry)
+        self._flight: Recorder | None = None
+        self._requests: RequestLog | None = None
+        self._page: Page | None = None
+        self._executor: Executor
+        self._engine: Engine
+
+    def start(self) -> bool:
+        """Load the model and connect.  Return False for a spare that is not needed.  Raises START_ERRORS."""
+        config = self._config
+        with low_priority() if config.standby else contextlib.nullcontext():
+            load, prepare = code(config)
+            self._watch.lap("imports")
+            if config.standby and not wait_for_turn(prepare(config)):
+                return False
+        if config.standby:
+            log.info("takeover: this spare serves from now on")
+            self._watch = Stopwatch()
+        self._executor = load(config)
+        self._open_logs()
+        self._telemetry.describe_model(self._executor.info, config)
+        observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]
+        self._engine = Engine(config, self._executor, self._bus, self._bus, observers=observers)
+        self._watch.lap("engine", self._executor.start_parts)
+        if config.metrics_port:
+            check = self._engine.checks.request_check
+            self._page = Page(self._telemetry, config.metrics_host, config.metrics_port, check)
+        self._bus.start()
+        self._watch.lap("queue")
+        return True
+
+    def serve(self) -> int:
+        """Warm up, then run until drained or broken.  Return the exit status."""
+        config, engine = self._config, self._engine
+        signal.signal(signal.SIGTERM, self._drain)
+        signal.signal(signal.SIGINT, self._drain)
+        watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, self._hung)
+        died = True  # unless run() returns
+        try:
+            warm(engine, self._bus, self._telemetry, [self._flight] if self._flight else [])
+            self._watch.lap("hot prefixes")
+            self._report_ready()
+            if config.step_timeout_s:
+                watchdog.start()
+            engine.run()
+            died = False
+        except Exception as error:
+            return failed(error)
+        finally:
+            watchdog.stop()
+            self._close(died)
+        return 0
+
+    def _open_logs(self) -> None:
+        config = self._config
+        try:
+            if config.flight_log:
+                first, size = header(config, self._executor), config.flight_log_mib << 20
+                self._flight = Recorder(Path(config.flight_log), first, size)
+            if config.request_log:
+                self._requests = RequestLog(Path(config.request_log), config.request_log_mib << 20)
+        except OSError as error:
+            raise ConfigError(f"cannot write a log: {error}") from None
+
+    def _report_ready(self) -> None:
+        info, blocks, size = self._executor.info, self._executor.blocks, self._config.block_size
+        log.info(
+            "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
+            *(info.name, blocks, size, info.kv_bytes_per_token, info.fingerprint),
+        )
+        log.info("started: %s", self._watch)
+        self._telemetry.started(self._watch.laps, takeover=self._config.standby)
+        readiness.notify_ready()
+
+    def _drain(self, *_: object) -> None:
+        self._engine.draining = True
+
+    def _hung(self, seconds: float) -> None:
+        try:
+            log.critical("a step has not returned for %.0f s: the engine ends, its requests move on", seconds)
+            self._bus.stop(died=True)
+        finally:
+            os._exit(1)  # the main thread is inside the step
+
+    def _close(self, died: bool) -> None:
+        self._bus.stop(died=died)
+        with contextlib.suppress(*([RuntimeError] if died else [])):  # of a GPU that is lost
+            self._executor.close()
+        for part in (self._page, self._flight, self._requests, self._tracing):
+            if part is not None:
+                part.close()
+
+
 def main(argv: list[str] | None = None) -> int:
-    """0 after a drain, with what is not finished back in the queue, and when a standby is not wanted any more; 2 with
-    one line on stderr when configuration, model or Redis make a start impossible; 1 when another engine took this one's
-    name, the GPU failed, a step hung, or by a bug.  Each 1 counts as a death for the requests it held."""
+    """Run one engine; return its exit status.
+
+    0: drained, with unfinished requests back in the queue, or a spare that is not needed.  2, and one line on stderr:
+    configuration, model, kernels or Redis make a start impossible.  1: another engine took this one's name, the GPU
+    failed, a step hung, or a bug; it counts as a death for the requests that the engine held.  130: interrupted while
+    it started."""
     watch = Stopwatch()
-    # CPU time of this process so far: there is no portable way to ask when it began.
-    watch.laps["interpreter"] = time.process_time()
+    watch.laps["interpreter"] = time.process_time()  # of CPU: there is no portable way to ask when the process began
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
     open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())
-
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
-    tracing = Tracing.start("quire-engine", config.engine_id, config.otlp_endpoint, config.trace_sample, os.environ)
-    telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=tracing)
-    bus = BusThread(config, telemetry)
-    page: Page | None = None
-    flight: Recorder | None = None
     try:
-        with low_priority() if config.standby else contextlib.nullcontext():
-            load, prepare = code(config)
-            watch.lap("imports")
-            if config.standby and not wait_for_turn(prepare(config)):
-                return 0
-        if config.standby:
-            log.info("takeover: this spare serves from now on")
-            watch = Stopwatch()
-        executor = load(config)
-        flight = recorder(config, executor)
-        engine = Engine(config, executor, bus, bus, telemetry, flight=flight)
-        watch.lap("engine", executor.start_parts)
-        if config.metrics_port:
-            page = Page(telemetry, config.metrics_host, config.metrics_port)
-        bus.start()
-        watch.lap("queue")
-    except (ModelLoadError, ConfigError, BusDown, PageError) as error:
-        print(f"quire engine: {error}", file=sys.stderr)
+        server = Server(config, watch)
+        if not server.start():
+            return 0
+    except START_ERRORS as error:
+        print(f"quire engine: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-    def drain(*_: object) -> None:
-        engine.draining = True
-
-    def hung(seconds: float) -> None:
-        try:
-            log.critical("a step has not returned for %.0f s: the engine ends, its requests move on", seconds)
-            bus.stop(died=True)
-        finally:
-            os._exit(1)  # the main thread is inside the step
-
-    signal.signal(signal.SIGTERM, drain)
-    signal.signal(signal.SIGINT, drain)
-    watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, hung)
-    died = True  # however it ends, but for a drain
-    try:
-        warm(engine, bus)
-        watch.lap("hot prefixes")
-        log.info(
-            "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
-            executor.info.name,
-            executor.blocks,
-            config.block_size,
-            executor.info.kv_bytes_per_token,
-            executor.info.fingerprint,
-        )
-        log.info("started: %s", watch)
-        telemetry.started(watch.laps, takeover=config.standby)
-        readiness.notify_ready()
-        if config.step_timeout_s:
-            watchdog.start()
-        engine.run()
-        died = False
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         return failed(error)
-    finally:
-        watchdog.stop()
-        bus.stop(died=died)
-        with contextlib.suppress(*([RuntimeError] if died else [])):  # of a GPU that is lost
-            executor.close()
-        if page is not None:
-            page.close()
-        if flight is not None:
-            flight.close()
-        tracing.close()
-    return 0
+    return server.serve()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Hot prefixes: noted while an engine serves, computed again before the next one does.
+"""Hot prefixes: a restarted engine keeps the hit rate of its prefix cache.
 
-    serving:   "started" events --Noted--> Report --> bus thread --> the manifest in Redis
-    starting:  the manifest --choose--> what fits a share of the pool --prefill--> idle cached blocks, first exchange
+    serving:   "started" events --PrefixCounts--> every WRITE_S seconds --> one key in Redis (wire/hot_prefix_store.py)
+    starting:  the key --warm()--> prefill, within a share of the pool --> idle cached blocks, then /ready
 
-An engine joins the fleet with its first exchange, so what is done before it delays nobody but those whom the rest of
-the fleet has no room for: while one of them waits, nothing is warmed.  Then real requests fill the cache.
+Warming delays only requests that no other engine has room for.  It is skipped, or ended, while such a request waits.
 """
 
 from __future__ import annotations
@@ -12,233 +11,166 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from engine.bus_thread import BusThread
 from engine.core.blocks import chain_digest, root_digest
 from engine.core.limits import Event
+from engine.core.scheduler import Scheduler
+from engine.loop import Engine
+from engine.metrics import Telemetry
+from engine.orders import LocalBox
+from engine.turn_record import Observer, TurnRecord
 from engine.wire.bus import BusDown
-from engine.wire.hot_prefix_store import LONGEST, Reuse
+from engine.wire.hot_prefix_store import LONGEST, MOST, MOST_BYTES, TTL_MS, bounded
 from engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
 from engine.wire.token_log import TOKEN_BYTES
 
-if TYPE_CHECKING:
-    from engine.loop import Engine
-
 log = logging.getLogger("quire.warming")
 
-REPORT_S = 5.0  # how often reuse is reported at most
-NOTED = 1024  # prefixes noted between two reports; others wait for the next
-NOTED_TOKENS = 2**19  # the same for their tokens: requests are kept for as long, some 20 MB
+WRITE_S = 5.0  # shortest time between two writes
+HALF_LIFE_S = TTL_MS / 1000  # of a hit; a prefix is forgotten once its count has fallen below a half
 
 
-class Source(Protocol):
-    """Where the manifest is."""
+class PrefixCounts:
+    """Observer that counts which prefixes requests find in the cache, and writes the hottest to the store."""
 
-    def wanted(self) -> bool:
-        """Whether a request waits for whom the rest of the fleet has no room."""
+    def __init__(self, store: BusThread, fingerprint: str, block_size: int) -> None:
+        self._store, self._fingerprint, self._block_size = store, fingerprint, block_size
+        self._hits: dict[bytes, float] = {}  # digest of the last block found -> decayed number of requests
+        self._prefixes: dict[bytes, HotPrefix] = {}
+        self._bytes = 0  # of their tokens
+        self._changed = False
+        self._written = time.monotonic()
 
-    def hottest(self, fingerprint: str) -> list[tuple[float, bytes]]:
-        """See Manifest.hottest().  Raises BusDown."""
+    def observe(self, record: TurnRecord) -> None:
+        for event in record.outputs.events:
+            if event.kind == "started" and event.digests:
+                self._count(event)
+        if self._changed and (record.draining or record.marks[-1] - self._written >= WRITE_S):
+            self._write(record.marks[-1])
 
-    def warmed(self) -> None:
-        """What hottest() brought was survived."""
-
-
-class PrefixUses:
-    """What was found in the prefix cache since the last report.  A request costs it one entry of a dict."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._longest = LONGEST // block_size  # blocks
-        self._hits: dict[bytes, int] = {}  # digest of the last block found -> requests
-        self._where: dict[bytes, tuple[Generate, int]] = {}  # -> one of them, and the tokens found
-        self._tokens = 0
-        self._reported = 0.0
-
-    def note(self, event: Event) -> None:
-        """A request started: "started", with the digests of what it found."""
-        blocks = min(len(event.digests), self._longest)
-        if not blocks:
-            return
-        digest = event.digests[blocks - 1]
+    def add(self, digest: bytes, prefix: HotPrefix) -> None:
+        """Count one hit.  A new prefix beyond four times the store's bounds waits for the next write."""
+        self._changed = True
         if digest in self._hits:
-            self._hits[digest] += 1
-        elif len(self._hits) < NOTED and self._tokens < NOTED_TOKENS:
-            self._hits[digest] = 1
-            self._where[digest] = event.request, blocks * self._block_size
-            self._tokens += len(event.request.token_ids)
+            self._hits[digest] += 1.0
+        elif len(self._hits) < 4 * MOST and self._bytes < 4 * MOST_BYTES:
+            self._hits[digest], self._prefixes[digest] = 1.0, prefix
+            self._bytes += len(prefix.tokens)
 
-    def take(self, now: float, *, at_once: bool = False) -> tuple[Reuse, ...]:
-        """What to report at `now` (seconds, monotonic): nothing within REPORT_S of the last, unless `at_once`."""
-        if not self._hits or (now - self._reported < REPORT_S and not at_once):
-            return ()
-        self._reported = now
-        found = tuple(
-            Reuse(digest, request.token_ids, length, request.cache_salt, self._hits[digest])
-            for digest, (request, length) in self._where.items()
-        )
-        self._hits, self._where, self._tokens = {}, {}, 0
-        return found
+    def _count(self, event: Event) -> None:
+        blocks = min(len(event.digests), LONGEST // self._block_size)
+        digest = event.digests[blocks - 1]
+        self.add(digest, self._prefixes.get(digest) or pack(event.request, blocks * self._block_size))
 
-
-class Prefix(NamedTuple):
-    """Whole blocks to compute ahead."""
-
-    cache_salt: str
-    token_ids: list[int]
-    digests: list[bytes]  # of its blocks
+    def _write(self, now: float) -> None:
+        decay = 0.5 ** ((now - self._written) / HALF_LIFE_S)
+        self._hits = {digest: hits * decay for digest, hits in self._hits.items() if hits * decay >= 0.5}
+        order = sorted(self._hits, key=self._hits.__getitem__, reverse=True)
+        kept = bounded([self._prefixes[digest] for digest in order])
+        self._store.write_hot_prefixes(self._fingerprint, kept)
+        order = order[: len(kept)]
+        self._hits = {digest: self._hits[digest] for digest in order}
+        self._prefixes = {digest: self._prefixes[digest] for digest in order}
+        self._bytes = sum(len(prefix.tokens) for prefix in kept)
+        self._changed, self._written = False, now
 
 
-def readable(entries: Sequence[tuple[float, bytes]], vocab_size: int) -> list[tuple[float, HotPrefix]]:
-    """Those that are what they should be."""
-    found = []
-    for heat, packed in entries:
-        try:
-            prefix = msgspec.msgpack.decode(packed, type=HotPrefix)
-        except msgspec.DecodeError:  # malformed, or of other types
-            continue
-        if len(prefix.tokens) % TOKEN_BYTES == 0 and max(unpacked(prefix.tokens), default=0) < vocab_size:
-            found.append((heat, prefix))
-    return found
+def pack(request: Generate, length: int) -> HotPrefix:
+    """Return the first `length` tokens of a request as a hot prefix."""
+    return HotPrefix(struct.pack(f"<{length}I", *request.token_ids[:length]), request.cache_salt)
 
 
-def unpacked(tokens: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
+def fit(prefix: HotPrefix, core: Scheduler, blocks: int) -> tuple[list[int], bytes]:
+    """Return tokens and digest of the part of a prefix that `blocks` can hold; no tokens where it is unusable."""
+    size, vocab_size = core.pool.block_size, core.limits.vocab_size
+    count = min(len(prefix.tokens) // TOKEN_BYTES, core.limits.max_model_len - 1, blocks * size) // size * size
+    token_ids = list(struct.unpack_from(f"<{count}I", prefix.tokens))
+    if max(token_ids, default=vocab_size) >= vocab_size:
+        return [], b""
+    digest = root_digest(core.limits.fingerprint, prefix.cache_salt)
+    for start in range(0, count, size):
+        digest = chain_digest(digest, token_ids[start : start + size])
+    return token_ids, digest
 
 
-def choose(
-    entries: Sequence[tuple[float, HotPrefix]], *, blocks: int, longest: int, block_size: int, fingerprint: str
-) -> list[Prefix]:
-    """The prefixes to compute, hottest first, that take at most `blocks` together, each at most `longest` tokens.
+def warm(
+    engine: Engine,
+    store: BusThread,
+    telemetry: Telemetry | None = None,
+    observers: Iterable[Observer] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Prefill the stored hot prefixes, before the engine's first turn; from then on, have the engine count its own.
 
-        heat, own                      worth: all hits that needed it
-        S            4  |------|       6   an ancestor is worth no less than what follows it, so going by worth
-        S D1         1  |------|--|    1   computes it first, and it counts its blocks once
-        S D2         1  |------|-----| 1
-
-    The last one that fits in part is cut.  O(n log n) for n entries, and a digest for each block looked at."""
-    top = max((heat for heat, _ in entries), default=0.0)
-    most = longest // block_size * block_size * TOKEN_BYTES
-    order = sorted(
-        (prefix.cache_salt, prefix.tokens[: min(most, whole(prefix.tokens, block_size))], 2.0 ** (heat - top))
-        for heat, prefix in entries
-    )
-    worth = [0.0] * len(order)
-    path: list[int] = []  # of the entries that the present one begins with, itself included
-    for at, (salt, tokens, hits) in enumerate(order):
-        while path and not (order[path[-1]][0] == salt and tokens.startswith(order[path[-1]][1])):
-            path.pop()
-        path.append(at)
-        for ancestor in path:
-            worth[ancestor] += hits
-    chosen: list[Prefix] = []
-    taken: set[bytes] = set()
-    for at in sorted(range(len(order)), key=lambda at: (-worth[at], len(order[at][1]))):
-        salt, tokens, _ = order[at]
-        digests, digest, fresh = [], root_digest(fingerprint, salt), 0
-        token_ids = list(unpacked(tokens))
-        for start in range(0, len(token_ids), block_size):
-            digest = chain_digest(digest, token_ids[start : start + block_size])
-            if digest not in taken:
-                if fresh == blocks:
-                    break
-                fresh += 1
-            digests.append(digest)
-        if fresh:
-            blocks -= fresh
-            taken.update(digests)
-            chosen.append(Prefix(salt, token_ids[: len(digests) * block_size], digests))
-        if not blocks:
-            break
-    return chosen
-
-
-def whole(tokens: bytes, block_size: int) -> int:
-    """Bytes of whole blocks in it."""
-    size = block_size * TOKEN_BYTES
-    return len(tokens) // size * size
-
-
-def warm(engine: Engine, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-    """Prefill the hottest prefixes of the manifest, before the engine's first turn.  Takes `warm_seconds` at most, and
-    the steps then in flight; less where all is computed, somebody waits for this engine, or it shall stop.
-
-    Their blocks are then cached and idle like any others, the hottest to be evicted last.  What goes wrong is logged,
-    and the engine starts colder."""
-    config, core, info, telemetry = engine.config, engine.core, engine.executor.info, engine.telemetry
+    Takes `warm_seconds` at most, plus the steps then in flight.  The prefixes become idle cached blocks.  An error is
+    logged, and the engine starts colder.  `observers` see the turns of the warm-up."""
+    config, core, telemetry = engine.config, engine.core, telemetry or Telemetry()
     if not config.warm_seconds or not core.pool.caching:
         return
-    began = clock()
+    counts, began = PrefixCounts(store, core.limits.fingerprint, core.pool.block_size), clock()
+    engine.observers.append(counts)
 
-    def why_not() -> str:
+    def obstacle() -> str:
         if engine.draining:
-            return "it shall stop"
+            return "the engine is draining"
         if clock() >= began + config.warm_seconds:
-            return "the time is over"
-        return "requests wait" if source.wanted() else ""
+            return f"warm_seconds, {config.warm_seconds:g}, are over"
+        return "requests are already queued" if store.requests_wait() else ""
 
+    prefixes, why = [], obstacle()
     try:
-        if why := why_not():
-            log.info("no hot prefix is computed ahead: %s", why)
-            return
-        entries = source.hottest(info.fingerprint)
-    except BusDown as error:
-        log.warning("hot prefixes are not to be had: %s", error)
-        return
-    found = readable(entries, info.vocab_size)
-    if len(found) < len(entries):
-        log.warning("%d of %d hot prefixes in Redis make no sense, skipped", len(entries) - len(found), len(entries))
-    prefixes = choose(
-        found,
-        blocks=int(core.pool.total * config.warm_share),
-        longest=min(info.max_model_len, core.pool.total * core.pool.block_size) - 1,
-        block_size=core.pool.block_size,
-        fingerprint=info.fingerprint,
-    )
+        prefixes = [] if why else store.take_hot_prefixes(core.limits.fingerprint)
+    except (BusDown, ValueError) as error:
+        why = str(error)
+    if why:
+        log.info("skipped prefix warm-up: %s", why)
     if not prefixes:
         return
     telemetry.warming = True
-    done, why = prefill(engine, prefixes, why_not)
+    done, why = prefill(engine, prefixes, counts, observers, obstacle)
     telemetry.warming = False
-    seconds, tokens = clock() - began, core.pool.idle * core.pool.block_size
+    tokens, seconds = core.pool.idle * core.pool.block_size, clock() - began
     telemetry.warmed(done, tokens, seconds)
-    source.warmed()
-    log.info(
-        "%d of %d hot prefixes computed ahead, %d tokens, in %.2f s%s",
-        done,
-        len(prefixes),
-        tokens,
-        seconds,
-        why and f": {why}",
-    )
+    reason = why and f": {why}"
+    log.info("computed %d of %d hot prefixes, %d tokens, in %.2f s%s", done, len(prefixes), tokens, seconds, reason)
 
 
-def prefill(engine: Engine, prefixes: Sequence[Prefix], why_not: Callable[[], str]) -> tuple[int, str]:
-    """Compute them, in this order, until `why_not` says something or a step fails.  Returns how many are whole, and why
-    the others are not."""
-    said: list[Delta] = []
-    why = ""
+def prefill(
+    engine: Engine,
+    prefixes: Sequence[HotPrefix],
+    counts: PrefixCounts,
+    observers: Iterable[Observer],
+    obstacle: Callable[[], str],
+) -> tuple[int, str]:
+    """Compute prefixes, hottest first, until their share of the pool is full or an obstacle appears.
+
+    Returns how many are in the cache, and the obstacle."""
+    core, done, why = engine.core, 0, ""
+    deltas: list[Delta] = []
+    box = LocalBox(deltas.append)
+    ahead = Engine(engine.config, engine.executor, box, box, observers=observers, core=core)
     greedy = Sampling(temperature=0.0, ignore_eos=True)
-    with engine.aside(said.append) as box:
-        box.orders += [
-            Generate(f"ahead {at}", "", prefix.token_ids, 1, greedy, FOREVER_MS, prefix.cache_salt)
-            for at, prefix in enumerate(prefixes)
-        ]
-        while box.orders or not engine.core.idle:
-            if not why and (why := failure(said) or why_not()):
-                box.orders += [Abort(f"ahead {at}") for at in range(len(prefixes))]
-            engine.turn()
-    pool = engine.core.pool
-    for prefix in reversed(prefixes):  # what is used last is evicted last
-        blocks = pool.lookup(prefix.digests)
-        pool.acquire(blocks)
-        pool.release(blocks)
-    return sum(delta.finish is not None and delta.finish.reason == "length" for delta in said), why or failure(said)
-
-
-def failure(said: Sequence[Delta]) -> str:
-    """What the first of these that failed says; "": none did."""
-    return next((one.finish.message for one in said if one.finish is not None and one.finish.reason == "error"), "")
+    for number, prefix in enumerate(prefixes):
+        left = int(core.pool.total * engine.config.warm_share) - core.pool.idle
+        token_ids, digest = fit(prefix, core, max(0, left))
+        if not token_ids:
+            continue
+        name = f"ahead {number}"
+        box.orders.append(Generate(name, "", token_ids, 1, greedy, FOREVER_MS, prefix.cache_salt))
+        while box.orders or not core.idle:
+            if not why and (why := obstacle()):
+                box.orders.append(Abort(name))
+            ahead.turn()
+        if (finish := deltas[-1].finish) is not None and finish.reason == "error":
+            why = finish.message
+        if why:
+            break
+        done += 1
+        counts.add(digest, HotPrefix(prefix.tokens[: len(token_ids) * TOKEN_BYTES], prefix.cache_salt))
+    for field in msgspec.structs.fields(core.totals):  # metrics count what clients asked for
+        setattr(core.totals, field.name, 0)
+    return done, why

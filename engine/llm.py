@@ -19,7 +19,8 @@ from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
 from engine.executor.models import builtin, hf
-from engine.loop import Engine, LocalBox
+from engine.loop import Engine
+from engine.orders import LocalBox
 from engine.wire.messages import FOREVER_MS, Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 

@@ -1,30 +1,22 @@
-"""The flight recorder: what came in, what was decided and how long steps took, for
-`python -m engine.tools simulate --replay LOG`.
+"""The flight recorder: every input of the scheduler, so that `python -m engine.tools simulate --replay LOG` can make
+every decision again.
 
-    Engine.turn --tuple--> queue --> writer thread: numbers for ids, digests for names --> FILE (and FILE.1 before it)
+    TurnRecord --Recorder--> numbers for ids, digests for names --> FILE (and FILE.1 before it)
 
-The loop hands over one small tuple a turn; encoding and disk are the thread's business.  No token and no name is
-written: a prompt is its length and, block by block, eight bytes of the digest that the prefix cache knows it by, which
-is what it takes to meet the same hits again.
+The core is pure: orders, times and results determine its decisions.  No token and no name is written.  A prompt is its
+length and, for each block, eight bytes of the digest that the prefix cache knows the block by: enough for equal hits.
 
-A log is a sequence of records, each a length (4 bytes, big-endian) and a msgpack array.  The first of every file is a
-`Header`, all others are `Turn`s.  A file that has grown to half the allowance becomes FILE.1, in the place of the one
-before; a record cut short by a crash ends the log.
+A log is a sequence of records, each a length (4 bytes, big-endian) and a msgpack array.  The first record of every file
+is a `Header`, all others are `LoggedTurn`s.  A record cut short by a crash ends the log.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import queue
 import struct
-import threading
-import time
 from collections.abc import Iterator
-from hashlib import blake2b
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,27 +24,26 @@ from engine.config import EngineConfig
 from engine.core.limits import Event
 from engine.core.plan import StepResult
 from engine.executor.base import Executor, ModelInfo
-from engine.wire.messages import Abort, Generate
+from engine.log_file import LogFile
+from engine.orders import Order, Resume, request_of
+from engine.request_log import digest
+from engine.turn_record import TurnRecord
+from engine.wire.messages import Abort
 
-if TYPE_CHECKING:
-    from engine.loop import Order
-
-log = logging.getLogger("quire.flight")
-
-VERSION = 1
+VERSION = 2
 DIGEST = 8  # bytes kept of a block's digest
-QUEUE = 10_000  # turns that may wait for the disk; beyond it they are dropped, and counted
 _LENGTH = struct.Struct(">I")
+_NO_RESULT = StepResult(0, [], [])
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the engine was when the file began."""
+    """The engine when the file began."""
 
     version: int
-    config: EngineConfig  # less what names places and people
+    config: EngineConfig  # without names of places and people
     info: ModelInfo
     blocks: int
-    max_seqs: int  # of the executor, as all that follows
+    max_seqs: int  # of the executor, like all that follow
     step_tokens: int
     depth: int
     host_blocks: int
@@ -61,22 +52,12 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def header(config: EngineConfig, executor: Executor) -> Header:
-    """What a log of this engine begins with."""
-    config = msgspec.structs.replace(
-        config, model="", served_name="", redis_url="", namespace="", engine_id="", kernels="", flight_log=""
-    )
-    info = msgspec.structs.replace(executor.info, name="")
-    return Header(
-        VERSION,
-        config,
-        info,
-        executor.blocks,
-        executor.max_seqs,
-        executor.step_tokens,
-        executor.depth,
-        executor.host_blocks,
-        executor.swap_bytes_per_s,
-    )
+    """Return the first record of a log of this engine."""
+    private = ("model", "served_name", "redis_url", "namespace", "engine_id", "kernels", "flight_log", "request_log")
+    config = msgspec.structs.replace(config, **dict.fromkeys(private, ""))
+    info, sizes = msgspec.structs.replace(executor.info, name=""), (executor.max_seqs, executor.step_tokens)
+    swap = executor.host_blocks, executor.swap_bytes_per_s
+    return Header(VERSION, config, info, executor.blocks, *sizes, executor.depth, *swap)
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -91,12 +72,12 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
     tenant: str  # digest; "": none
     salt: str  # digest; "": none
     stops: bool  # a token may end it before max_new
-    scores_prompt: bool  # prompt logprobs: no prefix is reused
-    said: list[int | None] = []  # begun by another engine: output tokens of each continuation; None: it was over
+    scores_prompt: bool  # it wants prompt logprobs, so no prefix is reused
+    begun: list[int | None] = []  # by another engine: output tokens of each continuation; None: that one had ended
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """It was aborted, or `lost` to another engine."""
+    """A request was aborted, or `lost` to another engine."""
 
     number: int
     index: int
@@ -115,152 +96,76 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     digests: bytes = b""  # of an "ended": of its full blocks in order, DIGEST bytes each
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class LoggedTurn(msgspec.Struct, frozen=True, array_like=True):
     """One turn of the loop that had anything to do."""
 
     now_ms: int  # unix time the plan was made for
-    at_us: int  # when the orders had been taken in, since the recorder started
-    over_us: int  # when the turn was over
     orders: list[Arrival | Cancel]  # taken in before the plan
-    stalled: bool  # no plan was made: too many tokens waited for Redis
-    failed: bool  # a step was lost
-    rows: int  # that sampled in the step whose result came in; 0: none did
-    prompt_tokens: int  # that step computed beside them
-    took_us: int  # from the result before to this one; 0: the engine had been idle
-    step_s: float  # that the executor measured for it, as in StepResult; so the next two
+    stalled: bool  # no plan was made: the outbox was full
+    failed: bool  # the steps in flight were lost
+    step_s: float  # measured by the executor, see StepResult; so are the next two
     swapped_bytes: int
     swap_s: float
-    bad_rows: list[int]  # whose logits were not finite
-    held: int  # blocks of the pool after the turn
-    waiting: int  # sequences after the turn
+    bad_rows: list[int]  # rows whose logits were not finite
+    impossible_rows: list[int]  # rows whose request's own settings left no token
     events: list[Entry]
     lost: int = 0  # turns before this one that the disk was too slow for
-    impossible_rows: list[int] = []  # whose request's own settings left no token
-
-
-class Seen(NamedTuple):
-    """A turn as the loop has it at hand.  The lists belong to the recorder from turn() on."""
-
-    now_ms: int  # as in Turn
-    begun: float  # time.monotonic() when the orders had been taken in
-    orders: list[Order]  # as the inbox gave them
-    stalled: bool
-    failed: bool
-    result: StepResult | None
-    prompt_tokens: int
-    took_s: float
-    held: int
-    waiting: int
-    events: list[Event]
 
 
 class FlightLogError(Exception):
-    """The log can't be read; one line."""
+    """The log cannot be read; one line."""
 
 
 class Recorder:
-    """Writes a log from a thread of its own.  turn() never waits and never raises: a full disk ends the recording, with
-    a line in the program's log, and not the engine."""
+    """Observer that writes a flight log."""
 
     def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
-        """Starts a new log at `path`; raises OSError.  Both files together stay below `max_bytes`."""
-        self._path, self._header, self._half = path, header, max_bytes // 2
-        self._queue: queue.Queue[tuple[Seen, float, int] | None] = queue.Queue(QUEUE)
-        self._open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
+        """Start a new log; a log of an earlier engine is deleted.  Raises OSError."""
+        self._header = header
         self._arrived = 0
-        self._lost = 0
-        self._began = time.monotonic()
-        self._previous.unlink(missing_ok=True)
-        self._open()
-        self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
-        self._thread.start()
+        self._dropped = 0  # turns, as of the last one written
+        self._open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
+        for old in parts(path):
+            old.unlink(missing_ok=True)
+        self._file = LogFile(path, max_bytes, self._first_record)
 
-    def turn(self, seen: Seen) -> None:
-        """Record the turn that is just over."""
-        try:
-            self._queue.put_nowait((seen, time.monotonic(), self._lost))
-            self._lost = 0
-        except queue.Full:
-            self._lost += 1
+    def observe(self, record: TurnRecord) -> None:
+        if record.was_idle and record.idle and not record.orders:
+            return
+        lost, self._dropped = self._file.dropped - self._dropped, self._file.dropped
+        # The record is the loop's: the writer thread gets what does not change any more.
+        result, facts = record.result or _NO_RESULT, (record.now_ms, record.stalled, record.failed)
+        self._file.write(partial(self._encode, facts, record.orders, result, record.outputs.events, lost))
 
     def close(self) -> None:
         """Write what has gathered."""
-        self._queue.put(None)
-        self._thread.join()
+        self._file.close()
 
-    @property
-    def _previous(self) -> Path:
-        return self._path.with_name(self._path.name + ".1")
+    # All that follows runs on the writer thread.
 
-    def _open(self) -> None:
-        self._file = self._path.open("wb")
-        self._size = 0
-        self._write(msgspec.structs.replace(self._header, first_number=self._arrived + 1))
+    def _first_record(self) -> bytes:
+        return _framed(msgspec.structs.replace(self._header, first_number=self._arrived + 1))
 
-    def _run(self) -> None:
-        broken = False
-        while (item := self._queue.get()) is not None:
-            if broken:
-                continue
-            try:
-                self._write(self._encoded(*item))
-                if self._size > self._half:
-                    self._file.close()
-                    os.replace(self._path, self._previous)
-                    self._open()
-                elif self._queue.empty():
-                    self._file.flush()
-            except OSError as error:
-                broken = True
-                log.error("the flight log ends here: %s", error)
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _write(self, record: Header | Turn) -> None:
-        data = msgspec.msgpack.encode(record)
-        self._file.write(_LENGTH.pack(len(data)) + data)
-        self._size += _LENGTH.size + len(data)
-
-    def _encoded(self, seen: Seen, over: float, lost: int) -> Turn:
-        arrived = [record for order in seen.orders if (record := self._order(order)) is not None]
-        events = [event for noted in seen.events if (event := self._entry(noted)) is not None]
-        at_us, over_us = (int((moment - self._began) * 1e6) for moment in (seen.begun, over))
-        result = seen.result or StepResult(0, [], [])
-        return Turn(
-            seen.now_ms,
-            at_us,
-            over_us,
-            arrived,
-            seen.stalled,
-            seen.failed,
-            len(result.rows),
-            seen.prompt_tokens,
-            int(seen.took_s * 1e6),
-            result.step_s,
-            result.swapped_bytes,
-            result.swap_s,
-            list(result.failed),
-            seen.held,
-            seen.waiting,
-            events,
-            lost,
-            list(result.impossible),
-        )
+    def _encode(
+        self, facts: tuple[int, bool, bool], orders: list[Order], result: StepResult, events: list[Event], lost: int
+    ) -> bytes:
+        now_ms, stalled, failed = facts
+        arrived = [logged for order in orders if (logged := self._order(order)) is not None]
+        swap, bad = (result.swapped_bytes, result.swap_s), (list(result.failed), list(result.impossible))
+        entries = [entry for event in events if (entry := self._entry(event)) is not None]
+        return _framed(LoggedTurn(now_ms, arrived, stalled, failed, result.step_s, *swap, *bad, entries, lost))
 
     def _order(self, order: Order) -> Arrival | Cancel | None:
-        """None: about a request that is over, or one that is running already."""
-        if isinstance(order, Abort):
-            found = self._open_requests.get(order.id)
-            return None if found is None else Cancel(found[0], order.index, order.lost)
-        said: list[int | None] = []
-        request, alive = (order, order.n) if isinstance(order, Generate) else (order.request, 0)
-        if not isinstance(order, Generate):
-            said = [None if output is None else len(output) for output in order.outputs]
-            alive = len(said) - said.count(None)
+        """None: the order is about a request that is over, or one that is running already."""
+        request = request_of(order)
+        if request is None or isinstance(order, Abort):
+            found = self._open_requests.get(order.id) if isinstance(order, Abort) else None
+            return Cancel(found[0], order.index, order.lost) if found and isinstance(order, Abort) else None
         if request.id in self._open_requests:
             return None
+        begun = [None if o is None else len(o) for o in order.outputs] if isinstance(order, Resume) else []
         self._arrived += 1
-        if alive:
+        if alive := len(begun) - begun.count(None) if begun else request.n:
             self._open_requests[request.id] = [self._arrived, alive]
         sampling = request.sampling
         return Arrival(
@@ -270,48 +175,49 @@ class Recorder:
             request.deadline_ms,
             request.priority,
             request.weight,
-            _digest(request.tenant),
-            _digest(request.cache_salt),
+            digest(request.tenant),
+            digest(request.cache_salt),
             bool(sampling.stop_token_ids) or not sampling.ignore_eos,
             sampling.prompt_logprobs >= 0,
-            said,
+            begun,
         )
 
     def _entry(self, event: Event) -> Entry | None:
         found = self._open_requests.get(event.request.id)
-        if found is None:  # it came before turns were lost
+        if found is None:  # the request arrived before turns were lost
             return None
         digests = b""
         if event.kind == "ended":
-            digests = b"".join(digest[:DIGEST] for digest in event.digests)
+            digests = b"".join(block[:DIGEST] for block in event.digests)
             found[1] -= 1
             if not found[1]:
                 del self._open_requests[event.request.id]
         return Entry(event.kind, found[0], event.index, event.step, event.tokens, event.reason or "", digests)
 
 
-def _digest(name: str) -> str:
-    return blake2b(name.encode(), digest_size=DIGEST).hexdigest() if name else ""
-
-
 class Log(NamedTuple):
-    """What was read."""
+    """A log in memory."""
 
     header: Header
-    turns: list[Turn]
+    turns: list[LoggedTurn]
     first: int  # number of the first request in it
 
     @property
     def whole(self) -> bool:
-        """From the engine's start on, without gaps: only then every decision can be made again."""
+        """Whether it begins with the engine and has no gaps: only then every decision can be made again."""
         return self.first == 1 and not any(turn.lost for turn in self.turns)
 
 
+def parts(path: Path) -> tuple[Path, Path]:
+    """Return the two files of a log, the older one first."""
+    return path.with_name(path.name + ".1"), path
+
+
 def read(path: Path) -> Log:
-    """FILE.1, if there is one, and FILE as one log; a record cut short ends it.  Raises FlightLogError."""
+    """Read FILE.1, if there is one, and FILE as one log.  Raises FlightLogError."""
     headers: list[Header] = []
-    turns: list[Turn] = []
-    for part in (path.with_name(path.name + ".1"), path):
+    turns: list[LoggedTurn] = []
+    for part in parts(path):
         if part != path and not part.exists():
             continue
         try:
@@ -319,10 +225,15 @@ def read(path: Path) -> Log:
             headers.append(msgspec.msgpack.decode(records[0], type=Header))
             if headers[-1].version != VERSION:
                 raise FlightLogError(f"{part}: version {headers[-1].version}; this program reads {VERSION}")
-            turns += [msgspec.msgpack.decode(record, type=Turn) for record in records[1:]]
-        except (OSError, IndexError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            turns += [msgspec.msgpack.decode(record, type=LoggedTurn) for record in records[1:]]
+        except (OSError, IndexError, msgspec.DecodeError) as error:
             raise FlightLogError(f"{part} is no flight log: {error}") from None
     return Log(headers[0], turns, headers[0].first_number)
+
+
+def _framed(record: Header | LoggedTurn) -> bytes:
+    data = msgspec.msgpack.encode(record)
+    return _LENGTH.pack(len(data)) + data
 
 
 def _records(data: bytes) -> Iterator[bytes]:

@@ -16,11 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
-from engine.core.limits import Outputs, Totals
+from engine.core.limits import Totals
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import Engine, LocalBox, Order, Resume
-from engine.metrics import PHASES, Telemetry
+from engine.loop import Engine
+from engine.metrics import Telemetry
+from engine.orders import LocalBox, Order, Resume
+from engine.turn_record import PHASES, TurnRecord
 from engine.wire.messages import EngineLoad, Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -42,7 +44,8 @@ class Traced:
         self.telemetry = Telemetry("e0", tracing=Tracing(self.provider))
         self.box = LocalBox(lambda delta: None)
         executor = ScriptedExecutor(INFO, self.blocks, host_blocks=self.blocks)
-        self.engine = Engine(self.config, executor, self.box, self.box, self.telemetry)
+        self.telemetry.describe_model(INFO, self.config)
+        self.engine = Engine(self.config, executor, self.box, self.box, observers=[self.telemetry])
 
     def run(self, *orders: Order) -> None:
         self.box.orders += orders
@@ -135,18 +138,25 @@ def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) 
 def test_recording_costs_a_hundredth_of_a_step() -> None:
     """Of a short one: 1 ms.  On this thread's own clock, so that a busy machine does not matter; with traces off."""
     telemetry, load = Telemetry("e0"), EngineLoad("e0", "m", "f", *[1] * 10)
-    telemetry.serving("m", fingerprint="f")
-    totals, outputs, steps, best = Totals(), Outputs({}, []), 2000, float("inf")
-    plans = [StepPlan(step) for step in range(steps)]
-    results = [StepResult(step, [], []) for step in range(steps)]
+    steps, best, rest = 2000, float("inf"), {"was_idle": False, "orders": [], "audits": [], "totals": Totals()}
     marks = [float(i) for i in range(len(PHASES) + 1)]
+    records = [
+        TurnRecord(
+            marks=marks,
+            unix_ms=0,
+            plan=StepPlan(step),
+            running=256,
+            result=StepResult(step, [], []),
+            load=load,
+            count_wasted_slots=lambda: 0,
+            **rest,  # type: ignore[arg-type]
+        )
+        for step in range(steps)
+    ]
     for _ in range(5):
         began = time.thread_time()
-        for plan, result in zip(plans, results, strict=True):
-            telemetry.planned(plan, 256)
-            telemetry.collected(result, 1.0)
-            telemetry.publish(load, totals, outputs, (1, 1), 1.0, lambda: 0)
-            telemetry.turn(marks, False)
+        for record in records:
+            telemetry.observe(record)
         best = min(best, (time.thread_time() - began) / steps)
     print(f"recording a step: {best * 1e6:.2f} us")
     assert best < 10e-6
@@ -173,8 +183,7 @@ def test_the_page_says_what_a_takeover_took() -> None:
     traced = Traced()
     traced.run(a_request())
     assert traced.samples()["quire_start_takeover"] == 0
-    telemetry = traced.engine.telemetry
-    telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True)
+    traced.telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True)
     traced.run(Resume(a_request("again", prompt=10, tokens=6), [[1, 2, 3]]))
     samples = traced.samples()
     assert samples["quire_start_takeover"] == 1

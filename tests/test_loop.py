@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 
+from engine.bus_thread import BusThread
 from engine.config import EngineConfig
 from engine.core.blocks import DoubleFree
 from engine.core.limits import Outputs
 from engine.core.plan import StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
 from engine.llm import LLM
-from engine.loop import (
-    AUDIT_SHARE,
-    Audit,
-    BusThread,
-    ConfigError,
-    Engine,
-    LocalBox,
-    Rate,
-    Report,
-    Resume,
-    build_scheduler,
-    merged,
-)
+from engine.load_report import Rate
+from engine.loop import ConfigError, Engine, build_scheduler
+from engine.orders import Audit, LocalBox, Report, Resume, merged
 from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
@@ -265,7 +256,7 @@ def test_deltas_that_go_out_together_are_merged() -> None:
 def broken(**changes: Any) -> tuple[Engine, Reports]:
     """An engine in the middle of its work, one of whose blocks was freed under those who have it."""
     box = Reports()
-    config = msgspec.structs.replace(CONFIG, check_books=False, **changes)
+    config = msgspec.structs.replace(CONFIG, **{"check_books": False} | changes)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     box.orders.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
     while engine.core.totals.generated_tokens < 3:
@@ -284,14 +275,14 @@ def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
 
 
 def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    engine, box = broken(bad_books="log")
+    engine, box = broken(bad_books="log", check_books=True)
     while engine.core.totals.double_frees < 2:
         engine.turn()
     assert len([record for record in caplog.records if "balance" in record.message]) == 1
     assert box.said[-1].load.audits > box.said[-1].load.alarms > 0
 
 
-def test_an_ordered_audit_is_answered() -> None:
+def test_an_ordered_check_is_answered() -> None:
     for engine, box in (broken(bad_books="log"), broken()):
         box.orders.append(Audit("a1"))
         with contextlib.suppress(DoubleFree):
@@ -304,22 +295,28 @@ def test_an_ordered_audit_is_answered() -> None:
             assert box.said[-1].audited == ()
 
 
-def test_samples_are_a_small_part_of_the_time() -> None:
-    """However long one takes, the next one waits two hundred times as long."""
+def test_a_check_that_another_thread_requests_is_answered_by_the_loop() -> None:
+    engine, _ = broken(bad_books="log")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engine.checks.request_check)
+        while not answer.done():
+            engine.turn()
+    assert "among the free ones" in answer.result()
+
+
+def test_a_live_engine_checks_once_it_is_idle_and_not_while_tokens_flow() -> None:
     box = Reports()
-    engine = Engine(msgspec.structs.replace(CONFIG, check_books=False), ScriptedExecutor(INFO, 64), box, box)
-    spent, sample = [0.0], engine.core.auditor.sample
-
-    def timed() -> None:
-        sample()
-        time.sleep(0.002)
-        spent.append(time.monotonic())
-
-    engine.core.auditor.sample = timed  # type: ignore[method-assign]
-    box.orders.append(Generate("r", "g", [5], 3000, Sampling(ignore_eos=True), 2**60))
-    while len(spent) < 4:
-        engine.turn()
-    assert all(later - earlier > 0.002 / AUDIT_SHARE for earlier, later in itertools.pairwise(spent[1:]))
+    config = msgspec.structs.replace(CONFIG, check_books=False)
+    engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
+    before = engine.core.totals.audits
+    for checks in (1, 2):
+        box.orders.append(Generate(f"r{checks}", "g", [5], 50, Sampling(ignore_eos=True), 2**60))
+        while box.orders or not engine.core.idle:
+            engine.turn()
+        assert engine.core.totals.audits == before + checks - 1
+        for _ in range(5):
+            engine.turn()
+        assert engine.core.totals.audits == before + checks
 
 
 class PutOff(ScriptedExecutor):

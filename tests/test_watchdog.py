@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 
+from engine.bus_thread import BusThread
 from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.loop import BusThread, Engine, LocalBox, Report
+from engine.loop import Engine
+from engine.orders import LocalBox, Report
 from engine.watchdog import Watchdog
 from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock

@@ -14,7 +14,6 @@ import random
 import sys
 from collections import deque
 from collections.abc import Sequence
-from math import log
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,44 +21,17 @@ import msgspec
 
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.limits import Admission, Limits
-from engine.core.plan import Sampler
+from engine.core.plan import Sampler, StepPlan
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.recorder import FlightLogError
+from engine.tools import replay
+from engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_trace
 from engine.wire.messages import Generate, Sampling
 
-EOS = 0
-VOCAB = 1 << 30
 FAR = 1 << 62
 SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
-
-
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request of a trace."""
-
-    prompt_len: int  # tokens
-    output_len: int  # tokens it will come to
-    at_s: float = 0.0  # when it arrives
-    max_tokens: int = 0  # that it may come to; 0: whatever it is given on reading
-    prompt_seed: int = 0  # the ids are drawn with it; 0: with the job's place in the trace
-    prefix_len: int = 0  # of the prompt, equal in all jobs
-    tenant: str = ""  # shares prefixes with itself alone
-    weight: float = 1.0  # of the tenant
-    salt: str = ""  # shares prefixes with its equals alone; "": the tenant's
-    priority: int = 0
-    chain: list[int] = []  # stands for the content of its first blocks, output included; equal numbers, equal tokens
-    chain_block: int = 16  # tokens that each of them stands for
-    ends_known: bool = False  # it ends at max_tokens and the scheduler may know (ignore_eos)
-    leaves_s: float = 0.0  # so long after its arrival its client is gone, if it has not ended; 0: stays
-
-
-def content(chain: Sequence[int], block_size: int, at: int) -> int:
-    """The token at a position of a sequence whose blocks the numbers of `chain` stand for: two of them begin with equal
-    tokens as far as their chains do.  Only the last token of a block tells it from others: where a prompt ends within a
-    block, it does not yet say how the answer will go on.  1 beyond the chain."""
-    block, offset = divmod(at, block_size)
-    return 2 + chain[block] if offset == block_size - 1 and block < len(chain) else 1
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -69,12 +41,8 @@ class StepTime(msgspec.Struct, frozen=True):
     row: float = 0.0002  # for each row that decodes
     prompt_token: float = 0.00005
 
-    pace: list[float] = []  # what steps took of that in each second of the clock; later ones: as much as that
-
-    def __call__(self, rows: int, prompt_tokens: int, at_s: float = 0.0) -> float:
-        """`at_s`: on the clock, when it begins."""
-        pace = self.pace[int(at_s)] if at_s < len(self.pace) else 1.0
-        return pace * (self.fixed + self.row * rows + self.prompt_token * prompt_tokens)
+    def __call__(self, rows: int, prompt_tokens: int) -> float:
+        return self.fixed + self.row * rows + self.prompt_token * prompt_tokens
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -106,33 +74,7 @@ class _Script(ScriptedExecutor):
 
     def token(self, sampler: Sampler, position: int) -> int:
         job = self._jobs[sampler.sampling.seed]
-        return EOS if position + 1 == job.output_len else content(job.chain, job.chain_block, job.prompt_len + position)
-
-
-def burst(
-    seed: int,
-    *,
-    base: float = 5.0,
-    peak: float = 15.0,
-    peak_s: float = 30.0,
-    rest_s: float = 30.0,
-    max_tokens: int = 1024,
-    ends_known: bool = False,
-) -> list[Job]:
-    """Poisson arrivals: `base` a second for `rest_s`, `peak` for `peak_s`, `base` again for `rest_s`.  Lognormal
-    lengths with means 77 in and 165 out, clipped to 4 .. 8 times the mean."""
-    rng = random.Random(seed)
-
-    def draw(mean: float, sigma: float) -> int:
-        return int(min(8 * mean, max(4, rng.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
-
-    jobs, now = [], 0.0
-    for rate, end in ((base, rest_s), (peak, rest_s + peak_s), (base, 2 * rest_s + peak_s)):
-        while (now := now + rng.expovariate(rate)) < end:
-            prompt, output = draw(77, 1.05), min(draw(165, 0.89), max_tokens)
-            jobs.append(Job(prompt, output, now, output if ends_known else max_tokens, ends_known=ends_known))
-        now = end
-    return jobs
+        return EOS if position + 1 == job.output_len else 1
 
 
 Mode = Admission | Literal["static"]
@@ -177,91 +119,121 @@ def simulate(
     What goes to `host_blocks` of the host's memory, and back, takes no time.
 
     Raises ValueError for a job that no scheduler could run."""
-    jobs = sorted(jobs, key=lambda job: job.at_s)
-    step_time = step_time or StepTime()
     pool = BlockPool(blocks, block_size, caching=caching and limits.allocation == "paged")
     core = Scheduler(pool, limits, HostPool(host_blocks), StepCostModel(swap_bytes_per_s))
-    executor = _Script(jobs, blocks)
-    coming = deque(enumerate(jobs))
-    leaving: list[tuple[float, int]] = []  # heap: when a client is gone, and its job
-    in_flight: deque[tuple[float, float]] = deque()  # of each step: when it will be done, seconds that it takes
-    now = device = full = contended = filled = eta = busy = 0.0
-    begun: dict[str, float] = {}  # id -> when its first token came
-    last: dict[str, float] = {}  # id -> when its last token came
-    ttft: list[float] = []
-    itl: list[float] = []
-    good = 0
-    while coming or not core.idle:
-        if core.idle:
-            now = max(now, coming[0][1].at_s)
-        while coming and coming[0][1].at_s <= now:
-            number, job = coming.popleft()
-            core.accept(_request(number, job))
+    run = _Run(sorted(jobs, key=lambda job: job.at_s), core, blocks)
+    while run.coming or not core.idle:
+        run.accept()
+        run.submit(step_time or StepTime())
+        if run.in_flight and (run.planned is None or len(run.in_flight) == depth):
+            run.collect()
+        run.deliver()
+    return run.report()
+
+
+class _Run:
+    """One simulation."""
+
+    def __init__(self, jobs: Sequence[Job], core: Scheduler, blocks: int) -> None:
+        self.jobs, self.core, self.executor = jobs, core, _Script(jobs, blocks)
+        self.coming = deque(enumerate(jobs))
+        self.leaving: list[tuple[float, int]] = []  # heap: when a client leaves, and its job
+        self.in_flight: deque[tuple[float, float]] = (
+            deque()
+        )  # of each step: when it will be done, seconds that it takes
+        self.planned: StepPlan | None = None
+        self.now = self.device = 0.0  # clocks, seconds
+        self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # sums over time
+        self.begun: dict[str, float] = {}  # id -> when its first token was delivered
+        self.last: dict[str, float] = {}  # id -> when its last token was delivered
+        self.ttft: list[float] = []
+        self.itl: list[float] = []
+        self.good = 0
+
+    def accept(self) -> None:
+        """Let jobs arrive and clients leave."""
+        if self.core.idle:
+            self.now = max(self.now, self.coming[0][1].at_s)
+        while self.coming and self.coming[0][1].at_s <= self.now:
+            number, job = self.coming.popleft()
+            self.core.accept(_request(number, job))
             if job.leaves_s:
-                heapq.heappush(leaving, (job.at_s + job.leaves_s, number))
-        while leaving and leaving[0][0] <= now:
-            core.abort(str(heapq.heappop(leaving)[1]))
-        if (plan := core.plan(0)) is not None:
-            executor.submit(plan)
-            rows, prompt_tokens = core.running, sum(len(piece.token_ids) for piece in plan.slices)
-            device = max(device, now)
-            seconds = step_time(rows, prompt_tokens, device)
-            device += seconds
-            in_flight.append((device, seconds))
-        if in_flight and (plan is None or len(in_flight) == depth):
-            done, seconds = in_flight.popleft()
-            took = done - now
-            held = pool.total - pool.available
-            used, slots = core.used_slots()
-            if slots:
-                filled += used / slots * took
-                eta += efficiency(held, core.reserved_blocks) * took
-                busy += took
-            if core.waiting:
-                full += held / pool.total * took
-                contended += took
-            now = done
-            core.commit(msgspec.structs.replace(executor.collect(), step_s=seconds))
-        for delta in core.outputs().deltas.get("", ()):
+                heapq.heappush(self.leaving, (job.at_s + job.leaves_s, number))
+        while self.leaving and self.leaving[0][0] <= self.now:
+            self.core.abort(str(heapq.heappop(self.leaving)[1]))
+
+    def submit(self, step_time: StepTime) -> None:
+        """Plan a step and start it, where there is anything to plan."""
+        self.planned = self.core.plan(0)
+        if self.planned is not None:
+            self.executor.submit(self.planned)
+            prompt_tokens = sum(len(piece.token_ids) for piece in self.planned.slices)
+            self.device = max(self.device, self.now)
+            seconds = step_time(self.core.running, prompt_tokens)
+            self.device += seconds
+            self.in_flight.append((self.device, seconds))
+
+    def collect(self) -> None:
+        """End the oldest step in flight, and move the clock there."""
+        core, pool = self.core, self.core.pool
+        done, seconds = self.in_flight.popleft()
+        took = done - self.now
+        held = pool.total - pool.available
+        used, slots = core.used_slots()
+        if slots:
+            self.filled += used / slots * took
+            self.eta += efficiency(held, core.reserved_blocks) * took
+            self.busy += took
+        if core.waiting:
+            self.full += held / pool.total * took
+            self.contended += took
+        self.now = done
+        core.commit(msgspec.structs.replace(self.executor.collect(), step_s=seconds))
+
+    def deliver(self) -> None:
+        """Take note of the tokens that are out now."""
+        now = self.now
+        for delta in self.core.outputs().deltas.get("", ()):
             if delta.finish is not None and delta.finish.reason == "cancelled":
                 continue
             if not delta.token_ids:
                 raise ValueError(f"job {delta.id}: {delta.finish.message if delta.finish else ''}")
+            arrived = self.jobs[int(delta.id)].at_s
             if delta.first == 0:
-                begun[delta.id] = now
-                ttft.append(now - jobs[int(delta.id)].at_s)
+                self.begun[delta.id] = now
+                self.ttft.append(now - arrived)
             else:
-                itl.append(now - last[delta.id])
-            last[delta.id] = now
+                self.itl.append(now - self.last[delta.id])
+            self.last[delta.id] = now
             if delta.finish is not None:
-                mean = (now - begun[delta.id]) / max(1, delta.first)
-                good += begun[delta.id] - jobs[int(delta.id)].at_s <= SLO_TTFT_S and mean <= SLO_ITL_S
-    calibration = core.outlook.calibration
-    return Report(
-        jobs=len(jobs),
-        seconds=now,
-        preemptions=core.totals.preemptions,
-        pauses=core.totals.pauses,
-        recomputed_tokens=core.totals.recomputed_tokens,
-        utilisation=full / contended if contended else 0.0,
-        filled=filled / busy if busy else 0.0,
-        efficiency=eta / busy if busy else 1.0,
-        contended_s=contended,
-        ttft=percentiles(ttft),
-        itl=percentiles(itl),
-        itl_max=max(itl, default=0.0),
-        goodput=good / max(1, len(jobs)),
-        calibration=[within / max(1, judged) for _, judged, within in calibration.table()],
-        peaks_passed=calibration.peaks_passed / max(1, calibration.peaks),
-    )
+                mean = (now - self.begun[delta.id]) / max(1, delta.first)
+                self.good += self.begun[delta.id] - arrived <= SLO_TTFT_S and mean <= SLO_ITL_S
+
+    def report(self) -> Report:
+        totals, calibration = self.core.totals, self.core.outlook.calibration
+        return Report(
+            jobs=len(self.jobs),
+            seconds=self.now,
+            preemptions=totals.preemptions,
+            pauses=totals.pauses,
+            recomputed_tokens=totals.recomputed_tokens,
+            utilisation=self.full / self.contended if self.contended else 0.0,
+            filled=self.filled / self.busy if self.busy else 0.0,
+            efficiency=self.eta / self.busy if self.busy else 1.0,
+            contended_s=self.contended,
+            ttft=percentiles(self.ttft),
+            itl=percentiles(self.itl),
+            itl_max=max(self.itl, default=0.0),
+            goodput=self.good / max(1, len(self.jobs)),
+            calibration=[within / max(1, judged) for _, judged, within in calibration.table()],
+            peaks_passed=calibration.peaks_passed / max(1, calibration.peaks),
+        )
 
 
 def _request(number: int, job: Job) -> Generate:
-    """A prompt of ids that no other job has, after the prefix that all have."""
+    """Return the request of a job: ids that no other job has, after the prefix that all have."""
     rng = random.Random(job.prompt_seed or number)
     prompt = [2 + i for i in range(job.prefix_len)]
-    covered = min(job.prompt_len, len(job.chain) * job.chain_block)
-    prompt += [content(job.chain, job.chain_block, at) for at in range(job.prefix_len, covered)]
     prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - len(prompt))]
     sampling = Sampling(seed=number, ignore_eos=job.ends_known)
     return Generate(
@@ -285,33 +257,6 @@ def percentiles(values: list[float]) -> tuple[float, float, float]:
     return p50, p90, p99
 
 
-class TraceError(Exception):
-    """A line of a trace is wrong; says which line and field."""
-
-
-def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:
-    """One JSON object a line, fields as in Job.  A line without max_tokens gets `max_tokens` (its output ends there at
-    the latest); with a `rate` jobs arrive as a Poisson process of so many a second.  Raises TraceError."""
-    jobs: list[Job] = []
-    rng, now = random.Random(seed), 0.0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            job = msgspec.json.decode(line, type=Job)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
-        if job.max_tokens == 0 and max_tokens:
-            job = msgspec.structs.replace(job, max_tokens=max_tokens, output_len=min(job.output_len, max_tokens))
-        if rate:
-            job = msgspec.structs.replace(job, at_s=(now := now + rng.expovariate(rate)))
-        for field, least in (("prompt_len", 1), ("output_len", 1), ("max_tokens", job.output_len), ("at_s", 0)):
-            if (value := getattr(job, field)) < least:
-                raise TraceError(f"{path}, line {number}: {field} is {value}; it must be at least {least}")
-        if not 0 <= job.prefix_len <= job.prompt_len:
-            raise TraceError(f"{path}, line {number}: prefix_len is {job.prefix_len}; prompt_len is {job.prompt_len}")
-        jobs.append(job)
-    return jobs
-
-
 HEADER = (
     "mode        seed  jobs preempt pauses recomputed   util filled    eta  queue s  TTFT p50/p99 s  "
     "ITL p50/p99/max ms  goodput  within q50/90/99"
@@ -331,29 +276,31 @@ def line(mode: str, seed: int, report: Report) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Print a table; 2 and one line on stderr when the trace or the log is wrong."""
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.tools simulate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...")
-    source.add_argument("--replay", type=Path, metavar="LOG", help="a flight log (quire engine --flight-log LOG)")
+    source.add_argument(
+        "--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...; or a request log"
+    )
+    source.add_argument("--replay", type=Path, metavar="LOG", help="make every decision of a flight log again")
     source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
-    parser.add_argument("--seeds", type=int, default=3, help="of --burst: 0, 1, ...")
-    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second in it")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="what requests ask for (--trace: that don't say)")
+    parser.add_argument("--seeds", type=int, default=3, help="of --burst: run with seeds 0, 1, ... below this")
+    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second at its peak")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="limit of outputs; --trace: of lines without one")
     parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
-    parser.add_argument("--mode", choices=[*MODES, "all"], help="default: all; of --replay: the recorded one")
-    parser.add_argument("--kv-blocks", type=int, default=0, help="in the pool; default: 512, of --replay: as recorded")
-    parser.add_argument("--max-seqs", type=int, default=0, help="default: 256, of --replay: as recorded")
-    args = parser.parse_args(argv)
-    modes = [args.mode] if args.mode in MODES else [] if args.replay and args.mode is None else list(MODES)
+    parser.add_argument("--mode", choices=[*MODES, "all"], default="all", help="admission mode (default: all)")
+    parser.add_argument("--kv-blocks", type=int, default=512, help="blocks in the pool (default: 512)")
+    parser.add_argument("--max-seqs", type=int, default=256, help="sequences that may run at once (default: 256)")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print a table; 2 and one line on stderr when the trace or the log is wrong."""
+    args = options().parse_args(argv)
     try:
         if args.replay:
-            from engine.tools import replay  # which stands on this module
-
-            print(HEADER)
-            for row in replay.report(args.replay, modes, args.kv_blocks, args.max_seqs):
+            for row in replay.report(args.replay):
                 print(row, flush=True)
             return 0
         runs = (
@@ -365,9 +312,9 @@ def main(argv: list[str]) -> int:
             ]
         )
         print(HEADER)
-        for mode in modes:
+        for mode in MODES if args.mode == "all" else (args.mode,):
             for seed, jobs in runs:
-                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs or 256), args.kv_blocks or 512)
+                report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
                 print(line(mode, seed, report), flush=True)
     except (TraceError, FlightLogError, OSError, ValueError) as error:
         print(f"engine.tools.simulate: {error}", file=sys.stderr)

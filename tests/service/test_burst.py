@@ -14,7 +14,7 @@ import pytest
 from engine.core.blocks import BlockPool
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.loop import Pace, Rate
+from engine.load_report import Pace, Rate
 from engine.tools.simulate import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
 from engine.wire.bus import Fleet, TenantQueue
 from engine.wire.messages import Generate, Sampling

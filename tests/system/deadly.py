@@ -59,5 +59,5 @@ if __name__ == "__main__":
     Deadly.deadly = int(token)
     program.ScriptedExecutor = Deadly  # type: ignore[misc]
     if Deadly.kind == "bus":
-        sys.modules["engine.loop"].EngineSide = DeadlyBus  # type: ignore[attr-defined]
+        sys.modules["engine.bus_thread"].EngineSide = DeadlyBus  # type: ignore[attr-defined]
     sys.exit(program.main(words))

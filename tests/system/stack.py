@@ -18,11 +18,12 @@ from typing import Any, Self
 
 import msgspec
 
+from engine.bus_thread import BusThread
 from engine.config import EngineConfig
 from engine.executor.base import Executor, ScriptedExecutor
 from engine.executor.local import load
 from engine.hot_prefixes import warm
-from engine.loop import BusThread, Engine
+from engine.loop import Engine
 from service.app import serve
 from service.config import GatewayConfig
 

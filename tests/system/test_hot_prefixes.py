@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import EngineSide
-from engine.wire.hot_prefix_store import Reuse
+from engine.wire.messages import HotPrefix
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.system.processes import Process, ending
 from tests.system.restarts import First, Restarts, hit_rate, text
@@ -43,10 +45,10 @@ def made(
 
 
 async def kept(made: Restarts, fingerprint: str = "scripted") -> None:
-    """Wait until the manifest has an entry."""
+    """Wait until the store has an entry."""
     with redis.Redis.from_url(made.redis_url) as store:
         async with asyncio.timeout(LIMIT_S):
-            while not store.zcard(f"{{{made.namespace}}}:heat:{fingerprint}"):  # noqa: ASYNC110  (another process)
+            while not store.exists(f"{{{made.namespace}}}:hot_prefixes:{fingerprint}"):  # noqa: ASYNC110  (another process)
                 await asyncio.sleep(0.02)
 
 
@@ -112,9 +114,13 @@ async def test_a_deploy_keeps_the_hit_rate_and_other_weights_begin_anew(
 
 
 async def test_an_engine_that_joins_under_load_is_warm(
-    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
+    redis_server: EmbeddedRedis,
+    namespace: str,
+    checkpoint: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Requests come all the time, but there is one that has room for them: a rolling deploy."""
+    """Requests arrive all the time, but another engine has room for them: a rolling deploy."""
+    caplog.set_level(logging.INFO, "quire.warming")
     document, options = text(1, 200, VOCAB), {"warm_seconds": LIMIT_S}
     with Stack(redis_server.url, namespace, checkpoint("llama"), **options) as stack:
         body = {"model": "tiny", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
@@ -132,7 +138,7 @@ async def test_an_engine_that_joins_under_load_is_warm(
             clients = [asyncio.create_task(keep_asking(session)) for _ in range(3)]
             with redis.Redis.from_url(redis_server.url) as store:
                 async with asyncio.timeout(LIMIT_S):
-                    while not list(store.scan_iter(f"{{{namespace}}}:heat:*")):  # noqa: ASYNC110  (another thread)
+                    while not list(store.scan_iter(f"{{{namespace}}}:hot_prefixes:*")):  # noqa: ASYNC110  (another thread)
                         await asyncio.sleep(0.02)
             joined = await asyncio.to_thread(
                 EngineThread, redis_server.url, namespace, "engine1", checkpoint("llama"), **options
@@ -141,8 +147,7 @@ async def test_an_engine_that_joins_under_load_is_warm(
             for client in clients:
                 assert not client.done() or client.result()
                 client.cancel()
-        warmed, tokens, _ = joined.engine.telemetry._warmed
-        assert (warmed, tokens) == (1, 192)
+        assert "computed 1 of 1 hot prefixes, 192 tokens" in caplog.text
 
 
 async def test_the_first_request_after_a_restart(made: Restarts, session: aiohttp.ClientSession) -> None:
@@ -156,14 +161,14 @@ async def test_the_first_request_after_a_restart(made: Restarts, session: aiohtt
     assert await asyncio.to_thread(engine.terminate, LIMIT_S) == 0
 
     engine = await made.engine(f"--warm-seconds={LIMIT_S}")
-    engine.wait_for(f"1 of 1 hot prefixes computed ahead, {LONG} tokens")
+    engine.wait_for(f"computed 1 of 1 hot prefixes, {LONG} tokens")
     warm = await made.first(session, [*prefix, 6])
     await made.rest()
     assert await asyncio.to_thread(engine.terminate, LIMIT_S) == 0
 
     engine = await made.engine("--warm-seconds=0")
     cold = await made.first(session, [*prefix, 7])
-    assert "computed ahead" not in engine.said()
+    assert "of 1 hot prefixes" not in engine.said()
     print(f"time to first token: steady {steady.seconds:.2f} s, warm {warm.seconds:.2f} s, cold {cold.seconds:.2f} s")
     assert (warm.cached, cold.cached) == (LONG, 0)
     assert cold.seconds >= LONG / STEP_TOKENS * STEP_S
@@ -189,21 +194,21 @@ async def test_after_a_crash_live_requests_come_before_hot_prefixes(
                     engine = made.launch(f"--warm-seconds={LIMIT_S}")
     assert sum(line.count(b'"finish_reason":"length"') for line in said) == 1
     log = engine.said()
-    assert "no hot prefix is computed ahead: requests wait" in log
-    assert "computed ahead, " not in log
+    assert "skipped prefix warm-up: requests are already queued" in log
+    assert "hot prefixes, " not in log
 
 
 @pytest.mark.parametrize(("kind", "status"), [("kill", -9), ("lost", 1)])
 async def test_no_engine_dies_of_the_same_prefix_twice(made: Restarts, kind: str, status: int) -> None:
-    """One kills it; the supervisor's next start under that name goes without, and serves."""
+    """It kills one engine; the next start computes nothing ahead, and serves."""
     deadly = 7
     bus = EngineSide(made.redis_url, "e", namespace=made.namespace)
     await bus.open()
-    await bus.manifest.reused("scripted", [Reuse(b"digest", [deadly] * 64, 64, "", 1)], time.time_ns() // 10**6)
+    await bus.manifest.write("scripted", [HotPrefix(struct.pack("<64I", *[deadly] * 64))])
     await bus.close()
     command = [sys.executable, "-m", "tests.system.deadly", str(deadly), kind]
     first: Process = made.launch(command=command)
     assert await asyncio.to_thread(first.popen.wait, LIMIT_S) == status
     second = made.launch(command=command)
     await asyncio.to_thread(second.wait_for, "ready", LIMIT_S)
-    assert "computed ahead" not in second.said()
+    assert "of 1 hot prefixes" not in second.said()

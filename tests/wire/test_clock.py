@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from engine.loop import on_own_clock
+from engine.orders import on_own_clock
 from engine.wire.clock import ALARM_S, SAMPLES, SLACK_MS, RedisClock, steady_ms
 from tests.wire.sides import Bus, generate, load, take
 

@@ -9,10 +9,11 @@ import time
 import pytest
 import redis
 
+from engine.bus_thread import BusThread
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import BusThread, Engine
+from engine.loop import Engine
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate, Sampling

@@ -1,0 +1,272 @@
+"""The engine's end of the bus, on a thread of its own: inbox and outbox of an Engine.
+
+    Redis <==exchange==> BusThread ==orders==> drain()   the loop's thread
+                                   <=outputs== put()
+
+Two plain queues join the threads, so a slow Redis never delays a step and a long step never delays a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.limits import Outputs
+from engine.metrics import Telemetry
+from engine.orders import Audit, Order, Report, Resume, merged, on_own_clock, without
+from engine.wire.bus import BusDown, EngineSide, ExchangeReply
+from engine.wire.keys import STALE_MS
+from engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
+
+log = logging.getLogger("quire.engine")
+T = TypeVar("T")
+
+BUFFER_TOKENS = 2**18  # tokens that may wait for Redis, of all requests together: some 70 MB
+STOP_S = 5.0  # how long stop() waits for a Redis that is away
+BELL_PAUSE_S = 1.0  # pause after an error on the bell's connection
+
+
+class BusThread:
+    """Exchanges outputs and orders with Redis.
+
+    An exchange sends the outputs that have gathered and claims what the engine has room for.  It happens after each
+    turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any case."""
+
+    def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
+        """`telemetry`: None where no metrics are served."""
+        self.relieved = False  # see Inbox
+        self._config = config
+        self._telemetry = telemetry or Telemetry(config.engine_id)
+        self._orders: queue.SimpleQueue[Order | Audit] = queue.SimpleQueue()
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
+        # Lost requests whose tokens the loop may still publish, because it has not taken the abort yet: id -> number of
+        # the loss.  Those tokens must not be sent: this engine has its lease again, perhaps even the same request.
+        self._lost: dict[str, int] = {}
+        self._losses = 0
+        self._put = self._sent = 0  # tokens since start: each count is written by one of the two threads
+        self._report: Report | None = None
+        self._findings: deque[tuple[str, str]] = deque()  # results of ordered accounting checks, not yet sent
+        self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
+        self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
+        self._claims = 0
+        self._stopping = False
+        self._died = False  # the engine failed: nothing more is claimed
+        self._bus: EngineSide  # once it is open
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
+        self._failure: BaseException | None = None
+
+    # -- called by the loop's thread
+
+    def start(self) -> None:
+        """Connect.  Raises BusDown."""
+        self._thread.start()
+        if (error := self._opened.get()) is not None:
+            self._thread.join()
+            raise error
+
+    def stop(self, *, died: bool = False) -> None:
+        """Send the outputs that have gathered, then give up the lease.  `died`: see EngineSide.close().
+
+        Without Redis the outputs are dropped, which costs no client a token: the next engine sends them again."""
+        self._died = died
+        self._stopping = True
+        self._ring()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the thread has just ended
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
+
+    def drain(self, wait_s: float) -> list[Order | Audit]:
+        if self._failure is not None:
+            raise self._failure
+        orders: list[Order | Audit] = []
+        try:
+            orders.append(self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait())
+            while True:
+                orders.append(self._orders.get_nowait())
+        except queue.Empty:
+            return orders
+
+    @property
+    def full(self) -> bool:
+        return self._put - self._sent >= BUFFER_TOKENS
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        if outputs.deltas or outputs.finished:
+            self._put += sum(map(len, outputs.deltas.values()))
+            self._outputs.append((outputs, report.dropped))
+        self._report = report
+        self._findings.extend(report.audited)
+        self._ring()
+
+    def requests_wait(self) -> bool:
+        """Return whether requests wait in the queue that the serving engines have no room for.
+
+        False while Redis is away: this engine could not claim them."""
+        try:
+            return self._ask(self._bus.manifest.requests_wait())
+        except BusDown:
+            return False
+
+    def take_hot_prefixes(self, fingerprint: str) -> list[HotPrefix]:
+        """Read and delete the stored hot prefixes of a model.  Raises BusDown."""
+        return self._ask(self._bus.manifest.take(fingerprint))
+
+    def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
+        """Have the hot prefixes of a model stored after the next exchange.  Never blocks."""
+        self._hot = fingerprint, prefixes
+        self._ring()
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the bus thread and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() raises its error
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    # -- the bus thread itself
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._serving = self._loop.create_task(self._serve())
+        try:
+            self._loop.run_until_complete(self._serving)
+        except BaseException as error:
+            self._failure = error
+            self._opened.put(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        config = self._config
+        bus = EngineSide(config.redis_url, config.engine_id, namespace=config.namespace, lease_ms=config.lease_ms)
+        await bus.open()
+        self._bus = bus
+        self._opened.put(None)
+        bell = asyncio.create_task(self._listen(bus))
+        writing = asyncio.create_task(self._write_hot(bus))  # alongside the exchanges, so that it never delays one
+        try:
+            while not (self._stopping and not self._outputs):
+                await self._wait(min(config.lease_ms, STALE_MS) / 3000)
+                if self._report is not None:
+                    await self._exchange(bus, self._report)
+                    while self._findings:
+                        with contextlib.suppress(BusDown):  # the gateway has given up by then
+                            await bus.audited(*self._findings.popleft())
+                    if self._hot and writing.done():
+                        writing = asyncio.create_task(self._write_hot(bus))
+                    if self._report.load.draining:
+                        self.relieved = await self._another_engine(bus, self._report.load.fingerprint)
+            await writing
+            await self._write_hot(bus)
+        finally:
+            bell.cancel()
+            writing.cancel()
+            await bus.close(died=self._died or not self._stopping)  # a failure of this thread ends the engine, too
+
+    async def _write_hot(self, bus: EngineSide) -> None:
+        if self._hot is None:
+            return
+        (fingerprint, prefixes), self._hot = self._hot, None
+        try:
+            await bus.manifest.write(fingerprint, prefixes)
+        except Exception as error:  # the next write follows in seconds
+            log.warning("could not store %d hot prefixes: %s", len(prefixes), error)
+
+    async def _another_engine(self, bus: EngineSide, fingerprint: str) -> bool:
+        """Return whether another engine of the same model takes work."""
+        try:
+            return any(load.fingerprint == fingerprint and not load.draining for load in await bus.others())
+        except BusDown:
+            return False
+
+    async def _wait(self, seconds: float) -> None:
+        timer = self._loop.call_later(seconds, self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+        self._wake.clear()
+
+    async def _listen(self, bus: EngineSide) -> None:
+        while True:
+            try:
+                await bus.bell()
+            except Exception:  # exchanges continue without the bell, at a third of the lease, and log errors of Redis
+                log.exception("lost the connection of the queue's bell, trying again in %g s", BELL_PAUSE_S)
+                await asyncio.sleep(BELL_PAUSE_S)
+            self._wake.set()
+
+    async def _exchange(self, bus: EngineSide, report: Report) -> None:
+        """Send what has gathered, claim what fits, pass the reply to the loop."""
+        deltas, finished, count = self._gather()
+        load, room_tokens, room_requests = self._room(report)
+        batches = [(gateway, TokenBatch(self._config.engine_id, group, load)) for gateway, group in deltas.items()]
+        began = time.monotonic()
+        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests)
+        self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
+        self._telemetry.clock_skew_s = bus.clock.skew_s
+        self._sent += count
+        self._pass_on(reply, bus)
+
+    def _gather(self) -> tuple[dict[str, list[Delta]], list[str], int]:
+        """Take the outputs of all turns since the last exchange: deltas by gateway, finished ids, number of deltas."""
+        deltas: dict[str, list[Delta]] = {}
+        finished: list[str] = []
+        turns, count = len(self._outputs), 0
+        for _ in range(turns):
+            outputs, dropped = self._outputs.popleft()
+            count += sum(map(len, outputs.deltas.values()))
+            if self._lost:
+                self._lost = {name: number for name, number in self._lost.items() if number > dropped}
+                outputs = without(outputs, self._lost)
+            finished += outputs.finished
+            for gateway, group in outputs.deltas.items():
+                deltas.setdefault(gateway, []).extend(group)
+        if turns > 1:
+            deltas = {gateway: merged(group) for gateway, group in deltas.items()}
+        return deltas, finished, count
+
+    def _room(self, report: Report) -> tuple[EngineLoad, int, int]:
+        """Return the load, prompt tokens and requests to offer: the report's, less the claims made after it."""
+        while self._claimed and self._claimed[0][0] <= report.accepted:
+            self._claimed.popleft()
+        taken = sum(tokens for _, tokens in self._claimed)
+        load = report.load
+        if taken:
+            load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
+        if self._died:  # the report was made before
+            return msgspec.structs.replace(load, yield_tokens=0), 0, 0
+        return load, max(0, report.room_tokens - taken), max(0, report.room_requests - len(self._claimed))
+
+    def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
+        """Queue the orders of a reply for the loop."""
+        for request_id in reply.lost:  # before the claims: one of them may be the same request
+            self._losses += 1
+            self._lost[request_id] = self._losses
+            self._orders.put(Abort(request_id, lost=True))
+        for request in reply.generates:
+            request = on_own_clock(request, bus.clock)
+            self._claims += 1
+            so_far = reply.resumed.get(request.id, [])
+            tokens = len(request.token_ids) + sum(len(logged.token_ids) for logged in so_far if logged.finish is None)
+            self._claimed.append((self._claims, tokens))
+            known = [logged.token_ids if logged.finish is None else None for logged in so_far]
+            self._orders.put(Resume(request, known) if known else request)
+        for abort in reply.aborts:
+            self._orders.put(abort)
+        for name in reply.audits:
+            self._orders.put(Audit(name))

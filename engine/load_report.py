@@ -1,0 +1,112 @@
+"""Describes an engine's load to the gateways: what its scheduler holds, and how fast it works."""
+
+from __future__ import annotations
+
+import math
+
+from engine.core.scheduler import Scheduler
+from engine.executor.base import ModelInfo
+from engine.wire.clock import steady_ms
+from engine.wire.messages import EngineLoad
+
+
+class Rate:
+    """Moving average of a growing count, per second; an event `seconds` ago weighs 1/e of one that happens now."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._count = 0
+        self._at: float | None = None
+        self.value = 0.0
+
+    def update(self, count: int, now: float) -> float:
+        """Take in `count` as of `now` (seconds, monotonic) and return the rate."""
+        if self._at is None:
+            self._at, self._count = now, count
+        elif now > self._at:
+            elapsed = now - self._at
+            weight = 1 - math.exp(-elapsed / self._seconds)
+            self.value += weight * ((count - self._count) / elapsed - self.value)
+            self._at, self._count = now, count
+        return self.value
+
+
+class Pace:
+    """Seconds from one step to the next: the mean of the first ones, then a moving average.  Idle time is left out."""
+
+    STEPS = 32  # a step this many steps ago weighs 1/e of the last one
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seen = 0
+        self.value = 0.0  # 0: not known
+
+    def step(self, now: float) -> float:
+        """Take in the results of a step at `now` (seconds, monotonic).  Return the seconds it took; 0 after a pause."""
+        took = 0.0
+        if self._last is not None:
+            took = now - self._last
+            self._seen = min(self._seen + 1, self.STEPS)
+            self.value += (took - self.value) / self._seen
+        self._last = now
+        return took
+
+    def pause(self) -> None:
+        """Leave the time until the next step out of the average."""
+        self._last = None
+
+
+class LoadReport:
+    """Measures rates from turn to turn and describes the engine as an EngineLoad."""
+
+    def __init__(self, engine_id: str, info: ModelInfo) -> None:
+        self._engine_id, self._info = engine_id, info
+        self._tokens_rate, self._blocks_rate = Rate(), Rate()
+        self.pace = Pace()
+
+    def describe(self, core: Scheduler, now: float, *, draining: bool) -> EngineLoad:
+        """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others."""
+        info, pool, totals, calibration = self._info, core.pool, core.totals, core.outlook.calibration
+        crowd, yield_tokens = ([], 0) if draining else core.yielding()
+        return EngineLoad(
+            engine=self._engine_id,
+            model=info.name,
+            fingerprint=info.fingerprint,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            block_size=pool.block_size,
+            total_blocks=pool.total,
+            free_blocks=pool.available,
+            cached_blocks=pool.idle,
+            running=core.running,
+            waiting=len(core.waiting),
+            waiting_tokens=core.waiting_tokens,
+            time_ms=steady_ms(),
+            tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now),
+            blocks_per_s=self._blocks_rate.update(totals.released_blocks, now),
+            preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_prompt_tokens=totals.cached_prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            recomputed_tokens=totals.recomputed_tokens,
+            draining=draining,
+            predicted_peak_blocks=core.predicted_peak(),
+            step_s=self.pace.value,
+            swapped=core.swapping.sequences,
+            swap_preemptions=totals.swap_preemptions,
+            swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
+            swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
+            paused=core.paused,
+            pauses=totals.pauses,
+            length_calibration=calibration.table(),
+            peaks_judged=calibration.peaks,
+            peaks_passed=calibration.peaks_passed,
+            peaks_bound_blocks=calibration.bound_blocks,
+            peaks_blocks=calibration.peak_blocks,
+            audits=totals.audits,
+            alarms=totals.leaks + totals.double_frees + totals.other_alarms,
+            yields=totals.yields,
+            crowd=crowd,
+            yield_tokens=yield_tokens,
+            eos_ids=info.eos_ids,
+        )

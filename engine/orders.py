@@ -1,0 +1,138 @@
+"""What enters the step loop and what leaves it: orders, tokens and reports.
+
+    Inbox.drain() ==Generate, Resume, Abort==> Engine.turn ==Outputs, Report==> Outbox.put()
+
+The bus thread (`bus_thread.py`) is the inbox and outbox of a server, `LocalBox` that of a caller in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
+
+import msgspec
+
+from engine.core.limits import Outputs
+from engine.core.scheduler import Scheduler
+from engine.wire.clock import RedisClock
+from engine.wire.messages import Abort, Delta, EngineLoad, Generate
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request that an earlier engine began."""
+
+    request: Generate
+    outputs: list[list[int] | None]  # tokens of each continuation so far; None: that continuation has ended
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """Check the whole block accounting and report the result under this name."""
+
+    name: str
+
+
+Order = Generate | Resume | Abort
+
+
+class Inbox(Protocol):
+    """Where orders come from."""
+
+    relieved: bool  # another engine can take over every request of this one
+
+    def drain(self, wait_s: float) -> Sequence[Order | Audit]:
+        """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """State of the engine after a turn."""
+
+    load: EngineLoad
+    room_tokens: int  # prompt tokens that the scheduler could start
+    room_requests: int
+    accepted: int  # requests taken from the inbox since start
+    dropped: int = 0  # requests dropped since start because they were reassigned to another engine
+    audited: tuple[tuple[str, str], ...] = ()  # results of ordered checks: name, finding ("": none)
+
+
+class Outbox(Protocol):
+    """Where tokens go."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no more tokens may be generated for now."""
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        """Hand over the output of one turn.  Never blocks."""
+
+
+class LocalBox:
+    """Inbox and outbox in memory, for a caller in the same process."""
+
+    relieved = full = False
+
+    def __init__(self, on_delta: Callable[[Delta], None]) -> None:
+        self.orders: list[Order | Audit] = []  # the caller appends, the engine takes
+        self._on_delta = on_delta
+
+    def drain(self, wait_s: float) -> list[Order | Audit]:
+        orders, self.orders = self.orders, []
+        return orders
+
+    def put(self, outputs: Outputs, report: Report) -> None:
+        for deltas in outputs.deltas.values():
+            for delta in deltas:
+                self._on_delta(delta)
+
+
+def apply_order(core: Scheduler, order: Order) -> None:
+    """Pass one order to the scheduler."""
+    if isinstance(order, Generate):
+        core.accept(order)
+    elif isinstance(order, Resume):
+        core.accept(order.request, order.outputs)
+    elif order.lost:
+        core.drop(order.id)
+    else:
+        core.abort(order.id, order.index)
+
+
+def request_of(order: Order) -> Generate | None:
+    """Return the request that an order brings; None for an abort."""
+    if isinstance(order, Abort):
+        return None
+    return order.request if isinstance(order, Resume) else order
+
+
+def on_own_clock(request: Generate, clock: RedisClock) -> Generate:
+    """Return a claimed request with its times converted from Redis' clock to this process's clock.
+
+    The request keeps the seconds that it had when it was claimed, even if a machine's clock is set afterwards."""
+    queued_ms = clock.local_ms(request.queued_ms) if request.queued_ms else 0
+    return msgspec.structs.replace(request, deadline_ms=clock.local_ms(request.deadline_ms), queued_ms=queued_ms)
+
+
+def without(outputs: Outputs, ids: Container[str]) -> Outputs:
+    """Return the outputs of all other requests."""
+    return Outputs(
+        {gateway: [delta for delta in deltas if delta.id not in ids] for gateway, deltas in outputs.deltas.items()},
+        [request_id for request_id in outputs.finished if request_id not in ids],
+    )
+
+
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """Merge the deltas of several steps into one for each continuation."""
+    found: dict[tuple[str, int], Delta] = {}
+    for delta in deltas:
+        key = delta.id, delta.index
+        before = found.get(key)
+        if before is None:
+            found[key] = delta
+        else:
+            probs = None if before.logprobs is None else before.logprobs + (delta.logprobs or [])
+            found[key] = msgspec.structs.replace(
+                before,
+                token_ids=before.token_ids + delta.token_ids,
+                finish=delta.finish,
+                logprobs=delta.logprobs if before.logprobs is None else probs,
+            )
+    return list(found.values())

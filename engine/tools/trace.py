@@ -1,0 +1,110 @@
+"""Traces: the requests that the simulator runs, made up, read from a file, or taken from an engine's request log."""
+
+from __future__ import annotations
+
+import random
+from math import log
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.request_log import RequestLine
+
+EOS = 0
+VOCAB = 1 << 30
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a trace."""
+
+    prompt_len: int  # tokens
+    output_len: int  # tokens of its output
+    at_s: float = 0.0  # when it arrives
+    max_tokens: int = 0  # limit of its output; 0: read_trace() sets one
+    prompt_seed: int = 0  # of its token ids; 0: its place in the trace
+    prefix_len: int = 0  # of the prompt, equal in all jobs
+    tenant: str = ""  # shares prefixes only with its own requests
+    weight: float = 1.0  # of the tenant
+    salt: str = ""  # prefixes are shared under an equal salt; "": the tenant is the salt
+    priority: int = 0
+    ends_known: bool = False  # it ends at max_tokens, and the scheduler knows (ignore_eos)
+    leaves_s: float = 0.0  # the client leaves this long after the arrival; 0: it stays
+
+
+def burst(
+    seed: int,
+    *,
+    base: float = 5.0,
+    peak: float = 15.0,
+    peak_s: float = 30.0,
+    rest_s: float = 30.0,
+    max_tokens: int = 1024,
+    ends_known: bool = False,
+) -> list[Job]:
+    """Make up Poisson arrivals: `base` a second for `rest_s`, `peak` for `peak_s`, `base` again for `rest_s`.
+
+    Lengths are lognormal with means 77 in and 165 out, clipped to 4 .. 8 times the mean."""
+    rng = random.Random(seed)
+
+    def draw(mean: float, sigma: float) -> int:
+        return int(min(8 * mean, max(4, rng.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
+
+    jobs, now = [], 0.0
+    for rate, end in ((base, rest_s), (peak, rest_s + peak_s), (base, 2 * rest_s + peak_s)):
+        while (now := now + rng.expovariate(rate)) < end:
+            prompt, output = draw(77, 1.05), min(draw(165, 0.89), max_tokens)
+            jobs.append(Job(prompt, output, now, output if ends_known else max_tokens, ends_known=ends_known))
+        now = end
+    return jobs
+
+
+class TraceError(Exception):
+    """A line of a trace is wrong; says which line and field."""
+
+
+def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:
+    """Read one job from each line of JSON: fields of Job, or a line of a request log.
+
+    A line without max_tokens gets `max_tokens`; its output then ends there at the latest.  With a `rate`, jobs arrive
+    as a Poisson process of `rate` a second.  Raises TraceError."""
+    jobs: list[Job] = []
+    rng, now = random.Random(seed), 0.0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            job = logged(fields) if "unix_s" in fields else msgspec.convert(fields, Job)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise TraceError(f"{path}, line {number}: {error}") from None
+        if job is None:
+            continue
+        if job.max_tokens == 0 and max_tokens:
+            job = msgspec.structs.replace(job, max_tokens=max_tokens, output_len=min(job.output_len, max_tokens))
+        if rate:
+            job = msgspec.structs.replace(job, at_s=(now := now + rng.expovariate(rate)))
+        for field, least in (("prompt_len", 1), ("output_len", 1), ("max_tokens", job.output_len), ("at_s", 0)):
+            if (value := getattr(job, field)) < least:
+                raise TraceError(f"{path}, line {number}: {field} is {value}; it must be at least {least}")
+        if not 0 <= job.prefix_len <= job.prompt_len:
+            raise TraceError(f"{path}, line {number}: prefix_len is {job.prefix_len}; prompt_len is {job.prompt_len}")
+        jobs.append(job)
+    return jobs
+
+
+def logged(fields: dict[str, Any]) -> Job | None:
+    """Return the job for a line of a request log; None where the request computed nothing.
+
+    The client of a cancelled request, or of one past its deadline, leaves after the same time again."""
+    line = msgspec.convert(fields, RequestLine)
+    left = line.outcome in ("cancelled", "deadline")
+    if not line.output_len and not left:
+        return None
+    return Job(
+        line.prompt_len,
+        line.max_tokens if left else line.output_len,
+        at_s=max(0.0, line.at_s),
+        max_tokens=line.max_tokens,
+        tenant=line.tenant,
+        priority=line.priority,
+        leaves_s=max(1e-6, line.e2e_s) if left else 0.0,
+    )

@@ -1,0 +1,35 @@
+"""How `python -m engine` ends when it cannot start: one line, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "engine", "--redis-url=redis://127.0.0.1:1/0", *words]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environ
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:
+    ended = start("--device=cpu", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), CXX="g++")
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("quire engine: cannot build the kernels: no C++ compiler: 'g++' is not on PATH")
+
+
+@pytest.mark.parametrize("option", ["--flight-log", "--request-log"])
+def test_a_log_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "no such folder" / "log"
+    ended = start("--executor=scripted", f"{option}={path}")
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("quire engine: cannot write a log: ")
+    assert str(path) in line

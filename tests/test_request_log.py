@@ -1,0 +1,113 @@
+"""The request log: one line for each request that ends here, without text, and the simulator reads it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.log_file import LogFile
+from engine.loop import Engine
+from engine.orders import LocalBox, Order, Resume
+from engine.request_log import RequestLog
+from engine.tools import simulate
+from engine.tools.trace import read_trace
+from engine.wire.clock import steady_ms
+from engine.wire.messages import Abort, Generate, Sampling
+
+INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
+CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, admission="none")
+
+
+def a_request(name: str, prompt: int = 40, tokens: int = 5, **fields: Any) -> Generate:
+    return Generate(name, "g", [5] * prompt, tokens, Sampling(ignore_eos=True, seed=3), 2**60, **fields)
+
+
+def run(path: Path, *rounds: list[Order], max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
+    """Run the orders of each round to their ends; the lines of the log."""
+    box, log = LocalBox(lambda delta: None), RequestLog(path, max_bytes)
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 256, step_seconds=0.001), box, box, observers=[log])
+    for orders in rounds:
+        box.orders += orders
+        while box.orders or not engine.core.idle:
+            engine.turn()
+    log.close()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_says_lengths_times_and_outcome(tmp_path: Path) -> None:
+    queued_ms = steady_ms() - 2000
+    first = a_request("secret-id", n=2, priority=3, tenant="a tenant's name", queued_ms=queued_ms)
+    begun = Resume(a_request("begun", 10, 6), [[1, 2, 3]])
+    lines = run(tmp_path / "log", [first], [a_request("again", tokens=9)], [begun], [a_request("gone"), Abort("gone")])
+    assert [line["outcome"] for line in lines] == ["length"] * 3 + ["cancelled"]
+    one, again, begun_line, gone = lines
+    assert (one["prompt_len"], one["output_len"], one["max_tokens"], one["n"]) == (40, 5, 5, 2)
+    assert (one["priority"], one["cached_tokens"], one["unix_s"]) == (3, 0, queued_ms / 1000)
+    assert 2.0 <= one["queue_s"] <= one["ttft_s"] <= one["e2e_s"] < 60.0
+    assert one["at_s"] <= -1.9
+    assert len(one["tenant"]) == 16
+    assert (again["cached_tokens"], again["output_len"], again["tenant"]) == (32, 9, "")
+    assert (begun_line["output_len"], begun_line["ttft_s"]) == (6, None)
+    assert (gone["output_len"], gone["queue_s"]) == (0, None)
+    assert not {"secret-id", "a tenant's name"} & set((tmp_path / "log").read_text().split('"'))
+
+
+def test_a_request_that_moves_to_another_engine_is_logged_there(tmp_path: Path) -> None:
+    assert run(tmp_path / "log", [a_request("r", n=2), Abort("r", lost=True)]) == []
+
+
+def test_the_simulator_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log"
+    orders = [a_request(f"r{i}", 10 + i, 4 + i, tenant="t") for i in range(5)]
+    run(path, list(orders), [a_request("gone", tokens=50), Abort("gone")], [a_request("long", prompt=600)])
+    jobs = read_trace(path)
+    assert [(job.prompt_len, job.output_len, job.max_tokens) for job in jobs[:5]] == [
+        (10 + i, 4 + i, 4 + i) for i in range(5)
+    ]
+    assert [job.leaves_s > 0 for job in jobs] == [False] * 5 + [True]  # what failed computed nothing
+    assert simulate.main(["--trace", str(path), "--mode", "forecast"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    path.write_text('{"unix_s": 1.0, "at_s": 2.0}\n')
+    assert simulate.main(["--trace", str(path)]) == 2
+    assert "line 1: " in capsys.readouterr().err
+
+
+def test_it_stays_in_its_bounds_and_keeps_the_file_before(tmp_path: Path) -> None:
+    path, most = tmp_path / "log", 8000
+    for _ in range(2):
+        run(path, [a_request(f"r{i}", 5, 1) for i in range(60)], max_bytes=most)
+        sizes = [file.stat().st_size for file in (path, tmp_path / "log.1")]
+        assert sum(sizes) <= most + 600  # a line may pass the half
+    assert all(json.loads(line)["outcome"] == "length" for line in (tmp_path / "log.1").read_text().splitlines())
+    (tmp_path / "log").write_text("of an earlier engine")
+    run(path, [])
+    assert (tmp_path / "log.1").read_text() == "of an earlier engine"
+
+
+def test_a_slow_disk_drops_lines_and_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.log_file.QUEUE", 3)
+    file = LogFile(tmp_path / "log", 1 << 20)
+
+    def slow() -> bytes:
+        time.sleep(0.5)
+        return b"x"
+
+    began = time.monotonic()
+    for _ in range(10):
+        file.write(slow)
+    assert time.monotonic() - began < 0.4
+    assert file.dropped >= 6
+    file.close()
+    assert (tmp_path / "log").read_bytes() == b"x" * (10 - file.dropped)
+
+
+def test_its_options_are_checked() -> None:
+    with pytest.raises(msgspec.ValidationError, match="request_log_mib"):
+        msgspec.convert({"request_log_mib": 0}, EngineConfig)
