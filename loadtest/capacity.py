@@ -31,9 +31,9 @@ from typing import Any
 
 from loadtest import machine
 from loadtest.checkpoint import prepare
-from loadtest.figures import Record, Sample, prefix_hits
-from loadtest.replay import Client, Options, body, record_of
+from loadtest.replay import Options, Session, body, record_of
 from loadtest.server import MODEL_NAME, ServerError, serve
+from loadtest.stats import Record, Sample, prefix_hits
 from loadtest.trace import lognormal
 from loadtest.workloads import Arrival, SharedJob
 
@@ -129,24 +129,24 @@ async def trial(options: Options, work: Work, users: int, warm_s: float, seconds
     asked before all of them are there does not count."""
     records: list[Record] = []
 
-    async def user(number: int, client: Client) -> None:
+    async def user(number: int, session: Session) -> None:
         await asyncio.sleep(warm_s * number / users)
         for job in work.asked(number):
             data = body(Arrival(0.0, "capacity", job), options)
-            if (due := client.now_s) >= warm_s + seconds:
+            if (due := session.now_s) >= warm_s + seconds:
                 return
             records.append(record_of(Arrival(due, "capacity", job)))
-            await client.ask(records[-1], data)
+            await session.send(records[-1], data)
 
-    async with Client(options) as client:
-        tasks = [asyncio.create_task(user(number, client)) for number in range(users)]
+    async with Session(options) as session:
+        tasks = [asyncio.create_task(user(number, session)) for number in range(users)]
         _, late = await asyncio.wait(tasks, timeout=warm_s + seconds + PATIENCE_S)
         for task in late:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        samples = await client.samples()
+        samples = await session.samples()
     counted = [record for record in records if record.due_s >= warm_s]
     return _figures(counted, [s for s in samples if warm_s <= s.at_s < warm_s + seconds], users, sla)
 

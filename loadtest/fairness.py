@@ -17,8 +17,8 @@ from typing import Any
 
 from loadtest import machine, replay
 from loadtest.checkpoint import prepare
-from loadtest.figures import Record, spread
 from loadtest.server import MODEL_NAME, serve
+from loadtest.stats import Record, spread
 
 TENANTS = ("loud", "quiet")
 AIM = 1.2  # the quiet tenant's p99 beside the loud one, over alone
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
     """What became of its requests; times in seconds, from when each was due."""
-    own = [record for record in records if record.asker.tenant == tenant]
+    own = [record for record in records if record.client.tenant == tenant]
     first = [record.ttft_s for record in own if record.ttft_s is not None]
     return {
         "requests": len(own),

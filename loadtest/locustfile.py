@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import gevent
 from locust import FastHttpUser, LoadTestShape, between, events, task
 
-from loadtest.client import Answer, announced_pause, pause
-from loadtest.figures import REFUSED
+from loadtest.answers import Answer, announced_pause, pause
 from loadtest.replay import WORDS
+from loadtest.stats import REFUSED
 from loadtest.trace import lognormal
 from loadtest.workloads import MEANS, users_at
 

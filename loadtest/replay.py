@@ -29,10 +29,10 @@ from typing import Any, Self
 import aiohttp
 from tqdm import tqdm
 
-from loadtest import askers, machine, scrape, workloads
-from loadtest.askers import AskerError, Mix
-from loadtest.client import Answer, announced_pause, pause
-from loadtest.figures import REFUSED, Attempt, Record, Sample, Slo, series, summarise
+from loadtest import clients, machine, scrape, workloads
+from loadtest.answers import Answer, announced_pause, pause
+from loadtest.clients import Mix, ProfileError
+from loadtest.stats import REFUSED, Attempt, Record, Sample, Slo, series, summarise
 from loadtest.workloads import Arrival, Phase
 
 SAMPLE_S = 0.25
@@ -76,12 +76,12 @@ def body(arrival: Arrival, options: Options) -> bytes:
         request["min_tokens"] = length - 1
     elif options.ignore_eos:
         request["ignore_eos"] = True
-    if arrival.asker.priority is not None:
-        request["priority"] = arrival.asker.priority
+    if arrival.client.priority is not None:
+        request["priority"] = arrival.client.priority
     return json.dumps(request, separators=(",", ":")).encode()
 
 
-class Client:
+class Session:
     """Connections to one server, a clock that starts with the run, and samples of the server's metrics.
 
     `async with` opens them, reads the metrics once and starts the clock."""
@@ -122,12 +122,12 @@ class Client:
         await asyncio.sleep(2 * SAMPLE_S)
         return [replace(sample, at_s=sample.at_s - self._begin) for sample in self._samples]
 
-    async def ask(self, record: Record, data: bytes) -> None:
+    async def send(self, record: Record, data: bytes) -> None:
         """One request to its end, refusals included: all that becomes of it goes into `record`.  Never raises for what
         a server does.  Cancelled, it leaves the record as far as it came."""
         options = self.options
         record.lag_s = self.now_s - record.due_s
-        key = options.keys.get(record.asker.tenant, options.api_key)
+        key = options.keys.get(record.client.tenant, options.api_key)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._tick("sent")
         try:
@@ -137,8 +137,8 @@ class Client:
             self._tick("ended")
 
     async def _attempts(self, record: Record, data: bytes, headers: dict[str, str]) -> None:
-        asker = record.asker
-        deadline = math.inf if asker.timeout_s is None else record.due_s + asker.timeout_s
+        client = record.client
+        deadline = math.inf if client.timeout_s is None else record.due_s + client.timeout_s
         while True:
             sent = self.now_s
             if deadline < math.inf:
@@ -162,7 +162,7 @@ class Client:
                 _fail(record, f"{record.attempts[-1].status} {said}")
                 return
             self._tick("refused")
-            wait = pause(asker.retry, len(record.attempts) - 1, announced, self._rng)
+            wait = pause(client.retry, len(record.attempts) - 1, announced, self._rng)
             if wait is None or self.now_s + wait >= deadline:  # nobody comes back for an answer that is too late
                 record.outcome = "refused"
                 return
@@ -183,13 +183,13 @@ class Client:
 
 def _fail(record: Record, said: str) -> None:
     """An answer that its own deadline ended is the client's doing, any other that is cut short the server's."""
-    expired = record.asker.timeout_s is not None and DEADLINE_CODE in said
+    expired = record.client.timeout_s is not None and DEADLINE_CODE in said
     record.outcome, record.error = "expired" if expired else "error", said
 
 
 def record_of(arrival: Arrival) -> Record:
     job = arrival.job
-    return Record(arrival.at_s, arrival.phase, job.prompt_len, job.output_len, asker=arrival.asker)
+    return Record(arrival.at_s, arrival.phase, job.prompt_len, job.output_len, client=arrival.client)
 
 
 async def replay(
@@ -198,12 +198,12 @@ async def replay(
     """Send all, wait for all, but no longer than `drain_s` after the last was due."""
     bodies = [body(arrival, options) for arrival in arrivals]
     records = [record_of(arrival) for arrival in arrivals]
-    async with Client(options, tick) as client:
+    async with Session(options, tick) as session:
         tasks = []
         for record, data in zip(records, bodies, strict=True):
-            if (ahead := record.due_s - client.now_s) > 0:
+            if (ahead := record.due_s - session.now_s) > 0:
                 await asyncio.sleep(ahead)
-            tasks.append(asyncio.create_task(client.ask(record, data)))
+            tasks.append(asyncio.create_task(session.send(record, data)))
         limit = None if options.drain_s == math.inf else options.drain_s
         _, late = await asyncio.wait(tasks, timeout=limit) if tasks else (set(), set())
         for task in late:
@@ -214,7 +214,7 @@ async def replay(
         for record, task in zip(records, tasks, strict=True):
             if task in late:
                 record.outcome, record.error = "error", f"unfinished {options.drain_s:g} s after the last was due"
-        return records, await client.samples()
+        return records, await session.samples()
 
 
 def reason(answer: bytes) -> str:
@@ -322,7 +322,7 @@ def arrivals_of(args: argparse.Namespace) -> tuple[list[Phase], list[Arrival]]:
             arrivals = workloads.synthetic(args.workload, plan, args.burstiness, args.seed, args.scale)
     except (OSError, workloads.TraceError) as error:
         raise SystemExit(str(error)) from None
-    arrivals = workloads.ask_as(arrivals, _mix(args), args.seed, args.only)
+    arrivals = workloads.assign_clients(arrivals, _mix(args), args.seed, args.only)
     if not arrivals:
         whose = f" for tenant {args.only}" if args.only else ""
         raise SystemExit(f"no request arrives{whose} in {sum(p.seconds for p in plan):g} s at {args.rate:g} a second")
@@ -333,23 +333,23 @@ def _mix(args: argparse.Namespace) -> Mix:
     def shares(name: str, value: Callable[[str], Any]) -> dict[Any, float]:
         given = getattr(args, name)
         try:
-            return askers.shares(given, value) if given else {}
-        except AskerError as error:
+            return clients.parse_shares(given, value) if given else {}
+        except ProfileError as error:
             raise SystemExit(f"--{name}: {error}") from None
 
     return Mix(
-        shares("tenants", askers.tenant),
-        shares("priorities", askers.priority),
-        shares("deadlines", askers.deadline),
-        shares("retry", askers.patience),
+        shares("tenants", clients.parse_tenant),
+        shares("priorities", clients.parse_priority),
+        shares("deadlines", clients.parse_deadline),
+        shares("retry", clients.parse_retry),
     )
 
 
 def main(args: argparse.Namespace, command: str) -> int:
     plan, arrivals = arrivals_of(args)
     try:
-        keys = askers.read_keys(args.keys) if args.keys else {}
-    except (OSError, AskerError) as error:
+        keys = clients.read_keys(args.keys) if args.keys else {}
+    except (OSError, ProfileError) as error:
         raise SystemExit(str(error)) from None
     url = args.url.rstrip("/").removesuffix("/v1")
     options = options_of(args, url, args.model, keys)
@@ -431,7 +431,7 @@ def work(args: argparse.Namespace, plan: list[Phase], arrivals: list[Arrival]) -
         "scale": args.scale,
         "context": args.context,
         "ask_tokens": args.ask_tokens,
-        "askers": askers.counted([arrival.asker for arrival in arrivals]),
+        "clients": clients.count_profiles([arrival.client for arrival in arrivals]),
         "only": args.only,
         "seed": args.seed,
     }
@@ -451,10 +451,10 @@ def raw(record: Record) -> dict[str, Any]:
         "end_s": round(record.end_s, 4),
         "tokens": record.tokens,
         "cached": record.cached,
-        "tenant": record.asker.tenant,
-        "priority": record.asker.priority,
-        "timeout_s": record.asker.timeout_s,
-        "retry": record.asker.retry,
+        "tenant": record.client.tenant,
+        "priority": record.client.priority,
+        "timeout_s": record.client.timeout_s,
+        "retry": record.client.retry,
         "outcome": record.outcome,
         "error": record.error,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from loadtest.figures import Sample
+from loadtest.stats import Sample
 
 # what a Sample holds -> the metrics of each kind of server whose sum over all series it is
 _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from loadtest import askers, trace
-from loadtest.askers import ANYBODY, Asker, AskerError
+from loadtest import clients, trace
+from loadtest.clients import ANONYMOUS, ClientProfile, ProfileError
 from loadtest.trace import Job
 
 Shape = Literal["steady", "ramp", "burst", "soak"]
@@ -35,7 +35,7 @@ class Arrival:
     at_s: float  # since the run began
     phase: str
     job: Job
-    asker: Asker = ANYBODY
+    client: ClientProfile = ANONYMOUS
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ _LENGTHS: dict[str, tuple[int, bool]] = {
     "prefix_len": (0, False),
     "prefix_seed": (0, False),
 }
-_ASKERS = ("tenant", "priority", "timeout_s")
+_CLIENT_FIELDS = ("tenant", "priority", "timeout_s")
 _MOST = 10_000_000  # tokens; more is a slip of the pen
 
 
@@ -204,7 +204,7 @@ class Line:
 
     at_s: float | None  # None: the trace leaves arrivals to the run
     job: Job
-    asker: Asker
+    client: ClientProfile
 
 
 def read_trace(path: Path) -> list[Line]:
@@ -213,7 +213,7 @@ def read_trace(path: Path) -> list[Line]:
     prompt_seed                 else the number of the line
     prefix_len, prefix_seed     of a beginning that lines with the same seed share
     at_s                        second of arrival: in every line or in none, never before the line above
-    tenant, priority, timeout_s who asks (loadtest/askers.py)
+    tenant, priority, timeout_s who asks (loadtest/profiles.py)
 
     Raises TraceError naming the line and the field, OSError."""
     lines: list[Line] = []
@@ -233,10 +233,10 @@ def _parse(text: str, where: str, number: int, before: Line | None) -> Line:
         raise TraceError(f"{where}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: must be an object with prompt_len and output_len")
-    known = (*_LENGTHS, "at_s", *_ASKERS, "id")
+    known = (*_LENGTHS, "at_s", *_CLIENT_FIELDS, "id")
     if strange := sorted(fields.keys() - set(known)):
         raise TraceError(f"{where}: {strange[0]} is not a field; there are {', '.join(known)}")
-    return Line(_time(fields, where, before), _job(fields, where, number), _asker(fields, where))
+    return Line(_time(fields, where, before), _job(fields, where, number), _client(fields, where))
 
 
 def _job(fields: dict[str, Any], where: str, number: int) -> Job:
@@ -257,12 +257,12 @@ def _job(fields: dict[str, Any], where: str, number: int) -> Job:
     return SharedJob(**values) if prefix else Job(*(values[n] for n in ("prompt_len", "output_len", "prompt_seed")))
 
 
-def _asker(fields: dict[str, Any], where: str) -> Asker:
+def _client(fields: dict[str, Any], where: str) -> ClientProfile:
     """JSON's own types; the values are checked as those of the command line are."""
     readers: dict[str, tuple[tuple[type, ...], str, Callable[[str], Any]]] = {
-        "tenant": ((str,), "a name", askers.tenant),
-        "priority": ((str, int), "a name or a whole number", askers.priority),
-        "timeout_s": ((int, float), "a number of seconds > 0", askers.deadline),
+        "tenant": ((str,), "a name", clients.parse_tenant),
+        "priority": ((str, int), "a name or a whole number", clients.parse_priority),
+        "timeout_s": ((int, float), "a number of seconds > 0", clients.parse_deadline),
     }
     found = {}
     for name, (types, kind, read) in readers.items():
@@ -273,9 +273,9 @@ def _asker(fields: dict[str, Any], where: str) -> Asker:
             raise TraceError(f"{where}: {name} is {value!r}; must be {kind}")
         try:
             found[name] = read(str(value))
-        except AskerError as error:
+        except ProfileError as error:
             raise TraceError(f"{where}: {name} is {error}") from None
-    return Asker(**found)
+    return ClientProfile(**found)
 
 
 def _time(fields: dict[str, Any], where: str, before: Line | None) -> float | None:
@@ -296,14 +296,14 @@ def from_trace(path: Path, plan: list[Phase], burstiness: float, seed: int) -> l
     Raises TraceError, OSError."""
     lines = read_trace(path)
     if lines[0].at_s is not None:
-        return [Arrival(line.at_s or 0.0, "trace", line.job, line.asker) for line in lines]
+        return [Arrival(line.at_s or 0.0, "trace", line.job, line.client) for line in lines]
     times = islice(arrival_times(plan, burstiness, seed), len(lines))
-    return [Arrival(at, phase, line.job, line.asker) for (at, phase), line in zip(times, lines, strict=False)]
+    return [Arrival(at, phase, line.job, line.client) for (at, phase), line in zip(times, lines, strict=False)]
 
 
-def ask_as(arrivals: list[Arrival], mix: askers.Mix, seed: int, only: str = "") -> list[Arrival]:
+def assign_clients(arrivals: list[Arrival], mix: clients.Mix, seed: int, only: str = "") -> list[Arrival]:
     """The same work, asked by whom `mix` draws.  `only` keeps one tenant's requests and leaves their times and lengths
     as they are beside the others: what that tenant's life is like alone."""
-    drawn = mix.draw([arrival.asker for arrival in arrivals], seed)
-    asked = [replace(arrival, asker=asker) for arrival, asker in zip(arrivals, drawn, strict=True)]
-    return [arrival for arrival in asked if not only or arrival.asker.tenant == only]
+    drawn = mix.draw([arrival.client for arrival in arrivals], seed)
+    asked = [replace(arrival, client=client) for arrival, client in zip(arrivals, drawn, strict=True)]
+    return [arrival for arrival in asked if not only or arrival.client.tenant == only]

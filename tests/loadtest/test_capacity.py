@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.capacity import FINE, SYSTEMS, Sla, Trial, Work, highest
-from loadtest.figures import Attempt, Record
+from loadtest.stats import Attempt, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtest.client import Retry
+from loadtest.answers import Retry
 
 PRIORITIES = ("high", "normal", "low")
 PRIORITY_RANGE = range(-100, 101)
@@ -20,7 +20,7 @@ PATIENCE: tuple[Retry, ...] = ("obey", "ignore", "never")
 
 
 @dataclass(frozen=True)
-class Asker:
+class ClientProfile:
     """Whose request it is, and what is known of its client.  A field left out is not sent."""
 
     tenant: str = ""  # its key is sent; "": that of --api-key-env, if any
@@ -29,15 +29,15 @@ class Asker:
     retry: Retry = "obey"  # what a refusal leads to
 
 
-ANYBODY = Asker()
+ANONYMOUS = ClientProfile()
 
 
-class AskerError(ValueError):
+class ProfileError(ValueError):
     """What was given, and what it must be; who gave it says where."""
 
 
-def priority(text: str) -> str | int:
-    """Raises AskerError."""
+def parse_priority(text: str) -> str | int:
+    """Raises ProfileError."""
     if text in PRIORITIES:
         return text
     try:
@@ -45,12 +45,12 @@ def priority(text: str) -> str | int:
     except ValueError:
         value = PRIORITY_RANGE.stop
     if value not in PRIORITY_RANGE:
-        raise AskerError(f"{text!r}; must be {', '.join(PRIORITIES)} or a whole number from -100 to 100")
+        raise ProfileError(f"{text!r}; must be {', '.join(PRIORITIES)} or a whole number from -100 to 100")
     return value
 
 
-def deadline(text: str) -> float | None:
-    """Seconds, or None for "none".  Raises AskerError."""
+def parse_deadline(text: str) -> float | None:
+    """Seconds, or None for "none".  Raises ProfileError."""
     if text == "none":
         return None
     try:
@@ -58,27 +58,27 @@ def deadline(text: str) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise AskerError(f"{text!r}; must be a number of seconds > 0, or none")
+        raise ProfileError(f"{text!r}; must be a number of seconds > 0, or none")
     return seconds
 
 
-def tenant(text: str) -> str:
-    """Raises AskerError."""
+def parse_tenant(text: str) -> str:
+    """Raises ProfileError."""
     if not text:
-        raise AskerError("''; must have a name")
+        raise ProfileError("''; must have a name")
     return text
 
 
-def patience(text: str) -> Retry:
-    """Raises AskerError."""
+def parse_retry(text: str) -> Retry:
+    """Raises ProfileError."""
     for kind in PATIENCE:
         if text == kind:
             return kind
-    raise AskerError(f"{text!r}; must be {', '.join(PATIENCE)}")
+    raise ProfileError(f"{text!r}; must be {', '.join(PATIENCE)}")
 
 
-def shares(text: str, value: Callable[[str], T]) -> dict[T, float]:
-    """`loud=10,quiet=1`: each value and its part of the whole; a name alone has part 1.  Raises AskerError."""
+def parse_shares(text: str, value: Callable[[str], T]) -> dict[T, float]:
+    """`loud=10,quiet=1`: each value and its part of the whole; a name alone has part 1.  Raises ProfileError."""
     found: dict[T, float] = {}
     for part in text.split(","):
         name, given, number = part.strip().partition("=")
@@ -87,9 +87,9 @@ def shares(text: str, value: Callable[[str], T]) -> dict[T, float]:
         except ValueError:
             weight = math.nan
         if not 0 < weight < math.inf:
-            raise AskerError(f"{part.strip()!r}; its share must be a number > 0")
+            raise ProfileError(f"{part.strip()!r}; its share must be a number > 0")
         if (key := value(name)) in found:
-            raise AskerError(f"{text!r}; must not name {name} twice")
+            raise ProfileError(f"{text!r}; must not name {name} twice")
         found[key] = weight
     return found
 
@@ -104,16 +104,16 @@ class Mix:
     timeouts: Mapping[float | None, float]
     retries: Mapping[Retry, float]
 
-    def draw(self, askers: Sequence[Asker], seed: int) -> list[Asker]:
-        """One for each of `askers`; what a trace says already stands.  A field's draws depend on `seed` alone, so that
+    def draw(self, profiles: Sequence[ClientProfile], seed: int) -> list[ClientProfile]:
+        """One for each of `profiles`; what a trace says stands.  A field's draws depend on `seed` alone, so that
         another mix of priorities asks in the name of the same tenants."""
 
         def drawn(field: str, choices: Mapping[Any, float]) -> list[Any]:
-            given = [getattr(asker, field) for asker in askers]
+            given = [getattr(client, field) for client in profiles]
             if not choices:
                 return given
             rng = random.Random(f"{seed}/{field}")
-            made = rng.choices(list(choices), list(choices.values()), k=len(askers))
+            made = rng.choices(list(choices), list(choices.values()), k=len(profiles))
             said = [value not in ("", None) and field != "retry" for value in given]
             return [old if stands else new for old, new, stands in zip(given, made, said, strict=True)]
 
@@ -124,29 +124,29 @@ class Mix:
             drawn("retry", self.retries),
         )
         return [
-            replace(asker, tenant=t, priority=p, timeout_s=s, retry=r)
-            for asker, t, p, s, r in zip(askers, *columns, strict=True)
+            replace(client, tenant=t, priority=p, timeout_s=s, retry=r)
+            for client, t, p, s, r in zip(profiles, *columns, strict=True)
         ]
 
 
 def read_keys(path: Path) -> dict[str, str]:
     """A TOML file with a line `tenant = "key"` for each.  Keys stand in a file, not on a command line that everybody on
-    the machine can read and results repeat.  Raises AskerError, OSError."""
+    the machine can read and results repeat.  Raises ProfileError, OSError."""
     try:
         keys = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise AskerError(f"{path}: {error}") from None
+        raise ProfileError(f"{path}: {error}") from None
     for name, key in keys.items():
         if not isinstance(key, str) or not key:
-            raise AskerError(f'{path}: {name} must be a key: {name} = "..."')
+            raise ProfileError(f'{path}: {name} must be a key: {name} = "..."')
     return keys
 
 
-def counted(askers: Sequence[Asker]) -> dict[str, dict[str, int]]:
+def count_profiles(profiles: Sequence[ClientProfile]) -> dict[str, dict[str, int]]:
     """How many requests each tenant, priority, deadline and kind of client asks, of the fields that anybody has."""
     found: dict[str, dict[str, int]] = {}
     for field in ("tenant", "priority", "timeout_s", "retry"):
-        counts = Counter(str(value) for asker in askers if (value := getattr(asker, field)) not in ("", None))
+        counts = Counter(str(value) for client in profiles if (value := getattr(client, field)) not in ("", None))
         if counts:
             found[field] = dict(sorted(counts.items()))
     return found

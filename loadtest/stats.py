@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.askers import ANYBODY, Asker
+from loadtest.clients import ANONYMOUS, ClientProfile
 
 MIN_PAUSE_S = 1.0  # the smallest Retry-After there is
 REFUSED = (429, 503)
@@ -50,7 +50,7 @@ class Record:
     outcome: str = "lost"  # ok, refused (429 or 503 to the end), expired (its own deadline passed), error
     error: str = ""
     cached: int | None = None  # prompt tokens that the server had in its prefix cache; None where it does not say
-    asker: Asker = ANYBODY
+    client: ClientProfile = ANONYMOUS
 
     @property
     def ttft_s(self) -> float | None:
@@ -202,7 +202,7 @@ def groups(records: list[Record], slo: Slo) -> dict[str, dict[str, Any]]:
     for name in ("tenant", "priority", "timeout_s", "retry"):
         members: dict[str, list[Record]] = {}
         for record in records:
-            value = getattr(record.asker, name)
+            value = getattr(record.client, name)
             members.setdefault("none" if value in ("", None) else str(value), []).append(record)
         if len(members) > 1:
             found[name] = {value: _group(members[value], slo) for value in sorted(members)}
@@ -281,10 +281,10 @@ def refusals(records: Sequence[Record], samples: Sequence[Sample]) -> dict[str, 
             if attempt.announced_s is None or attempt.status not in REFUSED:
                 continue
             announced.append(attempt.announced_s)
-            if record.asker.retry == "obey" and (i, j) in needed:
+            if record.client.retry == "obey" and (i, j) in needed:
                 truth = max(MIN_PAUSE_S, needed[i, j])
                 errors.append(abs(attempt.announced_s - truth) / truth)
-        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None and record.asker.retry == "obey":
+        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None and record.client.retry == "obey":
             retried += 1
             got_in += record.attempts[1].status == 200
     attempts = sum(map(len, (record.attempts for record in records)))
