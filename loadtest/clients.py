@@ -1,4 +1,4 @@
-"""Who asks: tenant, priority, deadline and patience, drawn in the shares that the command line gives."""
+"""Client profiles: tenant, priority, deadline and retry behaviour, drawn in the shares that the command line gives."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from loadtest.answers import Retry
 PRIORITIES = ("high", "normal", "low")
 PRIORITY_RANGE = range(-100, 101)
 T = TypeVar("T")
-PATIENCE: tuple[Retry, ...] = ("obey", "ignore", "never")
+RETRIES: tuple[Retry, ...] = ("obey", "ignore", "never")
+FIELDS = ("tenant", "priority", "timeout_s", "retry")
 
 
 @dataclass(frozen=True)
 class ClientProfile:
-    """Whose request it is, and what is known of its client.  A field left out is not sent."""
+    """What a request's client sends besides its prompt.  An empty field is not sent."""
 
-    tenant: str = ""  # its key is sent; "": that of --api-key-env, if any
+    tenant: str = ""  # selects the API key; "": the key of --api-key-env, if any
     priority: str | int | None = None  # of PRIORITIES or PRIORITY_RANGE, lower first
-    timeout_s: float | None = None  # seconds from when it is due to when its answer must be complete
-    retry: Retry = "obey"  # what a refusal leads to
+    timeout_s: float | None = None  # seconds from when the request is due to when its answer must be complete
+    retry: Retry = "obey"  # the reaction to a refusal
 
 
 ANONYMOUS = ClientProfile()
 
 
 class ProfileError(ValueError):
-    """What was given, and what it must be; who gave it says where."""
+    """A value is not valid: the text says what was given and what it must be.  The caller adds where it was given."""
 
 
 def parse_priority(text: str) -> str | int:
-    """Raises ProfileError."""
+    """Return a name of PRIORITIES or a number of PRIORITY_RANGE.  Raises ProfileError."""
     if text in PRIORITIES:
         return text
     try:
@@ -50,7 +51,7 @@ def parse_priority(text: str) -> str | int:
 
 
 def parse_deadline(text: str) -> float | None:
-    """Seconds, or None for "none".  Raises ProfileError."""
+    """Return seconds, or None for "none".  Raises ProfileError."""
     if text == "none":
         return None
     try:
@@ -63,22 +64,22 @@ def parse_deadline(text: str) -> float | None:
 
 
 def parse_tenant(text: str) -> str:
-    """Raises ProfileError."""
+    """Return a name that is not empty.  Raises ProfileError."""
     if not text:
         raise ProfileError("''; must have a name")
     return text
 
 
 def parse_retry(text: str) -> Retry:
-    """Raises ProfileError."""
-    for kind in PATIENCE:
+    """Return one of RETRIES.  Raises ProfileError."""
+    for kind in RETRIES:
         if text == kind:
             return kind
-    raise ProfileError(f"{text!r}; must be {', '.join(PATIENCE)}")
+    raise ProfileError(f"{text!r}; must be {', '.join(RETRIES)}")
 
 
 def parse_shares(text: str, value: Callable[[str], T]) -> dict[T, float]:
-    """`loud=10,quiet=1`: each value and its part of the whole; a name alone has part 1.  Raises ProfileError."""
+    """Parse `loud=10,quiet=1` into each value and its weight; a name alone weighs 1.  Raises ProfileError."""
     found: dict[T, float] = {}
     for part in text.split(","):
         name, given, number = part.strip().partition("=")
@@ -96,8 +97,10 @@ def parse_shares(text: str, value: Callable[[str], T]) -> dict[T, float]:
 
 @dataclass(frozen=True)
 class Mix:
-    """Shares of each field; an empty one leaves it as it is.  The fields are drawn independently of each other, so
-    the arrivals of one tenant are a process of the same kind at its share of the rate."""
+    """Weights of each field's values; an empty mapping leaves the field as it is.
+
+    Fields are drawn independently of each other.  So one tenant's arrivals are a process of the same kind as all
+    arrivals, at that tenant's share of the rate."""
 
     tenants: Mapping[str, float]
     priorities: Mapping[str | int, float]
@@ -105,17 +108,18 @@ class Mix:
     retries: Mapping[Retry, float]
 
     def draw(self, profiles: Sequence[ClientProfile], seed: int) -> list[ClientProfile]:
-        """One for each of `profiles`; what a trace says stands.  A field's draws depend on `seed` alone, so that
-        another mix of priorities asks in the name of the same tenants."""
+        """Return a profile for each of `profiles`; a value that a trace gave stays.
+
+        Each field's draws depend on `seed` alone: a different mix of priorities keeps every request's tenant."""
 
         def drawn(field: str, choices: Mapping[Any, float]) -> list[Any]:
-            given = [getattr(client, field) for client in profiles]
+            given = [getattr(profile, field) for profile in profiles]
             if not choices:
                 return given
             rng = random.Random(f"{seed}/{field}")
             made = rng.choices(list(choices), list(choices.values()), k=len(profiles))
-            said = [value not in ("", None) and field != "retry" for value in given]
-            return [old if stands else new for old, new, stands in zip(given, made, said, strict=True)]
+            keep = [value not in ("", None) and field != "retry" for value in given]
+            return [old if kept else new for old, new, kept in zip(given, made, keep, strict=True)]
 
         columns = (
             drawn("tenant", self.tenants),
@@ -124,14 +128,15 @@ class Mix:
             drawn("retry", self.retries),
         )
         return [
-            replace(client, tenant=t, priority=p, timeout_s=s, retry=r)
-            for client, t, p, s, r in zip(profiles, *columns, strict=True)
+            replace(profile, tenant=t, priority=p, timeout_s=s, retry=r)
+            for profile, t, p, s, r in zip(profiles, *columns, strict=True)
         ]
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """A TOML file with a line `tenant = "key"` for each.  Keys stand in a file, not on a command line that everybody on
-    the machine can read and results repeat.  Raises ProfileError, OSError."""
+    """Read a TOML file with a line `tenant = "key"` for each tenant.  Raises ProfileError, OSError.
+
+    Keys are read from a file because other users of the machine can read a command line, and results repeat it."""
     try:
         keys = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -143,10 +148,10 @@ def read_keys(path: Path) -> dict[str, str]:
 
 
 def count_profiles(profiles: Sequence[ClientProfile]) -> dict[str, dict[str, int]]:
-    """How many requests each tenant, priority, deadline and kind of client asks, of the fields that anybody has."""
+    """Return the number of requests of each value, for each of FIELDS that any request sets."""
     found: dict[str, dict[str, int]] = {}
-    for field in ("tenant", "priority", "timeout_s", "retry"):
-        counts = Counter(str(value) for client in profiles if (value := getattr(client, field)) not in ("", None))
+    for field in FIELDS:
+        counts = Counter(str(value) for profile in profiles if (value := getattr(profile, field)) not in ("", None))
         if counts:
             found[field] = dict(sorted(counts.items()))
     return found

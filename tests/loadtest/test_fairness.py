@@ -8,7 +8,6 @@ from loadtest.stats import Attempt, Record
 
 
 def asked(tenant: str, due: float, statuses: list[int], times: list[float], outcome: str = "ok") -> Record:
-    of = ClientProfile(tenant)
     attempts = [Attempt(due + i, status) for i, status in enumerate(statuses)]
     return Record(
         due, "x", 5, len(times), 0.0, attempts, times, due + 9, len(times), outcome, client=ClientProfile(tenant)

@@ -26,6 +26,7 @@ from loadtest.clients import (
     parse_tenant,
     read_keys,
 )
+from loadtest.trace import TraceError, read_trace
 from loadtest.workloads import (
     MEANS,
     SYSTEM,
@@ -35,7 +36,6 @@ from loadtest.workloads import (
     WORKLOADS,
     Arrival,
     Phase,
-    TraceError,
     arrival_times,
     assign_clients,
     clip,
@@ -43,7 +43,6 @@ from loadtest.workloads import (
     gaps,
     jobs,
     phases,
-    read_trace,
     synthetic,
     users_at,
 )
