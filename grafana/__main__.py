@@ -1,4 +1,4 @@
-"""`python -m grafana`: write dashboards/*.json from boards.py; with `--check` only say whether they are."""
+"""`python -m grafana`: write dashboards/*.json from boards.py; with `--check`, only compare them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FOLDER = Path(__file__).parent / "dashboards"
 
 
 def main(check: bool) -> int:
-    """0, or 1 when a file in the folder is not what the boards say."""
+    """Write or compare the dashboards.  Returns 0, or 1 if `check` finds a file that differs from boards.py."""
     wanted = {FOLDER / f"{board.uid}.json": render(board) for board in BOARDS}
     wrong = {path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text}
     stray = set(FOLDER.glob("*.json")) - wanted.keys()
     for path in sorted(wrong | stray):
-        print(f"{path.name} {'is not what boards.py says' if check else 'written' if path in wrong else 'removed'}")
+        print(f"{path.name} {'differs from boards.py' if check else 'written' if path in wrong else 'removed'}")
         if check:
             continue
         if path in wrong:

@@ -1,6 +1,7 @@
-"""The dashboards, described: what each panel asks and draws.  `python -m grafana` writes dashboards/*.json from it.
+"""The dashboards: the queries and drawing of each panel.  `python -m grafana` writes dashboards/*.json from them.
 
-Gateways' figures are summed; what every gateway says of the same thing (the queue, the engines) is taken once, by max.
+Queries sum the gateways' own figures.  Every gateway also reports the shared queue and the engines: max takes these
+once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ WINDOW = "$__rate_interval"
 
 @dataclass(frozen=True)
 class Panel:
-    """One question, and the queries that answer it."""
+    """A panel: one question, and the queries that answer it."""
 
     title: str
     queries: dict[str, str]  # legend -> PromQL; a heatmap has one
-    unit: str = "short"  # Grafana's id of it
+    unit: str = "short"  # Grafana's id of the unit
     kind: Kind = "lines"
-    text: str = ""  # how to read it
+    text: str = ""  # description: how to read the panel
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Board:
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Events a second, summed; `by` keeps labels apart."""
+    """Return PromQL for events a second, summed over all labels except `by`."""
     grouped = f" by ({by})" if by else ""
     return (
         f"sum{grouped} (rate({metric}{{{where}}}[{WINDOW}]))" if where else f"sum{grouped} (rate({metric}[{WINDOW}]))"
@@ -53,7 +54,7 @@ def heat(histogram: str) -> dict[str, str]:
 
 
 def part(of: str, whole: str) -> str:
-    """A fraction; nothing of nothing is 0."""
+    """Return PromQL for a fraction; 0 of 0 is 0."""
     return f"({of}) / clamp_min({whole}, 1e-9)"
 
 
@@ -69,7 +70,8 @@ kv_blocks = Panel(
     "KV blocks by what they hold",
     {"{{state}}": "sum by (state) (quire_kv_blocks)"},
     kind="stack",
-    text="Cached blocks are free to take: a pool without any free ones is normal, one without cached ones is full.",
+    text="Cached blocks can be reused at any time. A pool without free blocks is normal; one without"
+    " cached ones is full.",
 )
 latency = Panel("Time to first token", quantiles(TTFT), "s")
 gaps = Panel("Time between tokens", quantiles(ITL), "s")
@@ -78,7 +80,7 @@ refused_why = Panel(
     {"{{reason}}": rate("quire_admission_decisions_total", "reason", 'decision="refused"')},
     "reqps",
     text="rate_limit_exceeded: the queue is as long as --queue-wait-s allows. deadline_unreachable: the client's own "
-    "deadline is nearer. no_engine, queue_unavailable: nobody computes, or Redis is away.",
+    "deadline is shorter than the queue. no_engine: no engine is alive. queue_unavailable: Redis does not answer.",
 )
 preemptions = Panel(
     "Preemptions and what they cost",
@@ -86,11 +88,11 @@ preemptions = Panel(
         "preemptions": rate("quire_preemptions_total"),
         "of them, to the host's memory": rate("quire_swap_preemptions_total"),
         "of them, for a tenant below its share": rate("quire_yields_total"),
-        "tokens computed again": rate("quire_recomputed_tokens_total"),
+        "recomputed tokens": rate("quire_recomputed_tokens_total"),
     },
     "cps",
-    text="Should be near 0: admission refuses or queues before the pool thrashes. Where tenants contend, the newest of "
-    "who holds most yield to who holds less than its share.",
+    text="Should be near 0: admission queues or refuses requests before the pool thrashes. When tenants compete, the "
+    "newest sequences of the tenant with most blocks are preempted for a tenant below its share.",
 )
 sequences = Panel("Sequences in the engines", {"{{state}}": "sum by (state) (quire_sequences)"}, kind="stack")
 
@@ -106,7 +108,7 @@ overview = Board(
             Panel("KV used", {"": "max(quire_kv_utilization)"}, "percentunit", "stat"),
             Panel("Refused", {"": part(REFUSED, rate("quire_admission_decisions_total"))}, "percentunit", "stat"),
             Panel("Oldest in the queue", {"": "max(quire_queue_oldest_seconds)"}, "s", "stat"),
-            Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Stays 0."),
+            Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Must stay 0."),
         ],
         "What do clients get?": [
             Panel(
@@ -122,10 +124,10 @@ overview = Board(
         "Who is refused, and why?": [
             refused_why,
             Panel(
-                "Requests by tenant and end",
+                "Requests by tenant and outcome",
                 {"{{tenant}} {{outcome}}": rate("quire_tenant_requests_total", "tenant, outcome")},
                 "reqps",
-                text="The first 20 tenants by name, the rest as other.",
+                text="The first 20 tenants have their names; all others are counted as other.",
             ),
             Panel(
                 "Tokens by tenant",
@@ -133,7 +135,7 @@ overview = Board(
                 "cps",
             ),
             Panel(
-                "Retry-After asked for",
+                "Announced Retry-After",
                 {
                     "p50": quantile(0.5, "quire_retry_after_seconds"),
                     "p95": quantile(0.95, "quire_retry_after_seconds"),
@@ -141,7 +143,7 @@ overview = Board(
                 "s",
             ),
         ],
-        "Where does it wait?": [
+        "Where do requests wait?": [
             Panel(
                 "The shared queue",
                 {"requests": "max(quire_queue_requests)", "oldest, s": "max(quire_queue_oldest_seconds)"},
@@ -175,7 +177,7 @@ engine = Board(
                     "{{engine}} predicted peak": "sum by (engine) (quire_kv_predicted_peak_blocks)",
                     "{{engine}} pool": "sum by (engine) (quire_kv_pool_blocks)",
                 },
-                text="Forecast admission keeps the peak below the pool; where it was wrong there are preemptions.",
+                text="Forecast admission keeps the predicted peak below the pool. Wrong forecasts cause preemptions.",
             ),
             Panel(
                 "Wasted slots, of those in used blocks",
@@ -187,12 +189,12 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="Half a block for each sequence is what paging costs: 4 % at 190 tokens a sequence.",
+                text="Paging wastes half a block a sequence on average: 4 % at 190 tokens a sequence.",
             ),
             Panel(
-                "Blocks given back and copied",
+                "Blocks released and copied",
                 {
-                    "given back": rate("quire_kv_blocks_released_total"),
+                    "released": rate("quire_kv_blocks_released_total"),
                     "copied on write": rate("quire_kv_blocks_copied_total"),
                 },
                 "cps",
@@ -209,15 +211,16 @@ engine = Board(
                 "cps",
             ),
             Panel(
-                "Tokens computed before it served anybody",
+                "Tokens computed by the prefix warm-up",
                 {"{{engine}}": "sum by (engine) (quire_warmed_tokens)"},
-                text="Of prefixes that were hot before its start; 0: none were, or requests waited.",
+                text="Computed before the engine was ready, of prefixes that were hot before its start. 0: no "
+                "prefix was hot, or requests were already waiting.",
             ),
             Panel(
-                "... and how long that took",
+                "Duration of the prefix warm-up",
                 {"{{engine}}": "sum by (engine) (quire_warmed_seconds)"},
                 "s",
-                text="An engine is not ready before it is done; --warm-seconds bounds it.",
+                text="The engine becomes ready after it. --warm-seconds limits it.",
             ),
         ],
         "Batch": [
@@ -237,7 +240,7 @@ engine = Board(
         "Preemption": [
             preemptions,
             Panel(
-                "How long a preempted sequence is away",
+                "Time from preemption to resumption",
                 {"mean": part(rate("quire_preempted_seconds_sum"), rate("quire_preempted_seconds_count"))},
                 "s",
             ),
@@ -245,12 +248,12 @@ engine = Board(
                 "KV blocks to the host's memory and back",
                 {"{{direction}}": rate("quire_swapped_bytes_total", "direction")},
                 "Bps",
-                text="Where a copy takes less time than to compute it again (--preempt auto).",
+                text="Blocks are copied where that is faster than recomputing them (--preempt auto).",
             ),
         ],
         "Forecast": [
             Panel(
-                "Outputs no longer than foretold",
+                "Outputs no longer than predicted",
                 {
                     "{{quantile}}": part(
                         "sum by (quantile) (quire_forecast_outputs_within_total)",
@@ -258,10 +261,10 @@ engine = Board(
                     )
                 },
                 "percentunit",
-                text="Where the forecast is right, each line lies at its own quantile.",
+                text="With a correct forecast, each line lies at its own quantile.",
             ),
             Panel(
-                "Predicted peaks that were passed",
+                "Predicted peaks that were exceeded",
                 {
                     "{{engine}}": part(
                         "sum by (engine) (quire_forecast_peaks_passed_total)",
@@ -271,23 +274,23 @@ engine = Board(
                 "percentunit",
             ),
             Panel(
-                "Predicted peak over what was held",
+                "Predicted peak over actual peak",
                 {
                     "{{engine}}": part(
                         "sum by (engine) (quire_forecast_bound_blocks_total)",
                         "sum by (engine) (quire_forecast_peak_blocks_total)",
                     )
                 },
-                text="1: exact. What lies above is room that nobody was let into.",
+                text="1: exact. Above 1: room that admission left unused.",
             ),
-            Panel("Pauses", {"{{engine}}": rate("quire_pauses_total", "engine")}, "cps"),
+            Panel("Paused sequences", {"{{engine}}": rate("quire_pauses_total", "engine")}, "cps"),
         ],
-        "Books": [
+        "Block accounting": [
             Panel(
-                "Audits, and those that found something wrong",
-                {"audits": rate("quire_audits_total"), "wrong: {{kind}}": rate("quire_audit_alarms_total", "kind")},
+                "Audits, and accounting errors found",
+                {"audits": rate("quire_audits_total"), "error: {{kind}}": rate("quire_audit_alarms_total", "kind")},
                 "cps",
-                text="Wrong books are a bug: blocks leak, or are given to two sequences. Stays 0.",
+                text="An accounting error is a bug: a block leaked, or two sequences own it. Errors must stay 0.",
             ),
         ],
         "Steps and kernels": [
@@ -299,21 +302,23 @@ engine = Board(
                     "{{kind}} p95": quantile(0.95, "quire_step_seconds", "kind"),
                 },
                 "s",
-                text="mixed: prompts are computed beside the decodes; --step-tokens bounds how long.",
+                text="mixed: the step decodes and computes prompt chunks. --step-tokens limits its length.",
             ),
             Panel(
-                "What the loop's thread does",
+                "Time of the loop thread by phase",
                 {"{{phase}}": rate("quire_loop_seconds_total", "phase")},
                 "percentunit",
                 "stack",
-                "Of one core. On a GPU execute is mostly waiting for it; all else is overhead.",
+                "Fraction of one core. On a GPU, execute mostly waits for the device; the other phases are overhead.",
             ),
             Panel(
                 "Device busy with steps",
                 {"{{engine}}": rate("quire_device_seconds_total", "engine")},
                 "percentunit",
             ),
-            Panel("Steps lost", {"{{engine}}": rate("quire_step_failures_total", "engine")}, "cps", text="Stays 0."),
+            Panel(
+                "Failed steps", {"{{engine}}": rate("quire_step_failures_total", "engine")}, "cps", text="Must stay 0."
+            ),
             Panel("Exchange with Redis", quantiles("quire_exchange_seconds"), "s"),
         ],
         "A request's time": [
@@ -344,13 +349,15 @@ gateway = Board(
             Panel(
                 "Tokens lost, tokens repeated",
                 {"lost": "sum(quire_tokens_lost_total)", "repeated": "sum(quire_tokens_repeated_total)"},
-                text="Lost stays 0. Repeated ones were dropped, clients see each once; they come after a death.",
+                text="Lost must stay 0. Repeated tokens follow the death of an engine; the gateway drops them, "
+                "so clients receive each token once.",
             ),
             Panel(
-                "Answers that a client came back to",
+                "Resumed answers",
                 {"{{gateway}}": rate("quire_comebacks_total", "gateway")},
                 "reqps",
-                text="After a lost connection or gateway, or under an Idempotency-Key that was known.",
+                text="A client reconnected after it lost its connection or gateway, or repeated a known "
+                "Idempotency-Key.",
             ),
             Panel(
                 "Output tokens: sent, and delivered",
@@ -359,14 +366,14 @@ gateway = Board(
                     "delivered": rate("quire_delivered_tokens_total"),
                 },
                 "cps",
-                text="Sent counts again what a client that came back had lost; delivered is what to bill, and comes at "
-                "a request's end.",
+                text="Sent counts a token again when a client resumes. Delivered counts each token once, at the "
+                "request's end: bill by it.",
             ),
             Panel(
-                "Tokens that wait for slow readers",
+                "Backlog of slow readers",
                 {"{{gateway}}": "sum by (gateway) (quire_backlog_bytes)"},
                 "bytes",
-                text="Bounded by --backlog-mib; the rest waits in Redis.",
+                text="Tokens that clients have not read yet. --backlog-mib limits it; the rest stays in Redis.",
             ),
         ],
         "Answers and refusals": [
@@ -383,32 +390,32 @@ gateway = Board(
                 "stack",
             ),
             refused_why,
-            Panel("Retry-After asked for", heat("quire_retry_after_seconds"), "s", "heatmap"),
+            Panel("Announced Retry-After", heat("quire_retry_after_seconds"), "s", "heatmap"),
         ],
-        "What it knows": [
+        "View of Redis and the engines": [
             Panel(
                 "Round trips to Redis, p95",
                 {"{{operation}}": quantile(0.95, "quire_redis_seconds", "operation")},
                 "s",
             ),
             Panel(
-                "Age of the engines' news",
+                "Age of the engines' reports",
                 {"{{engine}}": "max by (engine) (quire_engine_age_seconds)"},
                 "s",
-                text="From 3 s on an engine counts as full.",
+                text="An engine whose last report is 3 s old counts as full.",
             ),
             Panel(
-                "Free blocks as seen here",
+                "Free blocks, as reported to the gateways",
                 {"{{engine}}": "max by (engine) (quire_engine_kv_blocks_free)"},
             ),
             Panel(
-                "Deaths, and what came of them",
+                "Engines lost, and their requests",
                 {
                     "engines lost without a drain": "max(quire_engine_leases_lost_total)",
-                    "requests that went on elsewhere": "sum(quire_resumes_total)",
+                    "requests resumed on another engine": "sum(quire_resumes_total)",
                     "requests in quarantine": "max(quire_quarantined_requests)",
                 },
-                text="Who is in quarantine killed its engine twice at the same token; nobody computes it again.",
+                text="A request in quarantine ended its engine twice at the same token. It is not computed again.",
             ),
         ],
     },
@@ -423,7 +430,8 @@ deploy = Board(
                 "Engines by fingerprint",
                 {"{{fingerprint}}": "count by (fingerprint) (max by (engine, fingerprint) (quire_engine_info))"},
                 kind="stack",
-                text="A fingerprint is a digest of weights, dtype and configuration: nothing cached crosses it.",
+                text="A fingerprint is a digest of weights, dtype and configuration. Engines share cached "
+                "prefixes only under the same one.",
             ),
             Panel(
                 "Processes by version",
@@ -478,5 +486,5 @@ deploy = Board(
 )
 
 BOARDS = (overview, engine, gateway, deploy)
-# A dot on every graph when a fingerprint appears that was not there a minute before.
+# Marks every graph when a fingerprint appears that did not exist a minute before.
 DEPLOYS = "count by (fingerprint) (quire_engine_info) unless count by (fingerprint) (quire_engine_info offset 1m)"

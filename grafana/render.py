@@ -1,4 +1,4 @@
-"""A described board as Grafana's JSON, through Grafana's own builders, so that what comes out is a dashboard."""
+"""Render a board as Grafana's JSON with Grafana's own builders, which accept only valid dashboards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana.boards import DEPLOYS, Board, Panel
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-WIDTH = 24  # of Grafana's grid
+WIDTH = 24  # columns of Grafana's grid
 SIZES = {"stat": (3, 4), "lines": (8, 8), "stack": (8, 8), "heatmap": (8, 8)}  # width, height
 
 
 def render(board: Board) -> str:
-    """The file of a board; equal boards give equal bytes."""
+    """Return the text of a board's file; equal boards give equal bytes."""
     built = (
         dashboard.Dashboard(board.title)
         .uid(board.uid)

@@ -1,35 +1,52 @@
-"""The load harness: `replay` asks and measures, `report` shows and compares; the others start servers too."""
+"""Measure Quire, or any OpenAI-compatible server: `python -m loadtest NAME --help` describes one command."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import signal
+import importlib
+import runpy
 import sys
-from types import FrameType
 
-from loadtest import burst, capacity, fairness, replay, report
+from loadtest import command_line
+
+# name -> (module, what it measures)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "replay": ("replay", "send requests at given times to a running server and record latencies, goodput, refusals"),
+    "report": ("report", "draw one result of replay, or compare two (exit status 1: the second is worse)"),
+    "burst": ("burst", "replay a burst against every admission mode, and against vLLM"),
+    "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
+    "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
+    "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
+    "long-prompt": ("long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
+    "overhead": ("overhead", "compare a served model with the same engine offline: latency and tokens a second"),
+    "gateway": ("gateway", "stream scripted tokens: tokens a second and CPU time a token of one gateway process"),
+    "slow-readers": ("slow_readers", "measure what clients at a byte a second cost a gateway and its other clients"),
+    "throughput": ("throughput", "compare offline throughput and latency with transformers and vLLM"),
+    "roofline": ("roofline", "compute the least time a step of a model shape needs on given hardware"),
+    "kernels": ("kernels", "time single operators against the memory's and the matrix units' ceilings"),
+    "shapes": ("shapes", "write the config.json of a model shape for engines with random weights"),
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    modules = {"replay": replay, "report": report, "burst": burst, "capacity": capacity, "fairness": fairness}
-    for name, module in modules.items():
-        raw = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(commands.add_parser(name, description=module.__doc__, formatter_class=raw))
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
-    if args.command == "report":
-        return report.main(args)
-    command = f"python -m loadtest {shlex.join(sys.argv[1:])}"
-    return int(modules[args.command].main(args, command))
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """The servers that a measurement has started must not outlive it."""
-    sys.exit(128 + number)
+def main(words: list[str]) -> int:
+    listing = "\n".join(f"  {name:14}{text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest",
+        usage="python -m loadtest NAME [options]",
+        description=__doc__,
+        epilog=f"commands:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=COMMANDS, help="a command of the list below")
+    name = parser.parse_args(words[:1]).name
+    module_name = f"loadtest.{COMMANDS[name][0]}"
+    if name == "kernels":  # a package with a __main__ of its own
+        sys.argv = ["python -m loadtest kernels", *words[1:]]
+        runpy.run_module(module_name, run_name="__main__")
+        return 0
+    module = importlib.import_module(module_name)  # only now: some commands need torch
+    return command_line.run(name, module.__doc__, module.add_arguments, module.main, words[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,10 @@
-"""The burst, under every admission mode: start a server, replay, stop it, next.
+"""The same burst of requests against every admission mode: for each, start a server, replay, stop it.
 
     python -m loadtest burst DIR [--modes forecast,threshold,...] [--seeds 1,2,3] [--vllm-python PATH]
 
-DIR holds the model; where there is none, the 42M model is made there.  Each run writes a result of its own that
-`report` reads, and the summary burst.json (medians over seeds) is written anew after each.  Started again, it goes on
-with what is missing: a result of the same work, server and commit is taken as it is.  A run that fails is said so and
-does not end the others.  Exit status 1 when one failed.
+DIR holds the model; the 42M model is made there if it holds none.  Each run writes a result that `report` reads, and
+then rewrites the summary burst.json (medians over seeds).  A second start continues with the missing runs: a result of
+the same work, server and commit is kept.  A failed run is reported and does not end the others; the exit status is 1.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ from loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
 
 MODES = ("forecast", "threshold", "watermark", "reserve", "none")
 BLOCK, SEQS = 16, 256
-# For the estimate alone: what a run takes beside its arrivals.
-START_S, VLLM_START_S, DRAIN_S, STOP_S = 6, 60, 20, 2
+START_S, VLLM_START_S, DRAIN_S, STOP_S = 6, 60, 20, 2  # of a run, for the estimate of the time it takes
 
 
 @dataclass(frozen=True)
 class Run:
     system: str
     seed: int
-    server: str  # the command that starts it, for people and to know the same again
+    server: str  # the command that starts it, for display and to recognise a result of the same server
     start: Callable[[], AbstractContextManager[Server]]
-    words: tuple[str, ...]  # of `replay`, without the URL
+    words: tuple[str, ...]  # options of `replay`, without the URL
 
     @property
     def file(self) -> str:
@@ -49,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of the summary; the units are those of report.show()."""
+    """A figure of the summary, in a unit of report.show()."""
 
     name: str
     path: str
@@ -70,7 +68,7 @@ COLUMNS = (
     Column("completed", "completed", ""),
     Column("failed", "failed", ""),
     Column("preemptions", "server.preemptions", ""),
-    Column("tokens computed again", "server.recomputed_tokens", ""),
+    Column("recomputed tokens", "server.recomputed_tokens", ""),
     Column("KV in use while requests wait", "server.kv_mean_while_queueing", "%"),
     Column("KV in use, highest", "server.kv_max", "%"),
     Column("goodput", "goodput.fraction", "%"),
@@ -82,7 +80,7 @@ COLUMNS = (
     Column("TTFT back at base after", "recovery_s", "s"),
     Column("refused at least once", "refusals.requests_refused", ""),
     Column("refused for good", "refused_for_good", ""),
-    Column("first retry got in", "refusals.first_retry_success", "%"),
+    Column("first retry admitted", "refusals.first_retry_success", "%"),
     Column("Retry-After p50", "refusals.retry_after_s.p50", "s"),
     Column("Retry-After's error p50", "refusals.retry_after_error.p50", "%"),
     Column("seconds until the last ended", "seconds", "s"),
@@ -90,28 +88,36 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="DIR")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM's CPU build; one seed")
-    parser.add_argument("--kv-tokens", type=int, default=8192, help="KV pool of each server")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of the model")
+    parser.add_argument("model", type=Path, metavar="DIR", help="directory of the model; made there if empty")
+    parser.add_argument("--modes", default=",".join(MODES), help="admission modes to run; default: all")
+    parser.add_argument("--seeds", default="1,2,3", help="one run of every mode for each; default 1,2,3")
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment with vLLM's CPU build; runs the first seed"
+    )
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="KV pool of each server, tokens; default 8192")
+    parser.add_argument("--context", type=int, default=2048, help="context of the model, tokens; default 2048")
     parser.add_argument("--server", default="--queue-wait-s 2", help="further options of `quire serve`, in one string")
-    parser.add_argument("--rate", type=float, default=5.0, help="requests a second before and after the burst")
-    parser.add_argument("--peak", type=float, default=15.0, help="in it")
-    parser.add_argument("--seconds", type=float, default=8.0, help="before the burst")
-    parser.add_argument("--peak-seconds", type=float, default=30.0)
-    parser.add_argument("--after-seconds", type=float, default=25.0)
-    parser.add_argument("--scale", type=float, default=0.48, help="of ShareGPT-like lengths: 77 tokens in, 162 out")
-    parser.add_argument("--retry", default="obey", help="as in replay")
-    parser.add_argument("--ask-tokens", type=int, default=0, help="as in replay: servers don't know lengths")
-    parser.add_argument("--drain", type=float, default=120.0, help="seconds to wait for the last answers")
+    parser.add_argument(
+        "--rate", type=float, default=5.0, help="requests a second before and after the burst; default 5"
+    )
+    parser.add_argument("--peak", type=float, default=15.0, help="requests a second in the burst; default 15")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds before the burst; default 8")
+    parser.add_argument("--peak-seconds", type=float, default=30.0, help="seconds of the burst; default 30")
+    parser.add_argument("--after-seconds", type=float, default=25.0, help="seconds after the burst; default 25")
+    parser.add_argument(
+        "--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48: 77 tokens in, 162 out"
+    )
+    parser.add_argument("--retry", default="obey", help="as in replay: reaction to a refusal; default obey")
+    parser.add_argument("--ask-tokens", type=int, default=0, help="as in replay: max_tokens that hides output lengths")
+    parser.add_argument("--drain", type=float, default=120.0, help="seconds to wait for the last answers; default 120")
     parser.add_argument("--into", type=Path, default=machine.RESULTS / "burst", help="directory of the results")
 
 
 def runs_of(args: argparse.Namespace, vocab: int, eos: int) -> list[Run]:
-    """In the order they are measured: every mode of a seed before the next seed, so that a machine that gets slower
-    does so for all; vLLM, which starts slowly, last.  Raises SystemExit for a mode or a seed that cannot be."""
+    """Return the runs in the order they are measured.  Raises SystemExit for an unknown mode or an invalid seed.
+
+    Every mode of a seed runs before the next seed, so that a machine that slows down slows all modes.  vLLM, which
+    starts slowly, is last."""
     modes, seeds = args.modes.split(","), args.seeds.split(",")
     if unknown := set(modes) - set(MODES):
         raise SystemExit(f"--modes: {min(unknown)!r} is none; there are {', '.join(MODES)}")
@@ -142,9 +148,9 @@ def runs_of(args: argparse.Namespace, vocab: int, eos: int) -> list[Run]:
     ]
     if args.vllm_python:
         flags = ("--max-model-len", str(args.context), "--max-num-seqs", str(SEQS))
-        said = " ".join([f"vllm serve DIR, a pool of {args.kv_tokens} tokens,", *flags])
+        shown = " ".join([f"vllm serve DIR, a pool of {args.kv_tokens} tokens,", *flags])
         vllm = lambda: serve_vllm(args.vllm_python, model, args.kv_tokens, *flags)  # noqa: E731
-        runs.append(Run("vllm", int(seeds[0]), said, vllm, words(seeds[0])))
+        runs.append(Run("vllm", int(seeds[0]), shown, vllm, words(seeds[0])))
     return runs
 
 
@@ -153,18 +159,11 @@ def estimate_s(run: Run, args: argparse.Namespace) -> float:
     return float(start + args.seconds + args.peak_seconds + args.after_seconds + DRAIN_S + STOP_S)
 
 
-def asked(run: Run, url: str, model: str | None) -> argparse.Namespace:
-    """The replay of a run, parsed as its own command line is."""
-    parser = argparse.ArgumentParser()
-    replay.add_arguments(parser)
-    return parser.parse_args([url, *(["--model", model] if model else []), *run.words])
-
-
-def known(run: Run, path: Path) -> dict[str, Any] | None:
-    """What was measured before, if it is what would be measured now."""
+def earlier_result(run: Run, path: Path) -> dict[str, Any] | None:
+    """Return the result in `path` if it is of the same work, server and commit."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        args = asked(run, "http://127.0.0.1", None)
+        args = replay.parse(["http://127.0.0.1", *run.words])
         same = (
             result["server"] == run.server
             and result["commit"].removesuffix("-dirty") == machine.commit().removesuffix("-dirty")
@@ -175,27 +174,23 @@ def known(run: Run, path: Path) -> dict[str, Any] | None:
 
 
 def measure(run: Run, path: Path) -> dict[str, Any]:
-    """One run, written to `path`.  Raises ServerError; what the server does once it is ready is in the result."""
+    """Run once and write the result to `path`.  Raises ServerError if the server does not start."""
     with run.start() as server:
-        args = asked(run, server.url, MODEL_NAME)
-        args.note = run.server
-        plan, arrivals = replay.arrivals_of(args)
-        options = replay.options_of(args, server.url, MODEL_NAME, {})
-        said = " ".join(["python -m loadtest replay URL", *run.words])
-        result, _ = replay.measure(args, plan, arrivals, options, said)
+        command = " ".join(["python -m loadtest replay URL", *run.words])
+        result, _ = replay.run([server.url, "--model", MODEL_NAME, "--note", run.server, *run.words], {}, command)
     result |= {"system": run.system, "server": run.server}
     path.write_text(json.dumps(result) + "\n", encoding="utf-8")
     return result
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """What never came counts as later than everything; None when that is the median."""
+    """Return the upper median, with None larger than every number; None if None is the median."""
     middle = statistics.median_high(math.inf if value is None else value for value in values)
     return None if math.isinf(middle) else middle
 
 
 def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """system -> figure -> median over its seeds."""
+    """Return system -> figure -> median over its seeds."""
     return {
         system: {
             f"{column.name} [{column.unit}]": median([look_up(result["figures"], column.path) for result in runs])
@@ -206,7 +201,7 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, f
 
 
 def table(summary: dict[str, dict[str, float | None]], seeds: dict[str, int]) -> str:
-    """A line for each figure, a column for each system."""
+    """Return a table with a line for each figure and a column for each system."""
     lines = [f"{'medians over seeds':32}" + "".join(f"{f'{name} ({seeds[name]})':>15}" for name in summary)]
     for column in COLUMNS:
         cells = (show(figures[f"{column.name} [{column.unit}]"], column.unit) for figures in summary.values())
@@ -217,10 +212,10 @@ def table(summary: dict[str, dict[str, float | None]], seeds: dict[str, int]) ->
 def main(args: argparse.Namespace, command: str) -> int:
     runs = runs_of(args, *prepare(args.model))
     args.into.mkdir(parents=True, exist_ok=True)
-    found = {run: known(run, args.into / run.file) for run in runs}
-    todo = [run for run in runs if found[run] is None]
-    minutes = sum(estimate_s(run, args) for run in todo) / 60
-    print(f"{len(todo)} of {len(runs)} runs to do, about {minutes:.0f} minutes, until "
+    found = {run: earlier_result(run, args.into / run.file) for run in runs}
+    missing = [run for run in runs if found[run] is None]
+    minutes = sum(estimate_s(run, args) for run in missing) / 60
+    print(f"{len(missing)} of {len(runs)} runs to do, about {minutes:.0f} minutes, until "
           f"{time.strftime('%H:%M', time.localtime(time.time() + minutes * 60))}", flush=True)  # fmt: skip
     results: dict[str, list[dict[str, Any]]] = {}
     failed = 0

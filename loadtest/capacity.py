@@ -1,18 +1,19 @@
-"""How many people at once: the same memory and the same promise, with one more idea each time.
+"""The number of users that a server serves within an SLA, with the same memory and four ways to allocate it.
 
     python -m loadtest capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
 
-    static             every sequence takes, from its start, one contiguous run for prompt and max_tokens
-    paged              blocks as it grows; a sequence starts as soon as its prompt fits
-    paged, admission   it starts when the predicted peak of all fits
-    ... prefix cache   and the system prompt that everybody shares is kept once
+    static             a sequence reserves one contiguous run for its prompt and max_tokens when it starts
+    paged              a sequence takes blocks as it grows, and starts as soon as its prompt fits
+    paged, admission   a sequence starts when the predicted peak of all sequences fits
+    ... prefix cache   as above, and the system prompt that all users share is kept once
 
-DIR holds the model; where there is none, the 42M model is made there.  Users ask for up to --ask-tokens and get fewer,
-as people do; each asks again as soon as it has its answer.  A number of users is served if --percent of the requests
-they send hold every bound of the SLA and none fails; the highest such number is found by doubling, then bisecting.
+DIR holds the model; the 42M model is made there if it holds none.  Users request up to --ask-tokens and receive fewer,
+as in practice.  Each sends its next request as soon as its answer is complete.  A number of users is served if
+--percent of their requests meet every bound of the SLA and none fails.  Doubling, then bisecting, finds the highest
+such number.
 
-A noisy machine only ever makes the numbers smaller: one run that misses counts as a miss.  Each allocator's figures are
-written as they come, to capacity.json, and taken from there when the command is started again for the same work.
+Noise on the machine can only lower the numbers: a trial that misses once counts as a miss.  Each allocator's figures
+are written to capacity.json when they are complete, and reused when the command is started again for the same work.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from typing import Any
 
 from loadtest import machine
 from loadtest.checkpoint import prepare
-from loadtest.figures import Record, Sample, prefix_hits
-from loadtest.replay import Client, Options, body, record_of
+from loadtest.replay import Options, Session, body, record_of
 from loadtest.server import MODEL_NAME, ServerError, serve
-from loadtest.trace import lognormal
-from loadtest.workloads import Arrival, SharedJob
+from loadtest.stats import Record, Sample, percentile, prefix_hits
+from loadtest.trace import Job, lognormal
+from loadtest.workloads import Arrival
 
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "static": ("--allocation", "static"),
@@ -43,38 +44,40 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "paged, admission": ("--admission", "forecast", "--no-prefix-cache"),
     "paged, admission, prefix cache": ("--admission", "forecast"),
 }
-FIRST = 4  # users to begin with
-PATIENCE_S = 30.0  # an answer that has not ended so long after the trial has missed the SLA
-FINE = 0.04  # of the result: how close bisecting gets
+FIRST = 4  # users of the first trial
+DRAIN_S = 30.0  # an answer that is not complete this long after the trial has missed the SLA
+FINE = 0.04  # bisecting stops when the interval is this fraction of the result
 
 
 @dataclass(frozen=True)
 class Work:
-    """What users ask: tokens, means of lognormal lengths but for the system prompt."""
+    """The users' requests, in tokens: means of lognormal lengths, except for the system prompt."""
 
     system: int
     question: int
     answer: int
-    ask: int  # max_tokens
+    ask: int  # max_tokens of every request
     vocab: int
     eos: int
     seed: int
 
-    def asked(self, user: int) -> Iterator[SharedJob]:
-        """One user's requests, without end; prompts of one user and of all differ."""
+    def requests_of(self, user: int) -> Iterator[Job]:
+        """Yield one user's requests endlessly; all prompts differ after the system prompt."""
         for round_ in range(1 << 20):
             seed = self.seed + (round_ << 40) + (user << 20)
             own = lognormal(1, self.question, self.answer, seed)[0]
             output = max(2, min(own.output_len, self.ask - 1))
-            yield SharedJob(self.system + own.prompt_len, output, seed, self.system, self.seed)
+            yield Job(self.system + own.prompt_len, output, seed, self.system, self.seed)
 
 
 @dataclass(frozen=True)
 class Sla:
+    """Bounds for every request, and the percentage of requests that must meet all three."""
+
     ttft_s: float
     itl_s: float  # mean of a request, per token
-    stall_s: float  # the longest gap of a request: what a preemption looks like to a reader
-    percent: float  # of requests that must hold all three
+    stall_s: float  # the longest gap of a request: how a reader experiences a preemption
+    percent: float
 
     def held(self, record: Record) -> bool:
         return (
@@ -88,11 +91,11 @@ class Sla:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a number of users met."""
+    """The figures of one number of users."""
 
     users: int
     requests: int
-    held: float  # fraction of them within the SLA
+    held: float  # fraction of the requests within the SLA
     failed: int
     refused: int  # at least once
     ttft_p95_s: float | None
@@ -110,8 +113,9 @@ class Trial:
 
 
 def highest(passed: Callable[[int], bool], first: int, most: int) -> int:
-    """The largest number up to `most` that passes, to FINE of it, when all below it pass; 0 when 1 does not.
-    Doubles from `first`, then halves the interval."""
+    """Return the largest number up to `most` that passes, accurate to FINE; 0 if 1 does not pass.
+
+    Assumes that all smaller numbers pass too.  Doubles from `first`, then halves the interval."""
     low, high, users = 0, most + 1, min(first, most)
     while low < users < high:
         if passed(users):
@@ -125,35 +129,36 @@ def highest(passed: Callable[[int], bool], first: int, most: int) -> int:
 
 
 async def trial(options: Options, work: Work, users: int, warm_s: float, seconds: float, sla: Sla) -> Trial:
-    """`users` come one after the other during `warm_s`, stay for `seconds`, and finish what they have begun.  What is
-    asked before all of them are there does not count."""
+    """Run `users` users: they start one by one during `warm_s`, stay for `seconds`, and finish their last requests.
+
+    Requests from before all users had started do not count."""
     records: list[Record] = []
 
-    async def user(number: int, client: Client) -> None:
+    async def user(number: int, session: Session) -> None:
         await asyncio.sleep(warm_s * number / users)
-        for job in work.asked(number):
+        for job in work.requests_of(number):
             data = body(Arrival(0.0, "capacity", job), options)
-            if (due := client.now_s) >= warm_s + seconds:
+            if (due := session.now_s) >= warm_s + seconds:
                 return
             records.append(record_of(Arrival(due, "capacity", job)))
-            await client.ask(records[-1], data)
+            await session.send(records[-1], data)
 
-    async with Client(options) as client:
-        tasks = [asyncio.create_task(user(number, client)) for number in range(users)]
-        _, late = await asyncio.wait(tasks, timeout=warm_s + seconds + PATIENCE_S)
+    async with Session(options) as session:
+        tasks = [asyncio.create_task(user(number, session)) for number in range(users)]
+        _, late = await asyncio.wait(tasks, timeout=warm_s + seconds + DRAIN_S)
         for task in late:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        samples = await client.samples()
+        samples = await session.samples()
     counted = [record for record in records if record.due_s >= warm_s]
     return _figures(counted, [s for s in samples if warm_s <= s.at_s < warm_s + seconds], users, sla)
 
 
 def _figures(records: list[Record], samples: list[Sample], users: int, sla: Sla) -> Trial:
     def p95(values: list[float]) -> float | None:
-        return round(statistics.quantiles(values, n=20, method="inclusive")[-1], 4) if len(values) > 1 else None
+        return round(percentile(sorted(values), 95), 4) if len(values) > 1 else None
 
     def mean(values: list[float | None]) -> float | None:
         there = [value for value in values if value is not None]
@@ -181,30 +186,34 @@ def _figures(records: list[Record], samples: list[Sample], users: int, sla: Sla)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="DIR")
-    parser.add_argument("--systems", default=";".join(SYSTEMS), help="semicolons between them")
-    parser.add_argument("--kv-blocks", type=int, default=512, help="of 16 tokens: the memory that all of them get")
-    parser.add_argument("--server", default="--max-seqs 256 --max-model-len 2048", help="further options of all")
-    parser.add_argument("--system-tokens", type=int, default=256, help="the prompt that all users share")
-    parser.add_argument("--question-tokens", type=int, default=40, help="mean")
-    parser.add_argument("--answer-tokens", type=int, default=120, help="mean")
-    parser.add_argument("--ask-tokens", type=int, default=384, help="max_tokens: what a client asks for to be safe")
-    parser.add_argument("--sla-ttft", type=float, default=1.0, help="seconds")
-    parser.add_argument("--sla-itl", type=float, default=0.05, help="seconds a token, mean of a request")
-    parser.add_argument("--sla-stall", type=float, default=1.0, help="seconds, longest gap of a request")
-    parser.add_argument("--percent", type=float, default=95.0, help="of requests that must hold the SLA")
-    parser.add_argument("--warm", type=float, default=3.0, help="seconds in which the users of a trial arrive")
-    parser.add_argument("--seconds", type=float, default=9.0, help="of a trial, once all are there")
-    parser.add_argument("--most", type=int, default=160, help="users to try")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("model", type=Path, metavar="DIR", help="directory of the model; made there if empty")
     parser.add_argument(
-        "--quick", action="store_true", help="no model, short trials, few users: does the command work?"
+        "--systems", default=";".join(SYSTEMS), help="allocators, semicolons between them; default: all"
     )
-    parser.add_argument("--out", type=Path, default=machine.RESULTS / "capacity.json")
+    parser.add_argument("--kv-blocks", type=int, default=512, help="pool of each, in blocks of 16 tokens; default 512")
+    parser.add_argument(
+        "--server", default="--max-seqs 256 --max-model-len 2048", help="further options of each, in one string"
+    )
+    parser.add_argument("--system-tokens", type=int, default=256, help="shared system prompt, tokens; default 256")
+    parser.add_argument("--question-tokens", type=int, default=40, help="mean question, tokens; default 40")
+    parser.add_argument("--answer-tokens", type=int, default=120, help="mean answer, tokens; default 120")
+    parser.add_argument("--ask-tokens", type=int, default=384, help="max_tokens of every request; default 384")
+    parser.add_argument("--sla-ttft", type=float, default=1.0, help="longest time to first token, seconds; default 1")
+    parser.add_argument("--sla-itl", type=float, default=0.05, help="longest mean time a token, seconds; default 0.05")
+    parser.add_argument("--sla-stall", type=float, default=1.0, help="longest gap of a request, seconds; default 1")
+    parser.add_argument("--percent", type=float, default=95.0, help="requests that must meet the SLA, %%; default 95")
+    parser.add_argument("--warm", type=float, default=3.0, help="seconds in which a trial's users start; default 3")
+    parser.add_argument("--seconds", type=float, default=9.0, help="seconds of a trial after that; default 9")
+    parser.add_argument("--most", type=int, default=160, help="highest number of users to try; default 160")
+    parser.add_argument("--seed", type=int, default=1, help="seed of lengths and prompts; default 1")
+    parser.add_argument(
+        "--quick", action="store_true", help="check the command only: no model, short trials, few users"
+    )
+    parser.add_argument("--out", type=Path, default=machine.RESULTS / "capacity.json", help="file of the result")
 
 
 def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: int) -> dict[str, Any]:
-    """One allocator: its capacity, what one user alone meets, and every trial.  Raises ServerError."""
+    """Measure one allocator: its capacity, the figures of a single user, and every trial.  Raises ServerError."""
     flags = ["--kv-blocks", str(args.kv_blocks), *args.server.split(), *SYSTEMS[name]]
     trials: dict[int, Trial] = {}
     with serve(str(args.model), *flags) as server:
@@ -223,10 +232,10 @@ def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: in
 
         def passed(users: int) -> bool:
             trials[users] = run(users)
-            told(name, trials[users], sla)
+            print_trial(name, trials[users], sla)
             return trials[users].passed(sla)
 
-        alone = run(1)  # a warm-up, too: the first request of all pays for what every server does once
+        alone = run(1)  # also the warm-up: the first request pays for what a server does once
         found = highest(passed, first, args.most)
     return {
         "server": " ".join(["quire serve DIR", *flags]),
@@ -238,17 +247,17 @@ def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: in
     }
 
 
-def told(name: str, seen: Trial, sla: Sla) -> None:
+def print_trial(name: str, done: Trial, sla: Sla) -> None:
     print(
-        f"{name}: {seen.users} users, {seen.held:.1%} of {seen.requests} requests within the SLA, "
-        f"{seen.failed} failed: {'served' if seen.passed(sla) else 'too many'}",
+        f"{name}: {done.users} users, {done.held:.1%} of {done.requests} requests within the SLA, "
+        f"{done.failed} failed: {'served' if done.passed(sla) else 'too many'}",
         file=sys.stderr,
         flush=True,
     )
 
 
 def table(figures: dict[str, Any]) -> str:
-    """A line for each allocator."""
+    """Return a table with a line for each allocator."""
     heads = ("users", "ratio", "req/s", "tok/s", "batch", "KV", "hits", "preempted", "alone, ms/token")
     lines = [f"{'the same memory, the same SLA':32}" + "".join(f"{head:>16}" for head in heads)]
     base = next((each["users"] for each in figures.values()), 0)
@@ -285,7 +294,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         "kv_blocks": args.kv_blocks, "server": args.server, "work": asdict(work), "sla": asdict(sla),
         "warm_s": args.warm, "seconds": args.seconds, "most": args.most,
     }  # fmt: skip
-    figures = known(args.out, config)
+    figures = earlier_figures(args.out, config)
     first, status, began = FIRST, 0, time.monotonic()
     for name in names:
         if name not in figures:
@@ -298,13 +307,13 @@ def main(args: argparse.Namespace, command: str) -> int:
             page = {"command": command, **machine.describe(), "config": config, "figures": figures}
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")
-        first = max(FIRST, figures[name]["users"])  # each idea is expected to serve at least as many
+        first = max(FIRST, figures[name]["users"])  # each allocator is expected to serve at least as many users
     print(f"{table(figures)}\n{time.monotonic() - began:.0f} s, written to {args.out}")
     return status
 
 
-def known(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What was measured before with this configuration and commit, by allocator."""
+def earlier_figures(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures in `path`, by allocator, if they are of this configuration and commit."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         page = json.loads(path.read_text(encoding="utf-8"))
         same = page["commit"].removesuffix("-dirty") == machine.commit().removesuffix("-dirty")

@@ -1,4 +1,4 @@
-"""The model the CPU figures are measured with: llama shape, 42M parameters, bf16, seeded random weights."""
+"""The model of the CPU figures: llama shape, 42M parameters, bf16, seeded random weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sysconfig
 from pathlib import Path
 
 VOCAB = 16_000
-SOURCES = 200  # files to learn words from: enough for so many tokens
+SOURCES = 200  # source files that train the tokenizer: enough for VOCAB tokens
 
 
 def make_llama_42m(directory: Path, context: int = 4096) -> None:
-    """Hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536; byte-level BPE over the standard library.
+    """Write a checkpoint: hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536, byte-level BPE tokenizer.
 
-    A greedy model of random weights runs in circles, and clients measure when text comes: so every token it may choose
-    has text of its own.  The others (single bytes of longer characters, the end of sequence) have a row of zeros in the
-    last layer, and among 16,000 logits the largest is never 0.  They can still be forced with `logit_bias`."""
+    Clients measure when text arrives, and a greedy model with random weights repeats a few tokens.  So every token that
+    it can choose has text.  The other tokens (single bytes of longer characters, the end of sequence) have a row of
+    zeros in the last layer: among 16,000 logits the largest is never 0.  `logit_bias` can still force them."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,7 +39,7 @@ def make_llama_42m(directory: Path, context: int = 4096) -> None:
     trainer.train([str(path) for path in sources], vocab_size=VOCAB, special_tokens=["<|end|>"])
     words = PreTrainedTokenizerFast(tokenizer_object=trainer._tokenizer, bos_token="<|end|>", eos_token="<|end|>")
     if len(words) != VOCAB:
-        raise RuntimeError(f"the tokenizer got {len(words)} tokens of {VOCAB}: too little to read")
+        raise RuntimeError(f"the tokenizer learned {len(words)} tokens of {VOCAB}: too little text in SOURCES files")
     words.save_pretrained(directory)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     mute = [token for token in range(VOCAB) if not has_text(words.decode([token], skip_special_tokens=True))]
@@ -49,8 +49,7 @@ def make_llama_42m(directory: Path, context: int = 4096) -> None:
 
 
 def prepare(directory: Path) -> tuple[int, int]:
-    """What a client must know of the model there: vocabulary size and end of sequence.  Makes the 42M model where there
-    is none."""
+    """Return the model's vocabulary size and end-of-sequence id.  Makes the 42M model if the directory holds none."""
     if not (directory / "config.json").exists():
         print(f"making the 42M model in {directory}", flush=True)
         make_llama_42m(directory)
@@ -60,5 +59,5 @@ def prepare(directory: Path) -> tuple[int, int]:
 
 
 def has_text(decoded: str) -> bool:
-    """Whether a server can send it at once: a part of a character waits for the rest."""
+    """Return whether a server can send the text at once: part of a character waits for its other bytes."""
     return bool(decoded) and "\ufffd" not in decoded

@@ -1,18 +1,17 @@
-"""Locust's users: people and programs who wait for an answer before they ask again.
+"""Users for Locust: each waits for its answer before it sends its next request.
 
     python -m locust -f loadtest/locustfile.py --headless --host URL --users 20 --run-time 120 [--load-shape burst]
-    python -m locust -f loadtest/locustfile.py Chat Rag --host URL     # some kinds only, with Locust's own page
+    python -m locust -f loadtest/locustfile.py Chat Rag --host URL     # only these kinds, with Locust's own page
 
-Each kind of user has entries of its own: ttft, itl, e2e in milliseconds, "refused 429", "failed".  ttft counts from the
+Each kind of user has its own entries: ttft, itl, e2e in milliseconds, "refused 429", "failed".  ttft counts from the
 first attempt, pauses included; itl is the time between events.
 
-Such a loop is closed: when the server slows down, the users slow down with it and the load shrinks.  That is how users
-behave, and why percentiles under overload come from `python -m loadtest replay`, which is open.
+This loop is closed: users of a slower server send less, so the load shrinks.  Real users do the same.  Percentiles
+under overload therefore come from `python -m loadtest replay`, which is open.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import time
@@ -20,10 +19,11 @@ from typing import Any, ClassVar
 
 import gevent
 from locust import FastHttpUser, LoadTestShape, between, events, task
+from locust.argument_parser import LocustArgumentParser
 
-from loadtest.client import Answer, announced_pause, pause
-from loadtest.figures import REFUSED
+from loadtest.answers import Answer, announced_pause, pause
 from loadtest.replay import WORDS
+from loadtest.stats import REFUSED
 from loadtest.trace import lognormal
 from loadtest.workloads import MEANS, users_at
 
@@ -31,41 +31,47 @@ SYSTEM_WORDS, DOCUMENT_WORDS, DOCUMENTS, TURNS = 300, 2000, 8, 6
 _numbers = itertools.count()
 
 
-@events.init_command_line_parser.add_listener
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: LocustArgumentParser, **_: Any) -> None:
     group = parser.add_argument_group("Quire's users")
-    group.add_argument("--load-shape", choices=("steady", "ramp", "burst", "soak"), default="steady")
-    group.add_argument("--base-seconds", type=float, default=30.0, help="of a ramp, or before a burst")
-    group.add_argument("--retry", choices=("obey", "ignore", "never"), default="obey", help="what 429 and 503 lead to")
-    group.add_argument("--model-name", default="", help="default: the first that the server lists")
-    group.add_argument("--scale", type=float, default=1.0, help="multiplies all lengths")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--load-shape", choices=("steady", "ramp", "burst", "soak"), default="steady", help="users over time"
+    )
+    group.add_argument("--base-seconds", type=float, default=30.0, help="length of a ramp, or seconds before a burst")
+    group.add_argument("--retry", choices=("obey", "ignore", "never"), default="obey", help="reaction to 429 and 503")
+    group.add_argument("--model-name", default="", help="model to request; default: the first that the server lists")
+    group.add_argument("--scale", type=float, default=1.0, help="factor on all lengths; default 1")
+    group.add_argument("--seed", type=int, default=0, help="seed of lengths and texts; default 0")
+
+
+events.init_command_line_parser.add_listener(_add_arguments)  # type: ignore[no-untyped-call]
 
 
 class Load(LoadTestShape):
-    """--load-shape with --users as its base; ends after --run-time, a soak after 4 hours unless told otherwise."""
+    """The number of users over time: --load-shape, with --users as its base.
+
+    Ends after --run-time; by default a soak ends after 4 hours."""
 
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        options = self.runner.environment.parsed_options  # type: ignore[union-attr]
-        now = self.get_run_time()
+        options: Any = self.runner.environment.parsed_options  # type: ignore[union-attr]
+        now: float = self.get_run_time()  # type: ignore[no-untyped-call]
         default = 4 * 3600 if options.load_shape == "soak" else 2 * options.base_seconds + 30
         if now >= (options.run_time or default):
             return None
         users = options.num_users or 1
-        # A burst that grows slowly is none: everybody comes within a second.
+        # All users of a burst start within a second.
         rate = 3 * users if options.load_shape == "burst" else options.spawn_rate or 1
         return users_at(options.load_shape, now, users, options.base_seconds), rate
 
 
 def words(count: int, rng: random.Random) -> str:
-    """About as many tokens as words."""
+    """Return `count` words, which are about as many tokens."""
     return " ".join(rng.choice(WORDS) for _ in range(max(1, count)))
 
 
 class Person(FastHttpUser):
-    """Asks, reads the stream, and asks again.  Each kind below says what it asks."""
+    """Sends a request, reads the stream, and starts again.  Each subclass defines one kind of request."""
 
     abstract = True
     wait_time = between(0.1, 1.0)
@@ -73,17 +79,19 @@ class Person(FastHttpUser):
     _models: ClassVar[dict[str, str]] = {}  # host -> model
 
     def on_start(self) -> None:
-        options = self.environment.parsed_options
+        options: Any = self.environment.parsed_options
         self.retry, self.scale, seed = options.retry, options.scale, options.seed
         self.rng = random.Random(f"{seed}/{next(_numbers)}")
-        self.lengths = lognormal(1000, *(mean * self.scale for mean in MEANS["sharegpt"]), self.rng.randrange(2**32))
-        if not options.model_name and self.host not in self._models:
+        prompt, output = (mean * self.scale for mean in MEANS["sharegpt"])
+        self.lengths = lognormal(1000, prompt, output, self.rng.randrange(2**32))
+        host = self.host or ""
+        if not options.model_name and host not in self._models:
             with self.client.get("/v1/models", name="models", catch_response=True) as response:
-                self._models[self.host] = response.json()["data"][0]["id"]
-        self.model = options.model_name or self._models[self.host]
+                self._models[host] = response.json()["data"][0]["id"]
+        self.model = options.model_name or self._models[host]
 
     def report(self, name: str, seconds: float, size: int = 0, error: Exception | None = None) -> None:
-        """One entry of Locust's statistics."""
+        """Add one entry to Locust's statistics."""
         self.environment.events.request.fire(
             request_type=type(self).__name__,
             name=name,
@@ -93,8 +101,8 @@ class Person(FastHttpUser):
             context={},
         )
 
-    def ask(self, path: str, body: dict[str, Any]) -> str:
-        """One request to its end, refusals included; the text that came."""
+    def send(self, path: str, body: dict[str, Any]) -> str:
+        """Send one request, retry its refusals, and return the text that was received."""
         body = {
             "model": self.model,
             "temperature": 0,
@@ -106,15 +114,15 @@ class Person(FastHttpUser):
         began = time.perf_counter()
         for attempt in itertools.count():
             # Not entered as a context, so that Locust adds no entry of its own.
-            response = self.client.post(
+            response: Any = self.client.post(
                 path, json=body, headers={"Accept-Encoding": "identity"}, stream=True, catch_response=True
             )
             status = response.status_code
             if status == 200:
                 return self._read(response, began)
             if status not in REFUSED:
-                said = getattr(response, "error", None) if not status else response.text[:200]
-                self.report("failed", time.perf_counter() - began, error=RuntimeError(f"{status}: {said}"))
+                reason = getattr(response, "error", None) if not status else response.text[:200]
+                self.report("failed", time.perf_counter() - began, error=RuntimeError(f"{status}: {reason}"))
                 return ""
             self.report(f"refused {status}", time.perf_counter() - began, len(response.content or b""))
             wait = pause(self.retry, attempt, announced_pause(response.headers, time.time()), self.rng)
@@ -147,28 +155,28 @@ class Person(FastHttpUser):
         return text
 
     def chat(self, messages: list[dict[str, str]], max_tokens: int) -> str:
-        return self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens})
+        return self.send("/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens})
 
 
 class Completion(Person):
-    """A prompt of its own each time."""
+    """A new prompt each time."""
 
     weight = 3
 
     @task
     def complete(self) -> None:
         job = self.rng.choice(self.lengths)
-        self.ask("/v1/completions", {"prompt": words(job.prompt_len, self.rng), "max_tokens": job.output_len})
+        self.send("/v1/completions", {"prompt": words(job.prompt_len, self.rng), "max_tokens": job.output_len})
 
 
 class Samples(Person):
-    """Several continuations of one prompt: its blocks are shared until they part."""
+    """Four continuations of one prompt, which share its blocks until they differ."""
 
     @task
     def sample(self) -> None:
         job = self.rng.choice(self.lengths)
         prompt = words(job.prompt_len, self.rng)
-        self.ask(
+        self.send(
             "/v1/completions",
             {"prompt": prompt, "max_tokens": max(1, job.output_len // 4), "n": 4, "temperature": 1.0},
         )
@@ -200,7 +208,7 @@ class Rag(Person):
 
 
 class Agent(Chat):
-    """A conversation that grows by what it was told: each turn's prompt starts with the whole of the turn before."""
+    """A growing conversation: each turn's prompt starts with the whole turn before it, answer included."""
 
     weight = 1
 
@@ -209,7 +217,7 @@ class Agent(Chat):
         messages = [self.system()]
         for _ in range(TURNS):
             messages.append({"role": "user", "content": words(round(60 * self.scale), self.rng)})
-            said = self.chat(messages, max(1, round(80 * self.scale)))
-            if not said:
+            answer = self.chat(messages, max(1, round(80 * self.scale)))
+            if not answer:
                 return
-            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "assistant", "content": answer})

@@ -1,10 +1,10 @@
-"""A29 on a real engine: the time between tokens of 32 sequences while a prompt of 32k tokens is computed beside them.
+"""The time between tokens of 32 sequences while an engine computes a prompt of 32k tokens.
 
-    python -m loadtest.long_prompt DIR [--tokens 32768] [--steps 60]
+    python -m loadtest long-prompt DIR [--tokens 32768] [--steps 60]
 
-The 42M model with a context of CONTEXT tokens is made in DIR where there is none.  All of the prompt takes minutes on a
-CPU: so many steps are measured at each quarter of it, after as many without it, and between them it is computed as fast
-as can be.
+The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model.  The whole prompt takes
+minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt; the prompt
+tokens between these are computed as fast as possible.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loadtest import machine
+from loadtest import command_line, machine
 from loadtest.checkpoint import make_llama_42m
 
-CONTEXT = 40_000
-AIM = 2.0  # p99 beside the prompt, over p99 alone
+CONTEXT = 40_000  # tokens
+GOAL = 2.0  # p99 with the prompt, over p99 without
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
-    if not (options.directory / "config.json").exists():
-        make_llama_42m(options.directory, CONTEXT)
-    asked = ["--long-prompt", str(options.tokens), "--long-prompt-steps", str(options.steps), "--kv-blocks", "6000"]
-    command = [sys.executable, "-m", "engine.tools", "bench", str(options.directory), *asked]
-    said = subprocess.run(command, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures = {name: round(value, 3) for name, value in json.loads(said).items() if name != "first_token_at"}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="directory of the model; made there if empty")
+    parser.add_argument("--tokens", type=int, default=32_768, help="length of the prompt; default 32768")
+    parser.add_argument("--steps", type=int, default=60, help="steps measured at each quarter; default 60")
+
+
+def main(args: argparse.Namespace, command: str) -> int:
+    if not (args.directory / "config.json").exists():
+        make_llama_42m(args.directory, CONTEXT)
+    words = ["--long-prompt", str(args.tokens), "--long-prompt-steps", str(args.steps), "--kv-blocks", "6000"]
+    bench = [sys.executable, "-m", "engine.tools", "bench", str(args.directory), *words]
+    output = subprocess.run(bench, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures = {name: round(value, 3) for name, value in json.loads(output).items() if name != "first_token_at"}
     print(json.dumps(figures, indent=1))
-    print(f"p99 beside the prompt {figures['beside_p99_over_alone_p99']} times that alone (aim {AIM})")
-    settings = f"--tokens {options.tokens} --steps {options.steps}"
-    path = machine.write("long_prompt_cpu", f"python -m loadtest.long_prompt DIRECTORY {settings}", figures)
+    print(f"p99 with the prompt: {figures['beside_p99_over_alone_p99']} times that without (goal {GOAL})")
+    path = machine.write("long_prompt_cpu", command.replace(str(args.directory), "DIRECTORY"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run("long-prompt", __doc__, add_arguments, main))

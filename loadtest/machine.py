@@ -1,4 +1,4 @@
-"""What every result says about where it came from."""
+"""The origin that every result records: commit, machine, versions, command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = ROOT / "loadtest" / "results"
 
 
 def describe() -> dict[str, Any]:
-    """Commit, processors, cores, versions, time."""
+    """Return commit, time, processors, cores and the versions of the packages that matter."""
     versions = {}
     for package in ("torch", "transformers", "triton", "aiohttp", "redis"):
         try:
@@ -36,11 +36,11 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """As git has it, with "-dirty" behind it where files have changed since."""
-    said = subprocess.run(
+    """Return `git describe` of this checkout, which ends in "-dirty" where files have changed since the commit."""
+    done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return said.stdout.strip() or "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def cpu_name() -> str:
@@ -54,7 +54,7 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
-    """Name, memory and driver of the first GPU, as nvidia-smi says it; empty without one."""
+    """Return name, memory and driver of the first GPU in nvidia-smi's words; "" without a GPU."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
@@ -63,12 +63,12 @@ def gpu_name() -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name for a file: "NVIDIA H200" -> h200."""
+    """Return a device's name as part of a file name: "NVIDIA H200" -> h200."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia")).strip("_")
 
 
 def write(name: str, command: str, figures: Any) -> Path:
-    """loadtest/results/NAME.json: the figures, the command that gives them, and where they were measured."""
+    """Write loadtest/results/NAME.json: the figures, the command that produces them, and the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(

@@ -1,12 +1,12 @@
-"""What Redis, gateway and HTTP cost beside the same engine offline: time to first token, and tokens a second.
+"""What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens a second.
 
-    python -m loadtest.overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
+    python -m loadtest overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
-The 42M-parameter model of loadtest.throughput, prompts of 78 tokens, outputs of about 172, greedy.  Requests arrive at
-`--rate` a second, at seeded random moments that are the same for both: a request that comes while a step runs waits for
-its end in either, and time to first token counts from the moment of arrival.  Offline and served runs alternate;
-medians are reported.  The engine computes on `--threads` cores in both, so that on a machine of two the other one is
-there for gateway, Redis and this client.
+The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
+Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives
+during a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served
+runs alternate; medians are reported.  The engine computes on `--threads` cores in both, so on a machine with two cores
+the other one is free for gateway, Redis and this client.
 """
 
 from __future__ import annotations
@@ -19,63 +19,36 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine, trace
+from loadtest import command_line, machine, trace
 from loadtest.checkpoint import VOCAB, make_llama_42m
-from loadtest.server import serve
+from loadtest.replay import Options, replay
+from loadtest.server import MODEL_NAME, Server, serve
+from loadtest.stats import Record
+from loadtest.workloads import Arrival
 
 
-async def read_stream(port: int, body: bytes) -> float:
-    """Send one request on a connection of its own and read it to the end; the moment of its first event."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    writer.write(head % len(body) + body)
-    first = 0.0
-    tail = b""
-    while block := await reader.read(1 << 16):
-        if not first and b"data: " in tail + block:
-            first = time.perf_counter()
-        tail = (tail + block)[-64:]
-    writer.close()
-    if b"[DONE]" not in tail or not first:
-        raise RuntimeError("a stream was cut short")
-    return first
+def peak_concurrency(records: list[Record]) -> int:
+    """Return the most requests that were open at once, from when each was due to its end."""
+    changes = sorted([(record.due_s, 1) for record in records] + [(record.end_s, -1) for record in records])
+    return max(accumulate(change for _, change in changes))
 
 
-async def run_served(port: int, jobs: list[dict[str, Any]]) -> dict[str, float]:
-    bodies = [
-        json.dumps(
-            {
-                "model": "bench",
-                "prompt": job["token_ids"],
-                "max_tokens": job["max_new_tokens"],
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        ).encode()
-        for job in jobs
-    ]
-    began = time.perf_counter()
-    in_flight = most = 0
-
-    async def client(at_s: float, body: bytes) -> float:
-        nonlocal in_flight, most
-        await asyncio.sleep(began + at_s - time.perf_counter())
-        in_flight += 1
-        most = max(most, in_flight)
-        first = await read_stream(port, body)
-        in_flight -= 1
-        return first - began - at_s
-
-    firsts = await asyncio.gather(*(client(job["at_s"], body) for job, body in zip(jobs, bodies, strict=True)))
-    seconds = time.perf_counter() - began
-    tokens = sum(job["max_new_tokens"] for job in jobs)
-    return {"tokens_per_s": tokens / seconds, "ttft_p50_ms": statistics.median(firsts) * 1e3, "most_streams": most}
+def run_served(server: Server, jobs: list[trace.Job], arrivals_s: list[float]) -> dict[str, float]:
+    """Replay all jobs.  Raises RuntimeError when a request does not complete."""
+    arrivals = [Arrival(at_s, "served", job) for at_s, job in zip(arrivals_s, jobs, strict=True)]
+    options = Options(url=server.url, model=MODEL_NAME, metrics_url=f"{server.url}/metrics", vocab_size=VOCAB)
+    records, _ = asyncio.run(replay(arrivals, options))
+    if failed := [record for record in records if record.outcome != "ok"]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].outcome} {failed[0].error}")
+    return {
+        "tokens_per_s": sum(job.output_len for job in jobs) / max(record.end_s for record in records),
+        "ttft_p50_ms": statistics.median(record.ttft_s or 0.0 for record in records) * 1e3,
+        "most_streams": peak_concurrency(records),
+    }
 
 
 def run_offline(checkpoint: Path, requests: Path, flags: list[str]) -> dict[str, float]:
@@ -85,32 +58,30 @@ def run_offline(checkpoint: Path, requests: Path, flags: list[str]) -> dict[str,
     return {key: figures[key] for key in ("tokens_per_s", "ttft_p50_ms")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rate", type=float, default=10.0, help="requests a second; default 10")
+    parser.add_argument("--requests", type=int, default=200, help="requests of each run; default 200")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, medians are reported; default 3")
+    parser.add_argument("--threads", type=int, default=1, help="cores that the engine computes on; default 1")
+
+
+def main(args: argparse.Namespace, command: str) -> int:
     flags = ["--kv-blocks", "4096", "--threads", str(args.threads), "--no-prefix-cache"]
+    # Lengths differ slightly, because otherwise whole batches would end in the same step.
+    jobs = [trace.Job(78, 140 + 37 * seed % 64, seed) for seed in range(args.requests)]
+    clock = random.Random(1)
+    arrivals_s = list(accumulate(clock.expovariate(args.rate) for _ in jobs))
+    warm_up = [trace.Job(job.prompt_len, 8, job.prompt_seed) for job in jobs[:4]]
     offline, served = [], []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, requests = Path(scratch) / "model", Path(scratch) / "requests.jsonl"
         make_llama_42m(checkpoint)
-        # Lengths a little apart, or whole batches would end in the same step.
-        work = [trace.Job(78, 140 + 37 * seed % 64, seed) for seed in range(args.requests)]
-        trace.write_requests(work, VOCAB, requests)
-        jobs = [json.loads(line) for line in requests.read_text(encoding="utf-8").splitlines()]
-        clock, at_s = random.Random(1), 0.0
-        for job in jobs:
-            at_s += clock.expovariate(args.rate)
-            job["at_s"] = at_s
-        requests.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
+        trace.write_requests(jobs, VOCAB, requests, arrivals_s)
         for _ in range(args.rounds):
             offline.append(run_offline(checkpoint, requests, flags))
             with serve(str(checkpoint), *flags) as server:
-                asyncio.run(run_served(server.port, [{**job, "max_new_tokens": 8} for job in jobs[:4]]))
-                served.append(asyncio.run(run_served(server.port, jobs)))
+                run_served(server, warm_up, arrivals_s[: len(warm_up)])
+                served.append(run_served(server, jobs, arrivals_s))
             print(f"offline {offline[-1]}, served {served[-1]}", file=sys.stderr, flush=True)
     figures: dict[str, Any] = {
         name: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
@@ -118,12 +89,11 @@ def main() -> None:
     }
     figures["added_ttft_p50_ms"] = figures["served"]["ttft_p50_ms"] - figures["offline"]["ttft_p50_ms"]
     figures["tokens_per_s_lost"] = 1 - figures["served"]["tokens_per_s"] / figures["offline"]["tokens_per_s"]
-    path = machine.write(
-        "overhead", f"python -m loadtest.overhead --rate {args.rate:g} --threads {args.threads}", figures
-    )
+    path = machine.write("overhead", command, figures)
     print(json.dumps(figures, indent=1))
     print(f"written to {path.relative_to(machine.ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run("overhead", __doc__, add_arguments, main))

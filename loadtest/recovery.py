@@ -1,17 +1,17 @@
 """How long streams pause when the engine is killed, and which parts of the restart take the time.
 
-    python -m loadtest.recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
+    python -m loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
 
-MODEL is a directory, which gets the 42M model where it is empty, or a shape of loadtest.shapes, whose weights the
-engine makes up on the device (`--load random`).  `quire serve` runs with one engine and its spare.  Each client
-streams long answers and checks the position that every event carries.  One round is two kills (SIGKILL):
+MODEL is a directory, in which the 42M model is made if it is empty, or a shape of loadtest/shapes.py with random
+weights made on the device (`--load random`).  `quire serve` runs with one engine and its spare.  Each client streams
+long answers and checks the position that every event carries.  One round is two kills (SIGKILL):
 
     first     the spare of the engine is ready, every stream has --warm tokens
     second    --second-after seconds after every stream resumed, often before the next spare is ready
 
-A stream's pause runs from its last token before the kill to its first token after it.  The parts of a restart are
-read from the server's log, which this program reads as it grows: when the supervisor reported the death, when the
-engine reported its start, and the seconds that the engine itself reports ("started: ...").
+A stream's pause runs from its last token before the kill to its first token after it.  The parts of a restart come from
+the server's log, which this program follows: when the supervisor reported the death, when the engine reported its
+start, and the seconds that the engine itself reports ("started: ...").
 
 `--root` measures the server of another checkout with the same clients.
 """
@@ -24,7 +24,6 @@ import itertools
 import json
 import random
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -36,11 +35,11 @@ from typing import Any
 import aiohttp
 import psutil
 
-from loadtest import machine, shapes
+from loadtest import command_line, machine, shapes
 from loadtest.checkpoint import make_llama_42m, prepare
-from loadtest.server import MODEL_NAME, Server, serve
+from loadtest.server import MODEL_NAME, Server, engine_processes, serve
 
-LIMIT_S = 120.0  # for whatever is waited for
+LIMIT_S = 120.0  # for each condition that is waited for
 CONTEXT = 8192  # tokens, of the shapes
 POLL_S = 0.005
 PART = re.compile(r"([a-zA-Z][a-zA-Z ]*?) (\d+\.\d+) s")
@@ -48,27 +47,27 @@ PART = re.compile(r"([a-zA-Z][a-zA-Z ]*?) (\d+\.\d+) s")
 
 @dataclass
 class Stream:
-    """One client: the tokens it has received, when, and every position that was wrong."""
+    """One client: the tokens it has received, their times, and every wrong position."""
 
     tokens: int = 0  # of all answers
-    position: int = 0  # of the present answer
-    times: list[float] = field(
-        default_factory=lambda: [0.0]
-    )  # monotonic seconds of tokens: the last one before `mark`,
-    lost: int = 0  # and all since
+    position: int = 0  # in the current answer
+    # Monotonic seconds of received tokens: the last one before `forget_times()`, and all since.
+    times: list[float] = field(default_factory=lambda: [0.0])
+    lost: int = 0
     repeated: int = 0
     failure: str = ""
 
-    def mark(self) -> None:
+    def forget_times(self) -> None:
+        """Drop all times but the last."""
         del self.times[:-1]
 
     def pause(self, killed: float) -> tuple[float, float]:
-        """(seconds, end) of the longest time between two tokens that ended after `killed`."""
+        """Return (seconds, end) of the longest time between two tokens that ended after `killed`."""
         ends = [(after - before, after) for before, after in itertools.pairwise(self.times) if after > killed]
         return max(ends, default=(0.0, 0.0))
 
     def received(self, count: int, position: int, now: float) -> None:
-        """`count` tokens arrived; the event says that the answer has `position` so far."""
+        """Count `count` new tokens of an event that reports `position` tokens of the answer so far."""
         ahead = position - (self.position + count)
         self.lost += max(0, ahead)
         self.repeated += max(0, -ahead)
@@ -77,7 +76,7 @@ class Stream:
         self.times.append(now)
 
     async def read(self, session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> None:
-        """Stream greedy answers of `tokens` tokens, one after another, until one fails: then sets `failure`."""
+        """Stream greedy answers of `tokens` tokens one after another until one fails, which sets `failure`."""
         while not self.failure:
             self.position = 0
             await self.answer(session, url, prompt, tokens)
@@ -113,13 +112,13 @@ class Stream:
 
 @dataclass
 class Log:
-    """The server's log, read as it grows: (monotonic seconds at which a line was seen, line)."""
+    """The server's log, read as it grows: (monotonic seconds at which a line was read, line)."""
 
     path: Path
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     async def follow(self) -> None:
-        """Read for ever."""
+        """Read until cancelled."""
         rest = ""
         with self.path.open(encoding="utf-8", errors="replace") as file:
             while True:
@@ -129,20 +128,8 @@ class Log:
                 await asyncio.sleep(POLL_S)
 
     def first(self, words: str, since: float) -> tuple[float, str]:
-        """The first line with these words after `since`; (0, "") without one."""
+        """Return the first line with these words after `since`; (0, "") without one."""
         return next(((at, line) for at, line in self.lines if at >= since and words in line), (0.0, ""))
-
-
-def engines(server: Server) -> list[psutil.Process]:
-    """The engine processes under the supervisor, the oldest first: the engine, then its spare."""
-    found = []
-    for child in server.process.children():
-        try:
-            if "engine" in child.cmdline():
-                found.append((child.create_time(), child))
-        except psutil.Error:
-            continue
-    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 async def until(holds: Any, streams: list[Stream]) -> None:
@@ -152,7 +139,7 @@ async def until(holds: Any, streams: list[Stream]) -> None:
         if failed := [stream.failure for stream in streams if stream.failure]:
             raise RuntimeError(f"{len(failed)} streams failed: {failed[0]}")
         if time.monotonic() > end:
-            raise RuntimeError(f"nothing happened for {LIMIT_S:g} s")
+            raise RuntimeError(f"the streams did not continue in {LIMIT_S:g} s")
         await asyncio.sleep(POLL_S)
 
 
@@ -165,13 +152,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 async def spare_ready(server: Server, log: Log) -> None:
-    """Wait until there is a spare that waits for its turn, for LIMIT_S at most.
+    """Wait until a spare engine is ready, for LIMIT_S at most.
 
-    Engines of before this program existed do not report that: then a spare that has stopped computing is ready."""
+    Older versions (`--root`) do not log that.  Their spare counts as ready once it has stopped using the CPU."""
     end = time.monotonic() + LIMIT_S
     quiet, spent = 0, 0.0
     while time.monotonic() < end and quiet < 20:
-        found = engines(server)
+        found = engine_processes(server.process)
         if len(found) == 2 and any(f"spare {found[-1].pid} is ready" in line for _, line in log.lines):
             return
         now = cpu_s(found[-1]) if len(found) == 2 else 0.0
@@ -181,18 +168,18 @@ async def spare_ready(server: Server, log: Log) -> None:
 
 
 async def kill(server: Server, streams: list[Stream], log: Log) -> dict[str, Any]:
-    """Kill the engine and wait until every stream has a new token.  Returns the pauses and parts, in seconds."""
-    engine, *spares = engines(server)
+    """Kill the engine and wait until every stream has a new token.  Return the pauses and their parts, in seconds."""
+    engine, *spares = engine_processes(server.process)
     before = cpu_s(spares[0]) if spares else 0.0
     tokens = sum(stream.tokens for stream in streams)
     for stream in streams:
-        stream.mark()
+        stream.forget_times()
     engine.kill()
     killed = time.monotonic()
     await until(lambda: log.first("started: ", killed)[0] > 0, streams)
     up, line = log.first("started: ", killed)
     await until(lambda: all(stream.times[-1] > up for stream in streams), streams)
-    successor = engines(server)[0]
+    successor = engine_processes(server.process)[0]
     cpu = cpu_s(successor) - (before if spares and successor.pid == spares[0].pid else 0.0)
     pauses = sorted(stream.pause(killed) for stream in streams)
     ends = sorted(end for _, end in pauses)
@@ -213,11 +200,18 @@ async def kill(server: Server, streams: list[Stream], log: Log) -> dict[str, Any
     return figures
 
 
+async def more_tokens(streams: list[Stream], count: int) -> None:
+    """Wait until every stream has `count` more tokens.  Raises RuntimeError as until() does."""
+    wanted = [stream.tokens + count for stream in streams]
+    await until(lambda: all(a.tokens >= b for a, b in zip(streams, wanted, strict=True)), streams)
+
+
 async def measure(server: Server, options: argparse.Namespace, vocab: int, log: Log) -> dict[str, Any]:
+    """Run all rounds; return tokens lost and repeated, each kill, and medians over kills."""
     rng = random.Random(options.seed)
     following = asyncio.create_task(log.follow())
     rounds: dict[str, list[dict[str, Any]]] = {"first": [], "second": []}
-    resumed = 0.0  # monotonic seconds at which every stream had resumed last
+    resumed = 0.0  # monotonic seconds when the last stream had resumed
     every: list[Stream] = []
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -233,14 +227,12 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
             for which in ("first", "second"):
                 if sum(map(len, rounds.values())) == options.kills:
                     break
-                least = [stream.tokens + options.warm for stream in streams]
-                await until(lambda s=streams, n=least: all(a.tokens >= b for a, b in zip(s, n, strict=True)), streams)
+                await more_tokens(streams, options.warm)
                 if which == "second":
                     await asyncio.sleep(max(0.0, resumed + options.second_after - time.monotonic()))
                 rounds[which].append(await kill(server, streams, log))
                 resumed = time.monotonic()
-            least = [stream.tokens + options.warm for stream in streams]
-            await until(lambda s=streams, n=least: all(a.tokens >= b for a, b in zip(s, n, strict=True)), streams)
+            await more_tokens(streams, options.warm)
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
@@ -258,7 +250,7 @@ async def measure(server: Server, options: argparse.Namespace, vocab: int, log: 
 
 
 def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over several kills, and the worst pause."""
+    """Return medians over several kills, and the worst pause."""
     names = dict.fromkeys(name for each in kills for name in each["parts_s"])
     figures = {
         name: round(statistics.median(each[name] for each in kills), 3) for name in kills[0] if name != "parts_s"
@@ -268,7 +260,7 @@ def summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def model(name: str, scratch: Path) -> tuple[str, int, list[str]]:
-    """(directory, vocabulary of the prompts, options of the server) of a directory or shape."""
+    """Return (directory, vocabulary of the prompts, options of the server) of a directory or shape."""
     if name not in shapes.CONFIGS:
         directory = Path(name)
         if not (directory / "config.json").exists():
@@ -278,28 +270,35 @@ def model(name: str, scratch: Path) -> tuple[str, int, list[str]]:
         return str(directory.absolute()), vocab, []
     directory, small = scratch / name, scratch / "tokenizer"
     shapes.write(name, directory)
-    make_llama_42m(small)  # a gateway needs a tokenizer; ids beyond its vocabulary have no text, but are sent as ids
+    make_llama_42m(small)  # a gateway needs a tokenizer; ids outside its vocabulary have no text but are sent as ids
     for file in small.glob("token*"):
         (directory / file.name).write_bytes(file.read_bytes())
     return str(directory), shapes.CONFIGS[name]["vocab_size"], ["--load", "random", "--max-model-len", str(CONTEXT)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"a directory, or one of {', '.join(shapes.CONFIGS)}")
-    parser.add_argument("--root", type=Path, default=machine.ROOT, help="checkout whose server is measured")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt, different for each stream")
-    parser.add_argument("--warm", type=int, default=100, help="tokens that each stream gets before a kill and after it")
-    parser.add_argument("--tokens", type=int, default=1000, help="of each answer; a client then asks again")
-    parser.add_argument("--kills", type=int, default=4, help="two in a round, each round with new streams")
-    parser.add_argument("--second-after", type=float, default=4.0, help="seconds from the recovery to the second kill")
-    parser.add_argument("--server", action="append", default=[], help="one more option of quire serve")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, help="keep the server's log there")
-    parser.add_argument("--name", help="write loadtest/results/NAME.json")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--root", type=Path, default=machine.ROOT, help="checkout whose server is measured; default: this one"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the engine")
+    parser.add_argument("--streams", type=int, default=32, help="answers that are streamed at once; default 32")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt; default 128")
+    parser.add_argument(
+        "--warm", type=int, default=100, help="tokens of each stream before and after a kill; default 100"
+    )
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of each answer; default 1000")
+    parser.add_argument("--kills", type=int, default=4, help="two in a round, each round with new streams; default 4")
+    parser.add_argument(
+        "--second-after", type=float, default=4.0, help="seconds from the recovery to the second kill; default 4"
+    )
+    parser.add_argument("--server", action="append", default=[], help="one more option of quire serve; may be repeated")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the prompts; default 1")
+    parser.add_argument("--log", type=Path, help="file that keeps the server's log; default: not kept")
+    parser.add_argument("--name", help="write loadtest/results/NAME.json; default: print only")
+
+
+def main(options: argparse.Namespace, command: str) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory, vocab, flags = model(options.model, Path(scratch))
         flags += ["--device", options.device, "--queue-wait-s", "1000", *options.server]
@@ -308,12 +307,10 @@ def main() -> None:
             figures = asyncio.run(measure(server, options, vocab, log))
     print(json.dumps({key: value for key, value in figures.items() if not key.endswith("_kills")}, indent=1))
     if options.name:
-        command = shlex.join(["python", "-m", "loadtest.recovery", *sys.argv[1:]])
         path = machine.write(options.name, command, figures)
         print(f"written to {path.relative_to(machine.ROOT)}")
-    if figures["tokens_lost"] or figures["tokens_repeated"]:
-        raise SystemExit(1)
+    return int(bool(figures["tokens_lost"] or figures["tokens_repeated"]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run("recovery", __doc__, add_arguments, main))

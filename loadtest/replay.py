@@ -1,4 +1,4 @@
-"""Open-loop replay: requests go out when they are due, whatever has become of those before.
+"""Open-loop replay: every request is sent when it is due, even if earlier requests are still waiting.
 
     python -m loadtest replay URL [--workload sharegpt] [--rate 5] [--seconds 60] [--peak 15] [--out RESULT.json]
 
@@ -6,8 +6,9 @@
      └────────────────────────── TTFT ────────────────────────┘
      └──────────────────────────────────── end to end ──────────────────────────────────┘
 
-Speaks /v1/completions with server-sent events, so any OpenAI-compatible server can be measured, and reads its /metrics
-meanwhile.  Writes one JSON: command, commit, machine, configuration, figures and a series over time for the report.
+Uses /v1/completions with server-sent events, so it measures any OpenAI-compatible server, and reads the server's
+/metrics during the run.  Writes one JSON file: command, commit, machine, configuration, figures, and a series for
+`report`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,37 +30,40 @@ from typing import Any, Self
 import aiohttp
 from tqdm import tqdm
 
-from loadtest import askers, machine, scrape, workloads
-from loadtest.askers import AskerError, Mix
-from loadtest.client import Answer, announced_pause, pause
-from loadtest.figures import REFUSED, Attempt, Record, Sample, Slo, series, summarise
+from loadtest import clients, machine, scrape, workloads
+from loadtest.answers import Answer, announced_pause, pause
+from loadtest.clients import Mix, ProfileError
+from loadtest.stats import REFUSED, Attempt, Record, Sample, Slo, series, summarise
+from loadtest.trace import TraceError
 from loadtest.workloads import Arrival, Phase
 
 SAMPLE_S = 0.25
 DEADLINE_CODE = "deadline_exceeded"
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
-END_BIAS = 100.0  # the largest that servers take: end-of-sequence wins against any logit
+END_BIAS = 100.0  # the largest logit_bias that servers accept: end-of-sequence wins against any logit
 
 
 @dataclass(frozen=True)
 class Options:
+    """How requests are sent, and to which server."""
+
     url: str
     model: str
     metrics_url: str
-    text: bool = False  # prompts of words, for servers without token ids: about a token each
-    vocab_size: int = 500  # token ids are below; small enough for any model
+    text: bool = False  # prompts of words, about a token each, for servers that take no token ids
+    vocab_size: int = 500  # bound of the prompts' token ids; small enough for any model
     ignore_eos: bool = True
-    ask_tokens: int = 0  # max_tokens of every request; 0: what the answer will have, so that the server knows, too
-    eos_id: int = 0  # ends an answer that is shorter than what was asked for
+    ask_tokens: int = 0  # max_tokens of every request; 0: the answer's own length, which the server then knows
+    eos_id: int = 0  # ends an answer that is shorter than ask_tokens
     api_key: str = ""
     keys: dict[str, str] = field(default_factory=dict)  # tenant -> key
-    timeout_s: float = 600.0  # of silence in a stream
-    drain_s: float = math.inf  # what has not ended so long after the last request was due has failed
+    timeout_s: float = 600.0  # longest silence in a stream
+    drain_s: float = math.inf  # a request fails if it is not complete this long after the last one was due
     seed: int = 0
 
 
 def body(arrival: Arrival, options: Options) -> bytes:
-    """Built before the run: a client that encodes while it measures lags."""
+    """Return a request's body.  Built before the run, because a client that encodes during it would lag."""
     ids = arrival.job.prompt(options.vocab_size)
     length = arrival.job.output_len
     request: dict[str, Any] = {
@@ -71,23 +75,23 @@ def body(arrival: Arrival, options: Options) -> bytes:
         "stream_options": {"include_usage": True},
     }
     if options.ask_tokens > length:
-        # The answer ends by itself, after as many tokens as the workload says: forbidden before, certain then.
+        # The end of sequence is forbidden before the workload's length, and certain at it.
         request |= {"max_tokens": options.ask_tokens, "logit_bias": {str(options.eos_id): END_BIAS}}
         request["min_tokens"] = length - 1
     elif options.ignore_eos:
         request["ignore_eos"] = True
-    if arrival.asker.priority is not None:
-        request["priority"] = arrival.asker.priority
+    if arrival.client.priority is not None:
+        request["priority"] = arrival.client.priority
     return json.dumps(request, separators=(",", ":")).encode()
 
 
-class Client:
-    """Connections to one server, a clock that starts with the run, and samples of the server's metrics.
+class Session:
+    """The connections of one run, its clock, and samples of the server's metrics.
 
-    `async with` opens them, reads the metrics once and starts the clock."""
+    `async with` opens the connections, reads the metrics once and starts the clock."""
 
     def __init__(self, options: Options, tick: Callable[[str], None] = lambda event: None) -> None:
-        """`tick` hears "sent", "ended" and "refused" as they happen."""
+        """`tick` is called with "sent", "ended" or "refused" at each such event."""
         self.options = options
         self._tick = tick
         self._rng = random.Random(options.seed)
@@ -100,7 +104,7 @@ class Client:
     async def __aenter__(self) -> Self:
         started = asyncio.Event()
         self._watch = asyncio.create_task(_watch(self._session, self.options.metrics_url, self._samples, started))
-        # The first sample is what counters are measured from; a server without metrics must not hold the run up.
+        # Counters are measured from the first sample.  A server without metrics must not delay the run.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(started.wait(), 5)
         self._begin = time.monotonic()
@@ -118,16 +122,18 @@ class Client:
         return time.monotonic() - self._begin
 
     async def samples(self) -> list[Sample]:
-        """Those of the run, and a last one: what the last requests did shows in the metrics a moment later."""
+        """Return the run's samples and one more: metrics show the last requests a moment after they end."""
         await asyncio.sleep(2 * SAMPLE_S)
         return [replace(sample, at_s=sample.at_s - self._begin) for sample in self._samples]
 
-    async def ask(self, record: Record, data: bytes) -> None:
-        """One request to its end, refusals included: all that becomes of it goes into `record`.  Never raises for what
-        a server does.  Cancelled, it leaves the record as far as it came."""
+    async def send(self, record: Record, data: bytes) -> None:
+        """Send one request, retry its refusals, read its answer, and fill `record`.
+
+        A server's errors go into the record and are not raised.  After a cancellation the record holds what was
+        received until then."""
         options = self.options
         record.lag_s = self.now_s - record.due_s
-        key = options.keys.get(record.asker.tenant, options.api_key)
+        key = options.keys.get(record.client.tenant, options.api_key)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._tick("sent")
         try:
@@ -137,12 +143,12 @@ class Client:
             self._tick("ended")
 
     async def _attempts(self, record: Record, data: bytes, headers: dict[str, str]) -> None:
-        asker = record.asker
-        deadline = math.inf if asker.timeout_s is None else record.due_s + asker.timeout_s
+        profile = record.client
+        deadline = math.inf if profile.timeout_s is None else record.due_s + profile.timeout_s
         while True:
             sent = self.now_s
             if deadline < math.inf:
-                headers["X-Request-Timeout"] = f"{max(deadline - sent, 0.001):.3f}"  # what is left of it
+                headers["X-Request-Timeout"] = f"{max(deadline - sent, 0.001):.3f}"  # seconds left
             try:
                 async with self._session.post(
                     f"{self.options.url}/v1/completions", data=data, headers=headers
@@ -152,18 +158,18 @@ class Client:
                     if response.status == 200:
                         await self._read(response, record)
                         return
-                    said = reason(await response.read())
+                    text = reason(await response.read())
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 if not record.attempts or record.attempts[-1].sent_s != sent:
                     record.attempts.append(Attempt(sent, 0))
                 record.outcome, record.error = "error", type(error).__name__
                 return
             if record.attempts[-1].status not in REFUSED:
-                _fail(record, f"{record.attempts[-1].status} {said}")
+                _fail(record, f"{record.attempts[-1].status} {text}")
                 return
             self._tick("refused")
-            wait = pause(asker.retry, len(record.attempts) - 1, announced, self._rng)
-            if wait is None or self.now_s + wait >= deadline:  # nobody comes back for an answer that is too late
+            wait = pause(profile.retry, len(record.attempts) - 1, announced, self._rng)
+            if wait is None or self.now_s + wait >= deadline:  # a retry after the deadline would be useless
                 record.outcome = "refused"
                 return
             await asyncio.sleep(wait)
@@ -181,44 +187,45 @@ class Client:
             _fail(record, answer.error or "the stream ended without [DONE]")
 
 
-def _fail(record: Record, said: str) -> None:
-    """An answer that its own deadline ended is the client's doing, any other that is cut short the server's."""
-    expired = record.asker.timeout_s is not None and DEADLINE_CODE in said
-    record.outcome, record.error = "expired" if expired else "error", said
+def _fail(record: Record, error: str) -> None:
+    """Set the outcome: expired if the request's own deadline ended it, else error."""
+    expired = record.client.timeout_s is not None and DEADLINE_CODE in error
+    record.outcome, record.error = "expired" if expired else "error", error
 
 
 def record_of(arrival: Arrival) -> Record:
+    """Return the record of a request that has not been sent."""
     job = arrival.job
-    return Record(arrival.at_s, arrival.phase, job.prompt_len, job.output_len, asker=arrival.asker)
+    return Record(arrival.at_s, arrival.phase, job.prompt_len, job.output_len, client=arrival.client)
 
 
 async def replay(
     arrivals: list[Arrival], options: Options, tick: Callable[[str], None] = lambda event: None
 ) -> tuple[list[Record], list[Sample]]:
-    """Send all, wait for all, but no longer than `drain_s` after the last was due."""
+    """Send every request when it is due; wait for all answers, at most `drain_s` after the last was due."""
     bodies = [body(arrival, options) for arrival in arrivals]
     records = [record_of(arrival) for arrival in arrivals]
-    async with Client(options, tick) as client:
+    async with Session(options, tick) as session:
         tasks = []
         for record, data in zip(records, bodies, strict=True):
-            if (ahead := record.due_s - client.now_s) > 0:
+            if (ahead := record.due_s - session.now_s) > 0:
                 await asyncio.sleep(ahead)
-            tasks.append(asyncio.create_task(client.ask(record, data)))
+            tasks.append(asyncio.create_task(session.send(record, data)))
         limit = None if options.drain_s == math.inf else options.drain_s
         _, late = await asyncio.wait(tasks, timeout=limit) if tasks else (set(), set())
         for task in late:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):  # ours, not the server's; a cancelled one is none
+            if isinstance(result, Exception):  # a bug of this program: servers' errors are in the records
                 raise result
         for record, task in zip(records, tasks, strict=True):
             if task in late:
                 record.outcome, record.error = "error", f"unfinished {options.drain_s:g} s after the last was due"
-        return records, await client.samples()
+        return records, await session.samples()
 
 
 def reason(answer: bytes) -> str:
-    """An error's code and message, as OpenAI's shape has them; else the answer's beginning."""
+    """Return the code and message of an error in OpenAI's format, else the first 200 bytes of the answer."""
     try:
         error = json.loads(answer)["error"]
         return f"{error['code']}: {error['message']}"
@@ -227,7 +234,7 @@ def reason(answer: bytes) -> str:
 
 
 async def _watch(session: aiohttp.ClientSession, url: str, samples: list[Sample], started: asyncio.Event) -> None:
-    """Read the metrics until cancelled; a server that has none, or fails now and then, is left alone."""
+    """Read the metrics every SAMPLE_S until cancelled.  Failed reads are skipped: a server may have no metrics."""
     limit = aiohttp.ClientTimeout(total=5)
     while True:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -239,7 +246,7 @@ async def _watch(session: aiohttp.ClientSession, url: str, samples: list[Sample]
 
 
 async def first_model(url: str, api_key: str) -> str:
-    """The first model the server lists.  Raises SystemExit with one line when it can't be asked."""
+    """Return the first model that the server lists.  Raises SystemExit with one line if the request fails."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with (
@@ -253,7 +260,7 @@ async def first_model(url: str, api_key: str) -> str:
 
 
 def windows(plan: list[Phase], arrivals: list[Arrival]) -> dict[str, tuple[float, float]]:
-    """When each phase begins and ends, in seconds of the run."""
+    """Return the begin and end of each phase, in seconds of the run."""
     if arrivals and arrivals[0].phase == "trace":
         return {"trace": (0.0, arrivals[-1].at_s + 1e-9)}
     found, start = {}, 0.0
@@ -271,45 +278,78 @@ def _positive(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", help="of the server, without /v1")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--metrics-url", help="default: URL/metrics")
-    parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt")
-    parser.add_argument("--trace", type=Path, help="JSON lines, instead of a workload")
-    parser.add_argument("--scale", type=_positive, default=1.0, help="multiplies the workload's lengths")
-    parser.add_argument("--context", type=int, help="tokens of the model: what is longer gets clipped")
-    parser.add_argument("--rate", type=_positive, default=5.0, help="requests a second")
-    parser.add_argument("--seconds", type=_positive, default=60.0, help="with --peak, before the burst and again after")
-    parser.add_argument("--peak", type=_positive, help="requests a second in a burst between two phases at --rate")
-    parser.add_argument("--peak-seconds", type=_positive, default=30.0)
-    parser.add_argument("--after-seconds", type=_positive, help="after the burst; default: --seconds")
-    parser.add_argument("--burstiness", type=_positive, default=1.0, help="shape of gamma arrivals; 1: Poisson")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--retry", default="obey", help="what 429 and 503 lead to: obey, ignore, never, or shares")
-    parser.add_argument("--tenants", help="who asks, in shares: loud=10,quiet=1")
-    parser.add_argument("--only", default="", help="one of them: the others' requests are left out, its own stay")
-    parser.add_argument("--keys", type=Path, help='TOML file of their keys: quiet = "..."')
-    parser.add_argument("--priorities", help="shares: high=1,normal=8,low=1, or whole numbers")
-    parser.add_argument("--deadlines", help="seconds, in shares: 5=1,30=1,none=2")
+    parser.add_argument("url", help="URL of the server, without /v1")
+    parser.add_argument("--model", help="model to request; default: the first that the server lists")
+    parser.add_argument("--metrics-url", help="page with the server's metrics; default: URL/metrics")
+    _add_work_arguments(parser)
+    _add_client_arguments(parser)
+    parser.add_argument("--text", action="store_true", help="send prompts of words instead of token ids")
+    parser.add_argument("--vocab-size", type=int, default=500, help="prompts use token ids below this; default 500")
+    parser.add_argument("--respect-eos", action="store_true", help="let answers end early: send no ignore_eos")
+    parser.add_argument("--api-key-env", help="environment variable with the server's API key")
+    parser.add_argument("--timeout", type=_positive, default=600.0, help="longest silence of a stream, s; default 600")
     parser.add_argument(
-        "--ask-tokens", type=int, default=0, help="max_tokens of all: how long answers get, servers then do not know"
+        "--drain", type=_positive, default=math.inf, help="seconds to wait for the last answers; default: for all"
     )
-    parser.add_argument("--eos-id", type=int, default=0, help="the model's end of sequence, which then ends them")
-    parser.add_argument("--text", action="store_true", help="prompts of words instead of token ids")
-    parser.add_argument("--vocab-size", type=int, default=500, help="token ids of prompts are below")
-    parser.add_argument("--respect-eos", action="store_true", help="answers may end early (no ignore_eos in requests)")
-    parser.add_argument("--api-key-env", help="environment variable that holds the server's key")
-    parser.add_argument("--timeout", type=_positive, default=600.0, help="seconds a stream may be silent")
-    parser.add_argument("--drain", type=_positive, default=math.inf, help="seconds to wait for the last; default: all")
-    parser.add_argument("--slo-ttft", type=_positive, default=2.0, help="seconds")
-    parser.add_argument("--slo-itl", type=_positive, default=0.2, help="seconds, mean of a request")
-    parser.add_argument("--note", default="", help="goes into the result: what the server is, and how it was started")
-    parser.add_argument("--out", type=Path, default=Path("replay.json"))
-    parser.add_argument("--raw", type=Path, help="every request too: JSON lines with all times")
+    parser.add_argument("--slo-ttft", type=_positive, default=2.0, help="goal: time to first token, s; default 2")
+    parser.add_argument("--slo-itl", type=_positive, default=0.2, help="goal: mean time a token, s; default 0.2")
+    parser.add_argument("--note", default="", help="text for the result, such as how the server was started")
+    parser.add_argument("--out", type=Path, default=Path("replay.json"), help="file of the result; default replay.json")
+    parser.add_argument("--raw", type=Path, help="file for every request with all its times, as JSON lines")
+
+
+def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which requests arrive, and when."""
+    parser.add_argument("--workload", choices=workloads.WORKLOADS, default="sharegpt", help="lengths; default sharegpt")
+    parser.add_argument("--trace", type=Path, help="file of JSON lines that replaces the workload")
+    parser.add_argument("--scale", type=_positive, default=1.0, help="factor on the workload's lengths; default 1")
+    parser.add_argument("--context", type=int, help="context of the model in tokens: longer requests are shortened")
+    parser.add_argument("--rate", type=_positive, default=5.0, help="requests a second; default 5")
+    parser.add_argument(
+        "--seconds", type=_positive, default=60.0, help="length of the run, or of the phase before a burst; default 60"
+    )
+    parser.add_argument("--peak", type=_positive, help="requests a second of a burst between two phases at --rate")
+    parser.add_argument("--peak-seconds", type=_positive, default=30.0, help="length of the burst; default 30")
+    parser.add_argument("--after-seconds", type=_positive, help="length of the phase after it; default: --seconds")
+    parser.add_argument("--burstiness", type=_positive, default=1.0, help="shape of gamma arrivals; default 1: Poisson")
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals, lengths, prompts and clients; default 0")
+    parser.add_argument(
+        "--ask-tokens",
+        type=int,
+        default=0,
+        help="max_tokens of every request, which hides output lengths from the server; default 0: the true length",
+    )
+    parser.add_argument("--eos-id", type=int, default=0, help="end-of-sequence id that then ends answers; default 0")
+
+
+def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which clients send the requests.  Shares are weights, such as loud=10,quiet=1."""
+    parser.add_argument(
+        "--retry", default="obey", help="reaction to 429 and 503: obey, ignore, never, or shares of them; default obey"
+    )
+    parser.add_argument("--tenants", help="shares of tenants: loud=10,quiet=1; default: one without a name")
+    parser.add_argument("--only", default="", help="send one tenant's requests and leave out all others")
+    parser.add_argument("--keys", type=Path, help='TOML file of the tenants\' API keys: quiet = "..."')
+    parser.add_argument("--priorities", help="shares of priorities: high=1,normal=8,low=1, or whole numbers")
+    parser.add_argument("--deadlines", help="shares of deadlines in seconds: 5=1,30=1,none=2")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words of a replay command, for commands that replay against servers of their own."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def run(words: Sequence[str], keys: dict[str, str], command: str) -> tuple[dict[str, Any], list[Record]]:
+    """Replay as the command line `words` says.  Return the result and its requests."""
+    args = parse(words)
+    plan, arrivals = arrivals_of(args)
+    return measure(args, plan, arrivals, options_of(args, args.url, args.model, keys), command)
 
 
 def arrivals_of(args: argparse.Namespace) -> tuple[list[Phase], list[Arrival]]:
-    """What the command line asks for.  Raises SystemExit with one line."""
+    """Return the phases and arrivals that the command line describes.  Raises SystemExit with one line."""
     if args.vocab_size <= 10:
         raise SystemExit(f"--vocab-size is {args.vocab_size}; must be > 10")
     if args.context is not None and args.context < 2:
@@ -320,9 +360,9 @@ def arrivals_of(args: argparse.Namespace) -> tuple[list[Phase], list[Arrival]]:
             arrivals = workloads.from_trace(args.trace, plan, args.burstiness, args.seed)
         else:
             arrivals = workloads.synthetic(args.workload, plan, args.burstiness, args.seed, args.scale)
-    except (OSError, workloads.TraceError) as error:
+    except (OSError, TraceError) as error:
         raise SystemExit(str(error)) from None
-    arrivals = workloads.ask_as(arrivals, _mix(args), args.seed, args.only)
+    arrivals = workloads.assign_clients(arrivals, _mix(args), args.seed, args.only)
     if not arrivals:
         whose = f" for tenant {args.only}" if args.only else ""
         raise SystemExit(f"no request arrives{whose} in {sum(p.seconds for p in plan):g} s at {args.rate:g} a second")
@@ -333,23 +373,23 @@ def _mix(args: argparse.Namespace) -> Mix:
     def shares(name: str, value: Callable[[str], Any]) -> dict[Any, float]:
         given = getattr(args, name)
         try:
-            return askers.shares(given, value) if given else {}
-        except AskerError as error:
+            return clients.parse_shares(given, value) if given else {}
+        except ProfileError as error:
             raise SystemExit(f"--{name}: {error}") from None
 
     return Mix(
-        shares("tenants", askers.tenant),
-        shares("priorities", askers.priority),
-        shares("deadlines", askers.deadline),
-        shares("retry", askers.patience),
+        shares("tenants", clients.parse_tenant),
+        shares("priorities", clients.parse_priority),
+        shares("deadlines", clients.parse_deadline),
+        shares("retry", clients.parse_retry),
     )
 
 
 def main(args: argparse.Namespace, command: str) -> int:
     plan, arrivals = arrivals_of(args)
     try:
-        keys = askers.read_keys(args.keys) if args.keys else {}
-    except (OSError, AskerError) as error:
+        keys = clients.read_keys(args.keys) if args.keys else {}
+    except (OSError, ProfileError) as error:
         raise SystemExit(str(error)) from None
     url = args.url.rstrip("/").removesuffix("/v1")
     options = options_of(args, url, args.model, keys)
@@ -365,7 +405,7 @@ def main(args: argparse.Namespace, command: str) -> int:
 
 
 def options_of(args: argparse.Namespace, url: str, model: str | None, keys: dict[str, str]) -> Options:
-    """`model`: None asks the server.  Raises SystemExit with one line when it can't be asked."""
+    """Return the options of a run.  `model` None: the first of the server; raises SystemExit if that fails."""
     api_key = os.environ.get(args.api_key_env, "") if args.api_key_env else next(iter(keys.values()), "")
     return Options(
         url=url,
@@ -387,7 +427,7 @@ def options_of(args: argparse.Namespace, url: str, model: str | None, keys: dict
 def measure(
     args: argparse.Namespace, plan: list[Phase], arrivals: list[Arrival], options: Options, command: str
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Replay with a progress bar; the result that `report` reads, and its requests."""
+    """Replay with a progress bar.  Return the result that `report` reads, and the requests."""
     with tqdm(total=len(arrivals), unit="req", disable=None) as bar:
         counts = {"sent": 0, "ended": 0, "refused": 0}
 
@@ -420,7 +460,7 @@ def measure(
 
 
 def work(args: argparse.Namespace, plan: list[Phase], arrivals: list[Arrival]) -> dict[str, Any]:
-    """What is asked for: two results with equal work can be compared."""
+    """Return the description of the requests: `report` compares two results only if it is equal."""
     return {
         "workload": str(args.trace) if args.trace else args.workload,
         "requests": len(arrivals),
@@ -431,14 +471,14 @@ def work(args: argparse.Namespace, plan: list[Phase], arrivals: list[Arrival]) -
         "scale": args.scale,
         "context": args.context,
         "ask_tokens": args.ask_tokens,
-        "askers": askers.counted([arrival.asker for arrival in arrivals]),
+        "clients": clients.count_profiles([arrival.client for arrival in arrivals]),
         "only": args.only,
         "seed": args.seed,
     }
 
 
 def raw(record: Record) -> dict[str, Any]:
-    """A line of --raw; times in seconds to a tenth of a millisecond."""
+    """Return a line of --raw; times in seconds, rounded to a tenth of a millisecond."""
     return {
         "due_s": round(record.due_s, 4),
         "phase": record.phase,
@@ -451,22 +491,22 @@ def raw(record: Record) -> dict[str, Any]:
         "end_s": round(record.end_s, 4),
         "tokens": record.tokens,
         "cached": record.cached,
-        "tenant": record.asker.tenant,
-        "priority": record.asker.priority,
-        "timeout_s": record.asker.timeout_s,
-        "retry": record.asker.retry,
+        "tenant": record.client.tenant,
+        "priority": record.client.priority,
+        "timeout_s": record.client.timeout_s,
+        "retry": record.client.retry,
         "outcome": record.outcome,
         "error": record.error,
     }
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures one looks at first, on the terminal."""
+    """Print the most important figures."""
     for name in ("ttft_s", "itl_s", "e2e_s", "send_lag_s"):
         if spread := figures[name]:
             cells = "  ".join(f"{key} {spread[key] * 1000:,.1f}" for key in ("p50", "p90", "p99", "max"))
             print(f"{name.removesuffix('_s'):10} ms  {cells}")
-    good, away, server = figures["goodput"], figures["refusals"], figures["server"]
+    good, refusals, server = figures["goodput"], figures["refusals"], figures["server"]
     print(
         f"{figures['completed']} of {figures['requests']} completed, {figures['failed']} failed, "
         f"{good['fraction']:.1%} within {good['slo_ttft_s']:g} s and {good['slo_mean_itl_s']:g} s a token"
@@ -480,6 +520,7 @@ def show(figures: dict[str, Any]) -> None:
                 f"{name} {value}: {group['completed']} of {group['requests']} completed, {group['expired']} expired, "
                 f"TTFT p50 / p99 {ttft}, {group['goodput_fraction']:.1%} good"
             )
-    print(f"refusals {away['by_status']}, first retry got in {away['first_retry_success']}, server {server}")
+    retried = refusals["first_retry_success"]
+    print(f"refusals {refusals['by_status']}, first retry admitted {retried}, server {server}")
     if (lag := figures["send_lag_s"]) and lag["p99"] > 0.02:
-        print(f"this client lagged: p99 {lag['p99'] * 1000:.0f} ms; latencies include it", file=sys.stderr)
+        print(f"this client sent late: p99 {lag['p99'] * 1000:.0f} ms, included in latencies", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""One page about one result, or about two: plots, figures, and whether the second is worse than the first.
+"""An HTML page of one replay result, or of two: plots, figures, and whether the second is worse than the first.
 
     python -m loadtest report A.json [B.json] [--out report.html] [--tolerance 0.1]
 
-Exit status: 0, 1 when B is worse than A, 2 when they can't be compared.  The page is one file without scripts.
+Exit status: 0; 1 if B is worse than A; 2 if they cannot be compared.  The page is one file without scripts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from loadtest.svg import Bars, Line, chart
 
 
 class ResultError(ValueError):
-    """A file that is no result, or a pair that can't be compared; names the file and the field."""
+    """A file is not a result, or two results cannot be compared.  Names the file and the field."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A figure that can be worse."""
+    """A figure of the page, and how it is judged."""
 
     name: str
-    path: str  # into the figures, dotted
-    unit: str  # ms (kept in seconds), %, or what to print behind the number
-    better: int  # 1: more is better, -1: less is
-    noise: float  # a difference that never counts, in the unit the result keeps
+    path: str  # dotted path into the figures
+    unit: str  # ms (stored in seconds), %, or text printed after the number
+    better: int  # 1: more is better, -1: less is better, 0: not judged
+    noise: float  # a difference that never counts, in the stored unit
 
 
 JUDGED = (
@@ -46,10 +46,10 @@ JUDGED = (
     Judged("tokens out", "output_tokens_per_s", "/s", 1, 0.0),
     Judged("failed", "failed", "", -1, 0.0),
     Judged("preemptions", "server.preemptions", "", -1, 0.0),
-    Judged("first retry got in", "refusals.first_retry_success", "%", 1, 0.01),
+    Judged("first retry admitted", "refusals.first_retry_success", "%", 1, 0.01),
     Judged("Retry-After's error p50", "refusals.retry_after_error.p50", "%", -1, 0.02),
 )
-# Shown, and not judged: more refusals or a fuller pool may be what one wants.
+# Shown but not judged: more refusals or a fuller pool may be intended.
 SHOWN = (
     Judged("requests", "requests", "", 0, 0),
     Judged("completed", "completed", "", 0, 0),
@@ -58,9 +58,9 @@ SHOWN = (
     Judged("attempts per success", "refusals.attempts_per_success", "", 0, 0),
     Judged("KV in use, mean", "server.kv_mean", "%", 0, 0),
     Judged("KV in use while requests wait, mean", "server.kv_mean_while_queueing", "%", 0, 0),
-    Judged("tokens computed again", "server.recomputed_tokens", "", 0, 0),
+    Judged("recomputed tokens", "server.recomputed_tokens", "", 0, 0),
     Judged("recovery after the burst", "recovery_s", "s", 0, 0),
-    Judged("client's own lag p99", "send_lag_s.p99", "ms", 0, 0),
+    Judged("send lag of the client p99", "send_lag_s.p99", "ms", 0, 0),
 )
 
 
@@ -72,7 +72,7 @@ class Row:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Raises ResultError, OSError."""
+    """Read a result of `replay`.  Raises ResultError, OSError."""
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,7 +91,7 @@ def look_up(figures: dict[str, Any], path: str) -> float | None:
 
 
 def same_work(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Raises ResultError where two results were not asked for the same.  Seeds may differ, and with them the tokens."""
+    """Raise ResultError if two results measured different work.  Seeds, and so token counts, may differ."""
     one, other = a["config"]["work"], b["config"]["work"]
     for field in ("workload", "phases", "burstiness", "scale", "context", "ask_tokens", "only"):
         if (one.get(field) or None) != (other.get(field) or None):
@@ -103,8 +103,10 @@ def same_work(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def judge(results: Sequence[dict[str, Any]], tolerance: float) -> list[Row]:
-    """A row for each figure that any result has.  With two, B is worse where it is off by more than `tolerance` (a
-    fraction of A) and by more than noise; a figure that one of them lacks is not judged."""
+    """Return a row for each figure that any result has.
+
+    B is worse where it is off by more than `tolerance` (a fraction of A) and by more than noise.  A figure that one of
+    two results lacks is not judged."""
     rows = []
     for figure in (*JUDGED, *SHOWN):
         values = [look_up(result["figures"], figure.path) for result in results]
@@ -236,7 +238,7 @@ def _plots(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str]
     end = max(max(result["series"]["t"], default=1.0) for result in results)  # plots of A and B share their axis
 
     def lines(pairs: Sequence[tuple[str, str]], *, sampled: bool = False, scale: float = 1.0) -> list[Line]:
-        """For each result a line for each (field, label): the first in full colour, the second lighter."""
+        """Return a line for each result and (field, label): the first pair in full colour, the second lighter."""
         found = []
         for name, colour, result in zip(names, "ab", results, strict=False):
             source = result["series"]["samples"] if sampled else result["series"]
@@ -267,13 +269,13 @@ def _plots(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str]
     for name, result in zip(names, results, strict=True):
         source = result["series"]
         layers = [(label, field, source[field]) for field, label in OUTCOMES.items()]
-        title = f"What became of requests{f' of {name}' if name else ''}, by when they were due"
+        title = f"Outcomes of requests{f' of {name}' if name else ''}, by when they were due"
         plots.append(plot(title, [Bars(source["bucket_s"], source["t"], layers)]))
     return plots
 
 
 def _from_zero(lines: Sequence[Line]) -> list[Line]:
-    """Counters count from the server's start; the plot from the run's."""
+    """Subtract each line's first value: counters start with the server, the plot with the run."""
     moved = []
     for line in lines:
         first = next((y for y in line.ys if y is not None), 0)
@@ -294,7 +296,7 @@ def _table(names: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _phases(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of the phases of each result that has several."""
+    """Return a table of phases for each result with more than one phase."""
     columns = (
         ("requests", "requests", ""),
         ("TTFT p50", "ttft_s.p50", "ms"),
@@ -321,13 +323,15 @@ def _phases(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", type=Path, metavar="A.json")
-    parser.add_argument("b", type=Path, metavar="B.json", nargs="?")
-    parser.add_argument("--out", type=Path, default=Path("report.html"))
-    parser.add_argument("--tolerance", type=float, default=0.1, help="fraction of A by which B may be worse")
+    parser.add_argument("a", type=Path, metavar="A.json", help="a result of replay")
+    parser.add_argument("b", type=Path, metavar="B.json", nargs="?", help="a second result, compared with the first")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="file of the page; default report.html")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.1, help="fraction of A by which B may be worse; default 0.1"
+    )
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, command: str) -> int:
     try:
         results = [load(path) for path in (args.a, args.b) if path is not None]
         if len(results) == 2:

@@ -1,20 +1,27 @@
-"""What a machine would need at least: bytes over the memory's speed, operations over the matrix units', per step.
+"""The least time a step needs: bytes over the memory's speed, or operations over the matrix units' speed.
 
-The floor assumes that nothing else takes time: no launch, no gap, no host, activations never leave the chip, and every
-product runs at the speed of a large square one.  So nothing is as fast; how far one is away is what it tells.
+    python -m loadtest roofline llama-8b --read-gbps 4601 --tflops 790
+
+The floor assumes that nothing else takes time: no launch, no gap, no host, activations that never leave the chip, and
+every product at the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
+`python -m loadtest kernels --only ceilings` measures a GPU's two ceilings.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest import command_line, shapes, trace
 from loadtest.trace import Job
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A llama-like decoder in bf16, as its config.json says."""
+    """A llama-like decoder in bf16, with the sizes of its config.json."""
 
     layers: int
     hidden: int
@@ -39,7 +46,7 @@ class Shape:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """(out, in) of a layer's weights."""
+        """(out, in) of each weight matrix of a layer."""
         width = self.heads * self.head_size
         return [
             (width + 2 * self.kv_heads * self.head_size, self.hidden),
@@ -50,44 +57,47 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, all layers."""
+        """Bytes of one token's keys and values, all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
     @property
     def weight_bytes(self) -> int:
-        """Read in every step: all but the rows of the embedding that are not looked up."""
+        """Bytes of weights that every step reads: all but the input embedding, of which a step reads a few rows."""
         return 2 * (self.layers * sum(n * k for n, k in self.products) + self.vocab * self.hidden)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured ceilings."""
+    """Measured ceilings of a device."""
 
-    read_gbps: float
-    tflops: float
+    read_gbps: float  # GB/s of the best plain reader
+    tflops: float  # of a large square bf16 product
 
     def seconds(self, size: float, flops: float) -> float:
         return max(size / self.read_gbps / 1e9, flops / self.tflops / 1e12)
 
     def step(self, shape: Shape, *, tokens: int, rows: int, cached: int, pairs: int = 0) -> float:
-        """Seconds of one step: `tokens` go through the layers and `rows` of them through the head; decoding rows read
-        `cached` tokens' keys and values; prompt chunks compare `pairs` of a query and a key."""
+        """Return the seconds of one step.
+
+        `tokens` pass through the layers, `rows` of them through the head.  Decoding sequences read the keys and values
+        of `cached` tokens.  Prompt chunks compare `pairs` of a query and a key."""
         products = sum(self.seconds(2 * n * k, 2 * n * k * tokens) for n, k in shape.products)
         head = self.seconds(2 * shape.vocab * shape.hidden, 2 * shape.vocab * shape.hidden * rows)
         attention = 4 * shape.heads * shape.head_size * pairs
         return shape.layers * (products + self.seconds(0, attention)) + head + self.seconds(shape.kv_bytes * cached, 0)
 
     def token_ms(self, shape: Shape, batch: int, context: float) -> float:
-        """Milliseconds of a decode step of `batch` sequences that hold `context` tokens each."""
+        """Return the milliseconds of a decode step of `batch` sequences that hold `context` tokens each."""
         return self.step(shape, tokens=batch, rows=batch, cached=int(batch * context)) * 1e3
 
     def trace(self, shape: Shape, jobs: list[Job], *, max_seqs: int = 1024, step_tokens: int = 8192) -> float:
-        """Seconds of a trace submitted at once: first come first served, prompts before all else, KV memory enough."""
+        """Return the seconds of a trace submitted at once: first come first served, prompts first, enough KV memory."""
         waiting = [(job.prompt_len, job.output_len) for job in reversed(jobs)]
         decoding: list[tuple[int, int]] = []  # (tokens cached, tokens to come)
         started, seconds = 0, 0.0  # `started`: tokens of waiting[-1] that are computed
         while waiting or decoding:
-            budget, joined, pairs = step_tokens - len(decoding), [], 0
+            budget, pairs = step_tokens - len(decoding), 0
+            joined: list[tuple[int, int]] = []
             cached, tokens, rows = sum(c for c, _ in decoding), len(decoding), len(decoding)
             while waiting and budget > 0 and len(decoding) + len(joined) < max_seqs:
                 prompt, output = waiting[-1]
@@ -101,3 +111,27 @@ class Machine:
             seconds += self.step(shape, tokens=tokens, rows=rows + len(joined), cached=cached, pairs=pairs)
             decoding = [(c + 1, left - 1) for c, left in decoding + joined if left > 1]
         return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shape", choices=shapes.CONFIGS)
+    parser.add_argument("--read-gbps", type=float, required=True, help="GB/s that the device reads from its memory")
+    parser.add_argument("--tflops", type=float, required=True, help="TFLOP/s of a large bf16 product")
+    parser.add_argument("--batches", default="1,8,32,128,256", help="batch sizes; default 1,8,32,128,256")
+    parser.add_argument("--context", type=float, default=256, help="tokens that each sequence holds; default 256")
+
+
+def main(args: argparse.Namespace, command: str) -> int:
+    device, shape = Machine(args.read_gbps, args.tflops), Shape.of(shapes.CONFIGS[args.shape])
+    figures = {
+        f"batch{n}_ms_per_token": round(device.token_ms(shape, n, args.context), 3)
+        for n in map(int, args.batches.split(","))
+    }
+    jobs = trace.read("sharegpt_like")
+    figures["tokens_per_s"] = round(sum(job.output_len for job in jobs) / device.trace(shape, jobs), 1)
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run("roofline", __doc__, add_arguments, main))

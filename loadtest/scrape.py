@@ -1,15 +1,15 @@
-"""Reads a server's Prometheus page: the few gauges a load test follows, under the names each kind of server has."""
+"""Read a server's Prometheus page: the few gauges a load test follows, by the names of Quire, vLLM and SGLang."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from loadtest.figures import Sample
+from loadtest.stats import Sample
 
-# what a Sample holds -> the metrics of each kind of server whose sum over all series it is
+# field of Sample -> for each kind of server, the metrics whose series add up to it
 _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "running": (("quire_engine_requests_running",), ("vllm:num_requests_running",), ("sglang:num_running_reqs",)),
-    # Quire's requests wait in Redis first, then in an engine.
+    # Quire's requests wait in the shared queue first, then in an engine.
     "waiting": (
         ("quire_engine_requests_waiting", "quire_queue_requests"),
         ("vllm:num_requests_waiting",),
@@ -22,13 +22,13 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "recomputed": (("quire_engine_recomputed_tokens",),),
 }
-_UTILISATION = ("vllm:kv_cache_usage_perc", "sglang:token_usage")  # fractions of 1, whatever the name says
+_UTILISATION = ("vllm:kv_cache_usage_perc", "sglang:token_usage")  # fractions of 1, despite the name
 _POOL, _FREE = "quire_engine_kv_blocks", "quire_engine_kv_blocks_free"
 _WANTED = {name for kinds in _NAMES.values() for names in kinds for name in names} | {*_UTILISATION, _POOL, _FREE}
 
 
 def values(page: str) -> dict[str, list[float]]:
-    """Of the metrics in _WANTED, each series' value.  Text format 0.0.4; a line that can't be read is left out."""
+    """Return the values of all series of the metrics in _WANTED (text format 0.0.4).  Invalid lines are skipped."""
     found: dict[str, list[float]] = defaultdict(list)
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -41,7 +41,7 @@ def values(page: str) -> dict[str, list[float]]:
 
 
 def sample(page: str, at_s: float) -> Sample:
-    """Several engines count as one: their requests together, their pools together (or the mean of their fractions)."""
+    """Return one sample of a page.  Engines are added up: requests, pools (or the mean of their fractions)."""
     found = values(page)
 
     def total(kinds: tuple[tuple[str, ...], ...]) -> float | None:

@@ -1,4 +1,4 @@
-"""A server of one's own for the length of a measurement: Quire, or vLLM from another environment, on a free port."""
+"""Start a server for the length of a measurement: Quire, or vLLM from another environment, on a free port."""
 
 from __future__ import annotations
 
@@ -21,46 +21,60 @@ import psutil
 QUIRE_READY_S, VLLM_READY_S = 120.0, 300.0
 STOP_S = 60.0  # a drain may take 30 s
 MODEL_NAME = "bench"
-VLLM_BLOCK = 32  # tokens: what its CPU kernels take
-LAST_LINES = 30  # of a server's log that explain why it failed
+VLLM_BLOCK = 32  # tokens: the block size that its CPU kernels support
+LAST_LINES = 30  # lines of the server's log that are shown when it fails to start
 
 
 class ServerError(SystemExit):
-    """It did not start; one line, after its own last words on stderr.  Ends the program unless somebody goes on."""
+    """The server did not start: one line, printed after the last lines of its log.  Uncaught, it ends the program."""
 
 
 @dataclass(frozen=True)
 class Server:
     port: int
     process: psutil.Process  # the supervisor
-    command: str  # without the port, which is another one each time
+    command: str  # without the port, which differs each time
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def child(self, name: str) -> psutil.Process:
-        """The process whose command line has `name` as a word: "service.app" or "engine"."""
+        """Return the process whose command line has `name` as a word: "service.app" or "engine"."""
         return next(child for child in self.process.children(recursive=True) if name in child.cmdline())
+
+
+def engine_processes(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Return the engines that a `quire serve` runs, the oldest first: the engine, then its spare."""
+    found = []
+    for child in supervisor.children():
+        try:
+            if "engine" in child.cmdline():
+                found.append((child.create_time(), child))
+        except psutil.Error:  # it has just ended
+            continue
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 @contextlib.contextmanager
 def serve(model: str, *flags: str, checkout: Path | None = None, log: Path | None = None) -> Iterator[Server]:
-    """Quire: start, wait for /ready, and drain in the end.  The model goes by MODEL_NAME.  `checkout`: where the code
-    is, if not here.  `log`: the file to write the server's output to, if it is to be kept.  Raises ServerError."""
+    """Start `quire serve`, wait for /ready, and drain it at the end.  Requests name the model MODEL_NAME.
+
+    `checkout`: directory of another version of the code.  `log`: file that keeps the server's output.
+    Raises ServerError."""
     command = [sys.executable, "-m", "service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
-    said = " ".join(["quire serve", model, *flags])
-    with _serving(command, said, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
+    shown = " ".join(["quire serve", model, *flags])
+    with _serving(command, shown, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
         yield server
 
 
 @contextlib.contextmanager
 def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator[Server]:
-    """vLLM's CPU build under the interpreter that has it, with a KV pool of `kv_tokens`.  Raises ServerError."""
+    """Start vLLM's CPU build with the interpreter `python` and a KV pool of `kv_tokens`.  Raises ServerError."""
     pool = ["--block-size", str(VLLM_BLOCK), "--num-gpu-blocks-override", str(kv_tokens // VLLM_BLOCK)]
     words = [model, "--dtype", "bfloat16", *pool, "--enable-prompt-tokens-details", *flags]
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", *words, "--served-model-name", MODEL_NAME]
-    # It looks for its model on the hub, and reserves memory for its pool before it hears how large that is.
+    # By default it looks for its model on the hub, and reserves the pool's memory before it reads the pool's size.
     given = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with _serving(command, " ".join(["vllm serve", *words]), "/health", VLLM_READY_S, given) as server:
         yield server
@@ -69,7 +83,7 @@ def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator
 @contextlib.contextmanager
 def _serving(
     command: Sequence[str],
-    said: str,
+    shown: str,
     ready: str,
     ready_s: float,
     given: dict[str, str] | None = None,
@@ -84,7 +98,7 @@ def _serving(
             [*command, "--port", str(port)], stdout=log, stderr=log, env=os.environ | (given or {}), cwd=checkout
         ) as process,
     ):
-        server = Server(port, psutil.Process(process.pid), said)
+        server = Server(port, psutil.Process(process.pid), shown)
         try:
             try:
                 _wait(server.url + ready, process, ready_s)
@@ -111,7 +125,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], ready_s: float) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Let it drain; whatever of it is left afterwards is killed."""
+    """Let the server drain for STOP_S, then kill every process of it that is left."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)

@@ -1,16 +1,19 @@
-"""The models that GPU figures are measured with: shapes alone, the weights are made up on the device.
+"""Shapes of the models that GPU figures are measured with; the engine makes random weights on the device.
 
-    python -m loadtest.shapes llama-8b DIR
+    python -m loadtest shapes llama-8b DIR
 
-writes what an engine takes as DIR with `--load random`.
+writes a DIR that an engine serves with `--load random`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from loadtest import command_line
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -56,14 +59,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, directory: Path) -> None:
-    """A checkpoint without weights: `--load random` fills them in."""
+    """Write a checkpoint without weights: `--load random` fills them in."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[name], indent=1) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m loadtest.shapes")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=CONFIGS)
-    parser.add_argument("directory", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("directory", type=Path, help="directory to create")
+
+
+def main(args: argparse.Namespace, command: str) -> int:
     write(args.name, args.directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run("shapes", __doc__, add_arguments, main))

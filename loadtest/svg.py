@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text, for pages without scripts.  Colours are classes: the page decides."""
+"""Line and bar charts as SVG text, for pages without scripts.  Colours are CSS classes that the page defines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Bars:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) from `low` to the first at or above `high`."""
-    span = max(high - low, 1e-12 * max(1.0, abs(high)))  # narrower ones have no numbers of their own between them
+    """Return round numbers (1, 2 or 5 times a power of ten) from `low` to the first one at or above `high`."""
+    span = max(high - low, 1e-12 * max(1.0, abs(high)))  # a narrower span contains no other float
     power = 10 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
     first = math.floor(low / step + 1e-9)
@@ -40,7 +40,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten around positive values."""
+    """Return the powers of ten that enclose the positive values `low` and `high`."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
@@ -58,15 +58,16 @@ def chart(
     top: float | None = None,
     end: float = 1.0,
 ) -> str:
-    """One plot over time in seconds, to `end` at least; y from 0 (or logarithmic) to `top` or what there is.  `windows`
-    are shaded in turn and named.  `name` says what is drawn to those who don't see it.
-    Without a single value: a sentence."""
+    """Return one plot over time in seconds, up to `end` at least.
+
+    The y axis runs from 0 (or is logarithmic) to `top`, by default to the largest value.  `windows` are shaded
+    alternately and named.  Screen readers read `name`.  Without a single value the plot is a sentence."""
     heights = [y for part in parts if isinstance(part, Line) for y in part.ys if y is not None]
     for part in parts:
         if isinstance(part, Bars):
             heights += [sum(column) for column in zip(*(ys for _, _, ys in part.layers), strict=True)]
     if log:
-        heights = [y for y in heights if y > 1e-9]  # below is 0 to any clock
+        heights = [y for y in heights if y > 1e-9]  # shorter than any clock's resolution
     if not heights:
         return '<p class="none">Nothing was measured.</p>'
     ends = [x for part in parts for x in part.xs[-1:]] + [stop for _, stop in windows.values()]
@@ -105,7 +106,7 @@ def chart(
 
 
 def _path(line: Line, x: Place, y: Place) -> str:
-    """Gaps break it; a lone value is a dot (a stroke of no length with round ends)."""
+    """Return the line's path.  None interrupts it; a lone value is a dot (a stroke of length 0 with round ends)."""
     steps, pen = [], "M"
     for i, (at, value) in enumerate(zip(line.xs, line.ys, strict=True)):
         if value is None:
@@ -118,7 +119,7 @@ def _path(line: Line, x: Place, y: Place) -> str:
 
 
 def _bars(bars: Bars, x: Place, y: Place) -> Iterator[str]:
-    """Yields a box for each layer of each column that has any height."""
+    """Yield a box for each layer of each column that is not 0."""
     width = max(1.0, x(bars.width) - x(0) - 0.5)
     for i, at in enumerate(bars.xs):
         floor = 0.0

@@ -1,13 +1,13 @@
-"""Offline throughput and latency beside the peers: the same requests and shapes on the same machine, one by one.
+"""Offline throughput and latency of Quire, transformers and vLLM: the same requests on the same machine, in turn.
 
-    python -m loadtest.throughput [--device cuda] [--vllm-python PATH] [--systems quire,vllm] [--rounds 3]
+    python -m loadtest throughput [--device cuda] [--vllm-python PATH] [--systems quire,vllm] [--rounds 3]
 
-All requests are submitted at once, greedy, end-of-sequence ignored, prompts of token ids.
+All requests are submitted at once.  Sampling is greedy, end-of-sequence is ignored, prompts are token ids.
 
-On a GPU: Llama 8B's and Qwen3 0.6B's shapes with random weights made on the device; 1,000 requests of ShareGPT-like
-lengths (loadtest/traces); Quire with and without its prefix cache; then 128 tokens in, 256 out at batch 1 to 256.
-Beside each figure its floor by loadtest.roofline, from ceilings measured in the same run.
-On a CPU: llama shape, 42M parameters, bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
+On a GPU: the shapes of Llama 8B and Qwen3 0.6B with random weights made on the device.  1,000 requests of ShareGPT-like
+lengths (loadtest/traces), Quire with and without its prefix cache; then 128 tokens in, 256 out at batch 1 to 256.
+Each figure is printed with its floor by loadtest/roofline.py, from ceilings measured in the same run.
+On a CPU: a llama shape of 42M parameters in bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
 
 Writes loadtest/results/throughput_<device>.json.
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine, shapes, trace
+from loadtest import command_line, machine, shapes, trace
 from loadtest.checkpoint import VOCAB, make_llama_42m
 from loadtest.roofline import Machine, Shape
 
@@ -34,12 +34,12 @@ PEERS = Path(__file__).resolve().parent / "peers"
 BATCHES = (1, 8, 32, 128, 256)
 PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
 CPU_KV_TOKENS = 32_768
-MODEL_LEN = 8192  # on a GPU; as vLLM's figures below
-# transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape: it gets the trace's start, clipped.
+MODEL_LEN = 8192  # tokens, on a GPU; the same as in vLLM's figures below
+# transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape, so it runs the clipped trace's start.
 CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
 
-# What vLLM 0.26 reached on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20: the best of it with
-# and without prefix cache, in one process or two.
+# vLLM 0.26 on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20: the best of runs with and without
+# prefix cache, in one process or two.
 VLLM_H200: dict[str, dict[str, float]] = {
     "llama-8b": {
         "tokens_per_s": 12_130,
@@ -54,32 +54,32 @@ VLLM_H200: dict[str, dict[str, float]] = {
 
 @dataclass
 class Work:
-    """One model and the commands that run each system on it."""
+    """One model and the commands that run each system with it."""
 
     name: str
     jobs: list[trace.Job]
     systems: dict[str, list[str]]
-    floors: dict[str, float] = field(default_factory=dict)  # by the name of the figure
-    others: dict[str, float] = field(default_factory=dict)  # what a peer reached on such a machine before
+    floors: dict[str, float] = field(default_factory=dict)  # name of a figure -> its roofline
+    peer_figures: dict[str, float] = field(default_factory=dict)  # recorded earlier on such a machine
 
 
 class RunError(Exception):
-    """A system failed; it has said why on stderr."""
+    """A system failed; its reason is on stderr."""
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """What one system prints about its run."""
-    # vLLM keeps a core for itself on a CPU unless told otherwise, and looks for its model on the hub.
+    """Run one system and return the figures that it prints.  Raises RunError."""
+    # By default vLLM reserves a core on a CPU, and looks for its model on the hub.
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     peers = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    peers |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # greedy has no use for it, and it may be missing
+    peers |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # greedy sampling does not need it, and it may not be installed
     began = time.time()
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=False, cwd=machine.ROOT, env=os.environ | peers
     )
     if done.returncode:
         raise RunError(f"{' '.join(command)}: exit status {done.returncode}")
-    # The figures are the last line that is JSON: vLLM says goodbye after it.
+    # The figures are the last line that is JSON: vLLM logs more lines after it.
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     figures: dict[str, float] = json.loads(line)
     if first := figures.pop("first_token_at", None):
@@ -88,19 +88,9 @@ def run(command: list[str]) -> dict[str, float]:
 
 
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
-    # Nobody reads along, here or at the peers': prompts need not make way for anybody's next token.
-    offline = ["--itl-stretch", "0"]
-    return [
-        sys.executable,
-        "-m",
-        "engine.tools",
-        "bench",
-        "--requests",
-        str(requests),
-        *offline,
-        *options,
-        str(directory),
-    ]
+    # No client streams, here or with the peers, so prompt chunks need not be limited for the sake of decode steps.
+    words = ["--requests", str(requests), "--itl-stretch", "0", *options, str(directory)]
+    return [sys.executable, "-m", "engine.tools", "bench", *words]
 
 
 def peer(python: str, name: str, directory: Path, requests: Path, *options: str) -> list[str]:
@@ -146,13 +136,13 @@ def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
         middle = PROMPT + OUTPUT / 2
         floors = {f"batch{n}_ms_per_token": top.token_ms(shape, n, middle) for n in map(int, args.latency.split(","))}
         floors["tokens_per_s"] = sum(job.output_len for job in jobs) / top.trace(shape, jobs)
-        others = VLLM_H200[name] if "H200" in machine.gpu_name() else {}
-        works.append(Work(name, jobs, systems, floors, others))
+        peer_figures = VLLM_H200[name] if "H200" in machine.gpu_name() else {}
+        works.append(Work(name, jobs, systems, floors, peer_figures))
     return works
 
 
 def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
-    """Every system in turn, `rounds` times; medians.  One that fails is left out, and does not end the others."""
+    """Run every system in turn, `rounds` times; return medians.  A system that fails is left out of the result."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in work.systems if name in systems}
     for turn in range(rounds):
         for name, runs in seen.items():
@@ -172,8 +162,8 @@ def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
             figures[name]["quire_is_faster_by"] = figures["quire"]["tokens_per_s"] / figures[name]["tokens_per_s"]
     if work.floors:
         figures["floor"] = work.floors
-    if work.others:
-        figures["vllm_0.26_before"] = work.others
+    if work.peer_figures:
+        figures["vllm_0.26_before"] = work.peer_figures
     figures["work"] = {
         "requests": len(work.jobs),
         "prompt_tokens": sum(job.prompt_len for job in work.jobs),
@@ -183,7 +173,7 @@ def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    """A line for each figure, a column for each system."""
+    """Print a line for each figure, a column for each system."""
     systems = [key for key in figures if key != "work"]
     print(f"\n{name:32}" + "".join(f"{system:>18}" for system in systems))
     for key in dict.fromkeys(key for system in systems for key in figures[system]):
@@ -191,26 +181,28 @@ def show(name: str, figures: dict[str, Any]) -> None:
         print(f"{key:32}" + "".join(f"{'' if cell is None else format(cell, ',.2f'):>18}" for cell in cells))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--vllm-python", help="interpreter of an environment that has vLLM; left out without one")
-    parser.add_argument("--systems", default="quire,transformers,vllm", help="of those that are there")
-    parser.add_argument("--models", default=",".join(shapes.CONFIGS), help="on a GPU")
-    parser.add_argument("--latency", default=",".join(map(str, BATCHES)), help="batch sizes, on a GPU")
-    parser.add_argument("--options", default="", help="further options of our engine, on a GPU")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one"
+    )
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it vLLM is left out")
+    parser.add_argument("--systems", default="quire,transformers,vllm", help="systems to run; default: all")
+    parser.add_argument("--models", default=",".join(shapes.CONFIGS), help="shapes to run on a GPU; default: all")
+    parser.add_argument("--latency", default=",".join(map(str, BATCHES)), help="batch sizes on a GPU")
+    parser.add_argument("--options", default="", help="further options of Quire's engine on a GPU, in one string")
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
-        help="runs of each system, taken in turn; on a GPU runs of the trace in one start",
+        help="runs of each system in turn, medians are reported; on a GPU: runs of the trace in one start; default 3",
     )
-    parser.add_argument("--name", help="of the file in loadtest/results")
-    args = parser.parse_args()
+    parser.add_argument("--name", help="write loadtest/results/NAME.json; default: throughput_<device>")
+
+
+def main(args: argparse.Namespace, command: str) -> int:
     gpu = machine.gpu_name() if args.device != "cpu" else ""
     if args.device == "cuda" and not gpu:
-        parser.error("--device cuda: nvidia-smi sees no GPU")
-    command = " ".join(["python -m loadtest.throughput", *sys.argv[1:]])
+        raise SystemExit("--device cuda: nvidia-smi finds no GPU")
     device = machine.slug(gpu.split(",")[0]) if gpu else "cpu"
     figures: dict[str, Any] = {}
     if args.vllm_python:
@@ -222,11 +214,10 @@ def main() -> None:
         for work in works:
             figures[work.name] = measure(work, 1 if gpu else args.rounds, asked)
             show(work.name, figures[work.name])
-            path = machine.write(args.name or f"throughput_{device}", command, figures)  # what there is so far
+            path = machine.write(args.name or f"throughput_{device}", command, figures)  # the figures so far
             print(f"written to {path.relative_to(machine.ROOT)}", flush=True)
-    if any(not (asked & work.systems.keys()) <= figures[work.name].keys() for work in works):
-        raise SystemExit(1)
+    return int(any(not (asked & work.systems.keys()) <= figures[work.name].keys() for work in works))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run("throughput", __doc__, add_arguments, main))

@@ -1,41 +1,30 @@
-"""What is asked and when: lengths, arrivals, and traces that somebody wrote down.  Everything is seeded."""
+"""Workloads: which lengths arrive, when, and from which clients.  Every draw is seeded."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from loadtest import askers, trace
-from loadtest.askers import ANYBODY, Asker, AskerError
-from loadtest.trace import Job
+from loadtest import clients
+from loadtest.clients import ANONYMOUS, ClientProfile
+from loadtest.trace import Job, lognormal, read_trace
 
 Shape = Literal["steady", "ramp", "burst", "soak"]
 
 
 @dataclass(frozen=True)
-class SharedJob(Job):
-    """A job whose prompt starts with `prefix_len` tokens (of its `prompt_len`) that others start with, too."""
-
-    prefix_len: int = 0
-    prefix_seed: int = 0
-
-    def prompt(self, vocab_size: int) -> list[int]:
-        prefix = Job(self.prefix_len, 0, self.prefix_seed).prompt(vocab_size)
-        return prefix + Job(self.prompt_len - self.prefix_len, 0, self.prompt_seed).prompt(vocab_size)
-
-
-@dataclass(frozen=True)
 class Arrival:
+    """One request of a run."""
+
     at_s: float  # since the run began
     phase: str
     job: Job
-    asker: Asker = ANYBODY
+    client: ClientProfile = ANONYMOUS
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,9 @@ UNIFORM = 50
 
 @dataclass(frozen=True)
 class Shared:
-    """Prompts that begin alike: one of `groups` beginnings of `prefix` tokens, then a prompt and an answer of its own
-    with these mean lengths."""
+    """Prompts with shared prefixes: one of `groups` prefixes of `prefix` tokens, then tokens of the request's own.
+
+    `prompt` and `output` are the mean lengths of the request's own prompt and of its output, in tokens."""
 
     prefix: int
     groups: int
@@ -73,32 +63,33 @@ SHARED = {
     "rag": Shared(2000, 8, 20, 80),
     "translation": Shared(341, 1, 30, 30),
 }
-# agents: TALKS conversations at a time under one system prompt; a turn's prompt is the turn before and what was said
-# since, so it grows by TURN tokens, of which the answer is ANSWER.
+# agents: TALKS conversations at a time under one system prompt.  A turn's prompt repeats the whole turn before it, so
+# it grows by TURN tokens a turn, of which ANSWER are the answer.
 SYSTEM, TALKS, TURNS, TURN, ANSWER = 300, 8, 6, 140, 80
 WORKLOADS = (*MEANS, "uniform-50", *SHARED, "agents")
 
 
 def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
-    """`count` requests of one of WORKLOADS; `scale` multiplies the lengths, for servers that are small.
+    """Return `count` jobs of one of WORKLOADS; `scale` multiplies all lengths, for small servers.
 
-    sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.  Those of SHARED: as said
-    there, the groups in turn.  agents: conversations that grow; what an answer said is made up (the replay is open, a
-    turn does not wait for the one before), so a prefix cache finds the prompt of the turn before, not its answer."""
+    sharegpt, alpaca: lognormal lengths around their means.  uniform-50: 50 tokens in, 50 out.
+    Those of SHARED: their prefixes take turns.
+    agents: growing conversations.  The replay is open, so a turn does not wait for the turn before it and its earlier
+    answers are invented.  A prefix cache therefore finds the prompt of the turn before, but not its answer."""
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * scale))
 
     if workload in MEANS:
         prompt_mean, output_mean = MEANS[workload]
-        return trace.lognormal(count, prompt_mean * scale, output_mean * scale, seed)
+        return lognormal(count, prompt_mean * scale, output_mean * scale, seed)
     if workload == "uniform-50":
         return [Job(scaled(UNIFORM), scaled(UNIFORM), seed + i) for i in range(count)]
     if shared := SHARED.get(workload):
         prefix = scaled(shared.prefix)
-        own = trace.lognormal(count, shared.prompt * scale, shared.output * scale, seed)
+        own = lognormal(count, shared.prompt * scale, shared.output * scale, seed)
         return [
-            SharedJob(prefix + job.prompt_len, job.output_len, job.prompt_seed, prefix, seed - 1 - i % shared.groups)
+            Job(prefix + job.prompt_len, job.output_len, job.prompt_seed, prefix, seed - 1 - i % shared.groups)
             for i, job in enumerate(own)
         ]
     if workload == "agents":
@@ -109,7 +100,7 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
             talk = seed + generation * TALKS + place % TALKS
             # Ids are drawn one by one, so a longer prompt of the same seed begins with the shorter one.
             own_tokens = turn * (place // TALKS + 1) - answer
-            made.append(SharedJob(system + max(1, own_tokens), answer, talk, system, seed - 1))
+            made.append(Job(system + max(1, own_tokens), answer, talk, system, seed - 1))
         return made
     raise ValueError(f"workload is {workload!r}; must be one of {', '.join(WORKLOADS)}")
 
@@ -118,8 +109,10 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
 
 
 def gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Seconds between arrivals, for ever: gamma-distributed with mean 1 / rate and shape `burstiness`.  1 is a Poisson
-    process, less comes in clumps, much more is a metronome; the squared coefficient of variation is 1 / burstiness."""
+    """Yield seconds between arrivals, endlessly: gamma-distributed with mean 1 / rate and shape `burstiness`.
+
+    1 is a Poisson process, smaller values arrive in clumps, large ones evenly.  The squared coefficient of variation is
+    1 / burstiness."""
     while True:
         yield rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
 
@@ -127,7 +120,9 @@ def gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
 def phases(
     rate: float, seconds: float, peak: float | None, peak_seconds: float, after_seconds: float | None = None
 ) -> list[Phase]:
-    """One steady phase, or with a peak three: base, burst, after.  The last takes as long as the first unless told."""
+    """Return one steady phase, or base, burst and after where `peak` is given.
+
+    `after_seconds` defaults to `seconds`, the length of the base."""
     if peak is None:
         return [Phase("steady", rate, seconds)]
     after = Phase("after", rate, seconds if after_seconds is None else after_seconds)
@@ -135,8 +130,10 @@ def phases(
 
 
 def arrival_times(plan: list[Phase], burstiness: float, seed: int) -> list[tuple[float, str]]:
-    """When requests arrive, in seconds, and the phase they arrive in.  Each phase starts its own process: a Poisson
-    process has no memory, and any other is cut where the rate changes."""
+    """Return (second of arrival, name of its phase) of every request of a run.
+
+    Each phase starts a new process.  A Poisson process has no memory, so this changes nothing; any other process is
+    cut where the rate changes."""
     rng = random.Random(seed)
     times, start = [], 0.0
     for phase in plan:
@@ -151,27 +148,28 @@ def arrival_times(plan: list[Phase], burstiness: float, seed: int) -> list[tuple
 
 
 def synthetic(workload: str, plan: list[Phase], burstiness: float, seed: int, scale: float = 1.0) -> list[Arrival]:
-    """All of a run.  Lengths don't depend on arrivals: the n-th request is the same at every rate."""
+    """Return all arrivals of a run.  Lengths do not depend on times: the n-th request is the same at every rate."""
     times = arrival_times(plan, burstiness, seed)
     work = jobs(workload, len(times), seed, scale)
     return [Arrival(at, phase, job) for (at, phase), job in zip(times, work, strict=True)]
 
 
 def clip(arrivals: list[Arrival], context: int) -> list[Arrival]:
-    """For a model of so many tokens: prompts get at most half of them, outputs what is left.  `context` >= 2."""
+    """Shorten requests to a model of `context` >= 2 tokens: prompts to at most half of them, outputs to the rest."""
     clipped = []
     for arrival in arrivals:
         prompt = min(arrival.job.prompt_len, context // 2)
-        changes = {"prompt_len": prompt, "output_len": min(arrival.job.output_len, context - prompt)}
-        if isinstance(arrival.job, SharedJob):
-            changes["prefix_len"] = min(arrival.job.prefix_len, prompt)
-        clipped.append(replace(arrival, job=replace(arrival.job, **changes)))
+        output, prefix = min(arrival.job.output_len, context - prompt), min(arrival.job.prefix_len, prompt)
+        job = replace(arrival.job, prompt_len=prompt, output_len=output, prefix_len=prefix)
+        clipped.append(replace(arrival, job=job))
     return clipped
 
 
 def users_at(shape: Shape, now_s: float, users: int, base_s: float) -> int:
-    """Users of a closed loop at a time.  steady and soak: `users`; a soak only lasts longer.  ramp: from 1 to `users`
-    over `base_s`, then `users`.  burst: `users` for `base_s`, three times as many for 30 s, then `users` again."""
+    """Return the number of users of a closed loop at second `now_s`.
+
+    steady, soak: `users` (a soak only lasts longer).  ramp: from 1 to `users` over `base_s`, then `users`.
+    burst: `users` for `base_s`, three times as many for 30 s, then `users` again."""
     if shape == "ramp" and now_s < base_s:
         return max(1, math.ceil(users * now_s / base_s))
     if shape == "burst" and base_s <= now_s < base_s + 30:
@@ -179,131 +177,25 @@ def users_at(shape: Shape, now_s: float, users: int, base_s: float) -> int:
     return users
 
 
-# --------------------------------------------------------------------------------------------------------------- files
-
-
-class TraceError(ValueError):
-    """Names the file, the line and the field."""
-
-
-# field -> (smallest, whether a line must have it)
-_LENGTHS: dict[str, tuple[int, bool]] = {
-    "prompt_len": (1, True),
-    "output_len": (1, True),
-    "prompt_seed": (0, False),
-    "prefix_len": (0, False),
-    "prefix_seed": (0, False),
-}
-_ASKERS = ("tenant", "priority", "timeout_s")
-_MOST = 10_000_000  # tokens; more is a slip of the pen
-
-
-@dataclass(frozen=True)
-class Line:
-    """One request of a trace."""
-
-    at_s: float | None  # None: the trace leaves arrivals to the run
-    job: Job
-    asker: Asker
-
-
-def read_trace(path: Path) -> list[Line]:
-    """JSON lines with `prompt_len` and `output_len` in tokens and, as they like:
-
-    prompt_seed                 else the number of the line
-    prefix_len, prefix_seed     of a beginning that lines with the same seed share
-    at_s                        second of arrival: in every line or in none, never before the line above
-    tenant, priority, timeout_s who asks (loadtest/askers.py)
-
-    Raises TraceError naming the line and the field, OSError."""
-    lines: list[Line] = []
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                lines.append(_parse(text, f"{path.name}, line {number}", number, lines[-1] if lines else None))
-    if not lines:
-        raise TraceError(f"{path.name}: no requests in it")
-    return lines
-
-
-def _parse(text: str, where: str, number: int, before: Line | None) -> Line:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise TraceError(f"{where}: not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise TraceError(f"{where}: must be an object with prompt_len and output_len")
-    known = (*_LENGTHS, "at_s", *_ASKERS, "id")
-    if strange := sorted(fields.keys() - set(known)):
-        raise TraceError(f"{where}: {strange[0]} is not a field; there are {', '.join(known)}")
-    return Line(_time(fields, where, before), _job(fields, where, number), _asker(fields, where))
-
-
-def _job(fields: dict[str, Any], where: str, number: int) -> Job:
-    values = {"prompt_seed": number}
-    for name, (least, needed) in _LENGTHS.items():
-        if name not in fields:
-            if needed:
-                raise TraceError(f"{where}: {name} is missing")
-            continue
-        value = fields[name]
-        most = _MOST if name.endswith("_len") else 2**63
-        if type(value) is not int or not least <= value <= most:
-            raise TraceError(f"{where}: {name} is {value!r}; must be a whole number, >= {least}, <= {most}")
-        values[name] = value
-    prefix = values.get("prefix_len", 0)
-    if prefix > values["prompt_len"]:
-        raise TraceError(f"{where}: prefix_len is {prefix}; must be <= prompt_len, {values['prompt_len']}")
-    return SharedJob(**values) if prefix else Job(*(values[n] for n in ("prompt_len", "output_len", "prompt_seed")))
-
-
-def _asker(fields: dict[str, Any], where: str) -> Asker:
-    """JSON's own types; the values are checked as those of the command line are."""
-    readers: dict[str, tuple[tuple[type, ...], str, Callable[[str], Any]]] = {
-        "tenant": ((str,), "a name", askers.tenant),
-        "priority": ((str, int), "a name or a whole number", askers.priority),
-        "timeout_s": ((int, float), "a number of seconds > 0", askers.deadline),
-    }
-    found = {}
-    for name, (types, kind, read) in readers.items():
-        value = fields.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, types):
-            raise TraceError(f"{where}: {name} is {value!r}; must be {kind}")
-        try:
-            found[name] = read(str(value))
-        except AskerError as error:
-            raise TraceError(f"{where}: {name} is {error}") from None
-    return Asker(**found)
-
-
-def _time(fields: dict[str, Any], where: str, before: Line | None) -> float | None:
-    at = fields.get("at_s")
-    if before is not None and (at is None) != (before.at_s is None):
-        raise TraceError(f"{where}: at_s is {'missing' if at is None else 'there'}, but the lines above differ")
-    if at is None:
-        return None
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
-        raise TraceError(f"{where}: at_s is {at!r}; must be a number of seconds, >= 0")
-    if before is not None and before.at_s is not None and at < before.at_s:
-        raise TraceError(f"{where}: at_s is {at:g}; must not be before the line above, {before.at_s:g}")
-    return float(at)
+# ------------------------------------------------------------------------------------------- traces and clients
 
 
 def from_trace(path: Path, plan: list[Phase], burstiness: float, seed: int) -> list[Arrival]:
-    """A trace as it was written down; one without times arrives as `plan` says, for as long as either lasts.
-    Raises TraceError, OSError."""
+    """Return a trace's arrivals: at its own times, or at those of `plan` where the file has none.
+
+    Without times the run ends with the shorter of trace and plan.  Raises TraceError, OSError."""
     lines = read_trace(path)
     if lines[0].at_s is not None:
-        return [Arrival(line.at_s or 0.0, "trace", line.job, line.asker) for line in lines]
+        return [Arrival(line.at_s or 0.0, "trace", line.job, line.client) for line in lines]
     times = islice(arrival_times(plan, burstiness, seed), len(lines))
-    return [Arrival(at, phase, line.job, line.asker) for (at, phase), line in zip(times, lines, strict=False)]
+    return [Arrival(at, phase, line.job, line.client) for (at, phase), line in zip(times, lines, strict=False)]
 
 
-def ask_as(arrivals: list[Arrival], mix: askers.Mix, seed: int, only: str = "") -> list[Arrival]:
-    """The same work, asked by whom `mix` draws.  `only` keeps one tenant's requests and leaves their times and lengths
-    as they are beside the others: what that tenant's life is like alone."""
-    drawn = mix.draw([arrival.asker for arrival in arrivals], seed)
-    asked = [replace(arrival, asker=asker) for arrival, asker in zip(arrivals, drawn, strict=True)]
-    return [arrival for arrival in asked if not only or arrival.asker.tenant == only]
+def assign_clients(arrivals: list[Arrival], mix: clients.Mix, seed: int, only: str = "") -> list[Arrival]:
+    """Return the same arrivals with clients drawn from `mix`.
+
+    `only` keeps one tenant's requests, with the times and lengths they have among all others.  Two replays, with and
+    without it, therefore compare that tenant alone with the same tenant under load."""
+    drawn = mix.draw([arrival.client for arrival in arrivals], seed)
+    asked = [replace(arrival, client=client) for arrival, client in zip(arrivals, drawn, strict=True)]
+    return [arrival for arrival in asked if not only or arrival.client.tenant == only]

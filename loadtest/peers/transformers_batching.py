@@ -1,6 +1,8 @@
-"""transformers' continuous batching on a trace, offline; prints one JSON line.
+"""Run transformers' continuous batching offline on a file of requests and print one JSON line.
 
-python transformers_batching.py CHECKPOINT TRACE [--device cuda]     without weights in CHECKPOINT, random ones
+python transformers_batching.py CHECKPOINT REQUESTS [--device cuda]
+
+The weights are random if CHECKPOINT holds none.  REQUESTS: JSON lines of loadtest/trace.py's write_requests().
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("requests", type=Path)
     parser.add_argument("--device", default="cpu")

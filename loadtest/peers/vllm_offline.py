@@ -1,7 +1,9 @@
-"""vLLM on a trace, offline.  Runs under the Python that has vLLM; prints one JSON line.
+"""Run vLLM offline on a file of requests and print one JSON line.  Needs a Python with vLLM.
 
-python vllm_offline.py CHECKPOINT TRACE --kv-tokens N                      on a CPU
-python vllm_offline.py CHECKPOINT TRACE --device cuda --latency 1,8,32     on a GPU, with random weights
+python vllm_offline.py CHECKPOINT REQUESTS --kv-tokens N                      on a CPU
+python vllm_offline.py CHECKPOINT REQUESTS --device cuda --latency 1,8,32     on a GPU, with random weights
+
+REQUESTS: JSON lines of loadtest/trace.py's write_requests().
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("requests", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kv-tokens", type=int, default=32768)
-    parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool on a CPU, in tokens")
+    parser.add_argument(
+        "--latency", type=lambda text: [int(part) for part in text.split(",")], default=[1], help="batch sizes to time"
+    )
     args = parser.parse_args()
 
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm.inputs import TokensPrompt  # type: ignore[import-not-found]
 
     jobs = [json.loads(line) for line in args.requests.read_text().splitlines()]
     begin = time.perf_counter()
@@ -35,7 +39,7 @@ def main() -> None:
             "max_num_seqs": 256,
             "enable_prefix_caching": False,
         }
-    else:  # its own defaults, but for the prefix cache: it was faster without
+    else:  # vLLM's own defaults, except for the prefix cache: it was faster without
         options = {"load_format": "dummy", "max_model_len": 8192, "enable_prefix_caching": False}
     llm = LLM(args.checkpoint, dtype="bfloat16", skip_tokenizer_init=True, **options)
     start = time.perf_counter() - begin
@@ -51,8 +55,9 @@ def main() -> None:
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     figures = {"output_tokens": tokens, "seconds": batch, "tokens_per_s": tokens / batch, "start_s": start}
     for size in args.latency:
-        first, last = [], []
-        for turn in range(4):  # the first is to warm up
+        first: list[float] = []
+        last: list[float] = []
+        for turn in range(4):  # the first one is a warm-up
             for count, times in ((1, first), (256, last)):
                 seeds = range((turn * 256 + count) * 4096, (turn * 256 + count) * 4096 + size)
                 ids = [random.Random(seed).choices(range(10, 15000), k=128) for seed in seeds]

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a real deployment, for as long as a test lasts."""
+"""A real Prometheus that scrapes a real deployment during a test."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def tool(name: str) -> str:
-    """Path of a program of Debian's package `prometheus`, which CI installs; without it the test is skipped."""
+    """Return the path of a program of Debian's package `prometheus`, which CI installs.  Skips the test without it."""
     if (path := shutil.which(name)) is None:
         pytest.skip(f"needs {name} (Debian: apt-get install prometheus)")
     return path
 
 
 class Deployment:
-    """One engine that says a script, one gateway, two tenants; and threads that ask for more than there is room for."""
+    """One scripted engine, one gateway, two tenants, and client threads that request more than the pool holds."""
 
     KEYS = ("key-of-acme", "key-of-zeta")
 
@@ -60,12 +60,12 @@ class Deployment:
             words = [*shared, *options, f"--metrics-port={metrics}", "--vllm-metrics"]
             processes.append(Process(folder / f"{name}.log", name, *words))
         self._stopping = threading.Event()
-        self._turn = itertools.count()
+        self._count = itertools.count()
 
     @contextmanager
     def loaded(self, clients: int = 24) -> Iterator[None]:
-        """So many clients ask one request after the other."""
-        threads = [threading.Thread(target=self._ask_on) for _ in range(clients)]
+        """Run `clients` threads, each of which sends one request after the other."""
+        threads = [threading.Thread(target=self._send_requests) for _ in range(clients)]
         for thread in threads:
             thread.start()
         try:
@@ -75,14 +75,14 @@ class Deployment:
             for thread in threads:
                 thread.join()
 
-    def _ask_on(self) -> None:
+    def _send_requests(self) -> None:
         while not self._stopping.is_set():
-            turn = next(self._turn)
-            self._ask(turn)
+            number = next(self._count)
+            self._send(number)
             self._stopping.wait(0.05)
 
-    def _ask(self, turn: int) -> None:
-        """Mostly what a client asks; every fifth time what cannot be answered."""
+    def _send(self, turn: int) -> None:
+        """Send a valid request; every fifth one is invalid."""
         body = {
             "model": "tiny",
             "prompt": "Twenty requests share this prefix of some tokens. " + f"And not this: {turn}. " * (1 + turn % 5),
@@ -104,7 +104,7 @@ class Deployment:
 
 
 class Prometheus:
-    """A server that scrapes each second, and evaluates our rules as often."""
+    """A server that scrapes and evaluates the rules every second."""
 
     def __init__(self, folder: Path, ports: tuple[int, ...]) -> None:
         config = folder / "prometheus.json"  # JSON is YAML
@@ -130,7 +130,7 @@ class Prometheus:
         self._process.wait()
 
     def get(self, path: str, **words: str) -> Any:
-        """What its API answers.  Raises OSError while it starts."""
+        """Return the API's answer.  Raises OSError while the server starts."""
         try:
             with _open(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=30) as answer:
                 return json.load(answer)["data"]
@@ -151,14 +151,14 @@ class Prometheus:
                 return
 
     def values(self, query: str) -> list[float]:
-        """Of every series of an instant query, those that are numbers."""
+        """Return the values of an instant query, without NaN and infinities."""
         result = self.get("/api/v1/query", query=query)["result"]
         return [value for series in result if math.isfinite(value := float(series["value"][1]))]
 
 
 @contextmanager
 def scraped(checkpoint: Path, folder: Path) -> Iterator[tuple[Deployment, Prometheus]]:
-    """A deployment under a Prometheus, both ready."""
+    """Start a deployment and a Prometheus that scrapes it; yield when both are ready."""
     tool("prometheus")
     with EmbeddedRedis() as redis, ending([]) as processes:
         deployment = Deployment(redis.url, checkpoint, folder, processes)

@@ -1,4 +1,4 @@
-"""Dashboards and alerts can't rot: a real Prometheus is asked each of their queries, over a real service under load."""
+"""Every query of the dashboards and alerts has an answer from a real Prometheus that scrapes a service under load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,40 @@ from grafana.__main__ import FOLDER, main
 from tests.grafana.prometheus import ALERTS, ROOT, Prometheus, scraped, tool
 
 WINDOW = "10s"  # for Grafana's $__rate_interval: ten scrapes
-PATIENCE_S = 75.0  # with queries that are still empty
+LIMIT_S = 75.0  # for queries without an answer
+# (panel or alert, legend or expression) of what a healthy service under this load does not count.  All other queries
+# must have a value that is not 0: a counter that nothing increments has a value too.
+MAY_STAY_ZERO = {
+    # Faults: an engine's death, a lost token, a failed step, an accounting error, a frozen reader.
+    ("Tokens lost", "Tokens lost"),
+    ("Tokens lost, tokens repeated", "lost"),
+    ("Tokens lost, tokens repeated", "repeated"),
+    ("Resumed answers", "{{gateway}}"),
+    ("Failed steps", "{{engine}}"),
+    ("Audits, and accounting errors found", "error: {{kind}}"),
+    ("Engines lost, and their requests", "engines lost without a drain"),
+    ("Engines lost, and their requests", "requests resumed on another engine"),
+    ("Engines lost, and their requests", "requests in quarantine"),
+    ("Backlog of slow readers", "{{gateway}}"),
+    ("QuireEngineLeaseLost", "quire:engine_leases_lost:increase5m > 0"),
+    ("QuireTokensLost", "quire:tokens_lost:increase5m > 0"),
+    ("QuireStepFailures", "quire:step_failures:increase5m > 0"),
+    ("QuireBooksWrong", "quire:audit_alarms:increase5m > 0"),
+    # No prefix was hot before the start, and the scripted executor has no memory to swap.
+    ("Tokens computed by the prefix warm-up", "{{engine}}"),
+    ("Duration of the prefix warm-up", "{{engine}}"),
+    ("Preemptions and what they cost", "of them, to the host's memory"),
+    ("KV blocks to the host's memory and back", "{{direction}}"),
+    # Without admission control (the load of this test) no forecast decides, and the pool has no room left.
+    ("Outputs no longer than predicted", "{{quantile}}"),
+    ("Paused sequences", "{{engine}}"),
+    ("Prompt tokens: queued, and room for them", "room"),
+    ("Preemptions and what they cost", "of them, for a tenant below its share"),
+}
 
 
 def panel_queries() -> dict[tuple[str, str, str], str]:
-    """(board, panel, legend) -> PromQL, out of the files that Grafana reads."""
+    """Return (board, panel, legend) -> PromQL of the files that Grafana reads."""
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         board = json.loads(path.read_text())
@@ -37,7 +66,7 @@ def rules() -> list[dict[str, str]]:
 
 
 def alert_queries() -> dict[tuple[str, str, str], str]:
-    """The recorded series under each alert: its threshold is what may well be out of reach."""
+    """Return the recorded series of each alert.  Its threshold is left out: a healthy service does not reach it."""
     found = {}
     for rule in rules():
         if "alert" in rule:
@@ -45,6 +74,24 @@ def alert_queries() -> dict[tuple[str, str, str], str]:
             assert series, f"{rule['alert']} must compare a recorded series with a number"
             found["alerts", rule["alert"], rule["expr"]] = series[1]
     return found
+
+
+def test_every_exception_names_a_query() -> None:
+    assert {name[1:] for name in panel_queries() | alert_queries()} >= MAY_STAY_ZERO
+
+
+@pytest.mark.parametrize(("values", "enough"), [([], False), ([0.0, 0.0], False), ([0.0, 0.1], True)])
+def test_zeros_prove_nothing_where_something_must_be_counted(values: list[float], enough: bool) -> None:
+    assert proved(("board", "Preemptions and what they cost", "preemptions"), values) is enough
+    assert proved(("board", "Failed steps", "{{engine}}"), values) is bool(values)
+
+
+def test_the_chart_reads_these_files() -> None:
+    """Alerts and dashboards have one source: the chart's are links to it."""
+    for name in ("alerts.yaml", "dashboards"):
+        link = ROOT / "helm" / name
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / "grafana" / name
 
 
 def test_the_files_are_what_the_boards_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,16 +117,22 @@ def test_every_alert_fires_in_the_unit_tests_and_has_a_runbook() -> None:
 
 
 def ask(prometheus: Prometheus, queries: dict[tuple[str, str, str], str]) -> dict[tuple[str, str, str], list[float]]:
-    """What each query answers, asked until none is empty or patience ends."""
+    """Return each query's values: the first that are proof enough, or the last before LIMIT_S ends."""
     answers: dict[tuple[str, str, str], list[float]] = {}
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while True:
         for name, query in queries.items():
-            if not answers.get(name):
+            if not proved(name, answers.get(name, [])):
                 answers[name] = prometheus.values(query.replace("$__rate_interval", WINDOW))
-        if all(answers.values()) or time.monotonic() > deadline:
+        if all(proved(*answer) for answer in answers.items()) or time.monotonic() > deadline:
             return answers
         time.sleep(0.5)
+
+
+def proved(name: tuple[str, str, str], values: list[float]) -> bool:
+    """Return whether the query has values, and not only zeros: a counter that nothing increments has a value too."""
+    _, panel, legend = name
+    return bool(values) and (any(values) or (panel, legend) in MAY_STAY_ZERO)
 
 
 @pytest.mark.system
@@ -91,4 +144,4 @@ def test_no_query_is_empty_under_load(checkpoint: Callable[[str], Path], tmp_pat
     for (board, panel, legend), values in answers.items():
         shown = " ".join(f"{value:.4g}" for value in values[:4]) + (" ..." if len(values) > 4 else "")
         print(f"| {board} | {panel} | {legend or panel} | {shown} |")
-    assert [name for name, values in answers.items() if not values] == []
+    assert [name for name, values in answers.items() if not proved(name, values)] == []

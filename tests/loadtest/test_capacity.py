@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.capacity import FINE, SYSTEMS, Sla, Trial, Work, highest
-from loadtest.figures import Attempt, Record
+from loadtest.stats import Attempt, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,12 +66,12 @@ def test_a_trial_passes(requests: int, held: float, failed: int, passed: bool) -
 
 def test_users_ask_differently_behind_the_same_beginning() -> None:
     work = Work(system=32, question=10, answer=30, ask=64, vocab=400, eos=0, seed=3)
-    asked = [job for user in range(3) for job in islice(work.asked(user), 5)]
-    prompts = [tuple(job.prompt(400)) for job in asked]
+    jobs = [job for user in range(3) for job in islice(work.requests_of(user), 5)]
+    prompts = [tuple(job.prompt(400)) for job in jobs]
     assert len({prompt[:32] for prompt in prompts}) == 1
     assert len(set(prompts)) == 15
-    assert all(2 <= job.output_len < 64 for job in asked)
-    assert asked == [job for user in range(3) for job in islice(work.asked(user), 5)]
+    assert all(2 <= job.output_len < 64 for job in jobs)
+    assert jobs == [job for user in range(3) for job in islice(work.requests_of(user), 5)]
 
 
 @pytest.mark.system

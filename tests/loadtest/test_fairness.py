@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from loadtest.askers import Asker
+from loadtest.clients import ClientProfile
 from loadtest.fairness import of_tenant
-from loadtest.figures import Attempt, Record
+from loadtest.stats import Attempt, Record
 
 
 def asked(tenant: str, due: float, statuses: list[int], times: list[float], outcome: str = "ok") -> Record:
     attempts = [Attempt(due + i, status) for i, status in enumerate(statuses)]
-    return Record(due, "x", 5, len(times), 0.0, attempts, times, due + 9, len(times), outcome, asker=Asker(tenant))
+    return Record(
+        due, "x", 5, len(times), 0.0, attempts, times, due + 9, len(times), outcome, client=ClientProfile(tenant)
+    )
 
 
 def test_refusals_first_tokens_and_gaps_are_the_tenants_own() -> None:

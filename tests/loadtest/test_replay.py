@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 
 from engine.common.embedded_redis import EmbeddedRedis
-from loadtest.askers import Asker
-from loadtest.figures import Slo, summarise
+from loadtest.clients import ClientProfile
 from loadtest.replay import Options, replay
+from loadtest.stats import Slo, summarise
 from loadtest.trace import Job
 from loadtest.workloads import Arrival, Phase, synthetic
 from tests.system.stack import Stack
@@ -99,7 +99,7 @@ async def test_refused_clients_obey_or_don_t(aiohttp_server: Any, retry: Any, at
     app.router.add_post("/v1/completions", complete)
     server = await aiohttp_server(app)
     url = str(server.make_url("")).rstrip("/")
-    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1), Asker(retry=retry))], options(url))
+    [record], samples = await replay([Arrival(0.0, "x", Job(5, 1, 1), ClientProfile(retry=retry))], options(url))
     assert samples == []  # it has no metrics
     assert len(record.attempts) == attempts
     assert record.outcome == ("refused" if retry == "never" else "ok")
@@ -141,9 +141,9 @@ async def test_who_is_asking_reaches_the_server(aiohttp_server: Any) -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
-    asker = Asker("acme", -7, 20.0)
+    client = ClientProfile("acme", -7, 20.0)
     [record], _ = await replay(
-        [Arrival(0.0, "x", Job(5, 3, 1), asker)], options(url, keys={"acme": "secret"}, ask_tokens=50, eos_id=9)
+        [Arrival(0.0, "x", Job(5, 3, 1), client)], options(url, keys={"acme": "secret"}, ask_tokens=50, eos_id=9)
     )
     assert (record.outcome, record.tokens, record.cached) == ("ok", 3, 4)
     (first, _), (second, body) = seen
@@ -161,7 +161,7 @@ async def test_nobody_comes_back_for_an_answer_that_is_too_late(aiohttp_server: 
     app = web.Application()
     app.router.add_post("/v1/completions", refuse)
     url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
-    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1), Asker(timeout_s=4.0))], options(url))
+    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1), ClientProfile(timeout_s=4.0))], options(url))
     assert (record.outcome, len(record.attempts)) == ("refused", 1)
 
 
@@ -188,9 +188,9 @@ async def test_deadlines_that_pass_and_prompts_that_are_known(stack: Stack) -> N
     """Of the real server: 504 or an error in the stream is the deadline's doing; the second prompt is cached."""
     same = Job(64, 5, 1)
     arrivals = [
-        Arrival(0.0, "x", Job(5, 900, 2), Asker(timeout_s=0.5)),
-        Arrival(0.0, "x", same, Asker(priority="high")),
-        Arrival(1.0, "x", same, Asker(priority=5)),
+        Arrival(0.0, "x", Job(5, 900, 2), ClientProfile(timeout_s=0.5)),
+        Arrival(0.0, "x", same, ClientProfile(priority="high")),
+        Arrival(1.0, "x", same, ClientProfile(priority=5)),
     ]
     records, samples = await replay(arrivals, options(stack.url))
     assert [record.outcome for record in records] == ["expired", "ok", "ok"]

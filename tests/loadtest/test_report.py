@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.figures import Attempt, Record, Sample, Slo, series, summarise
 from loadtest.report import ResultError, judge, load, page, same_work
+from loadtest.stats import Attempt, Record, Sample, Slo, series, summarise
 from loadtest.svg import Bars, Line, chart, decades, ticks
 
 ROOT = Path(__file__).resolve().parents[2]

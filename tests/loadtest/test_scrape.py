@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.figures import Sample
 from loadtest.scrape import sample
+from loadtest.stats import Sample
 
 QUIRE = """# HELP quire_engine_kv_blocks KV blocks in the pool.
 # TYPE quire_engine_kv_blocks gauge

@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.askers import (
-    Asker,
-    AskerError,
+from loadtest.clients import (
+    ClientProfile,
     Mix,
-    counted,
-    deadline,
-    patience,
-    priority,
+    ProfileError,
+    count_profiles,
+    parse_deadline,
+    parse_priority,
+    parse_retry,
+    parse_shares,
+    parse_tenant,
     read_keys,
-    shares,
-    tenant,
 )
+from loadtest.trace import TraceError, read_trace
 from loadtest.workloads import (
     MEANS,
     SYSTEM,
@@ -35,15 +36,13 @@ from loadtest.workloads import (
     WORKLOADS,
     Arrival,
     Phase,
-    TraceError,
     arrival_times,
-    ask_as,
+    assign_clients,
     clip,
     from_trace,
     gaps,
     jobs,
     phases,
-    read_trace,
     synthetic,
     users_at,
 )
@@ -197,51 +196,55 @@ def test_a_trace_says_who_asks_and_a_mix_fills_in_the_rest(tmp_path: Path) -> No
     named = {**GOOD, "tenant": "acme", "priority": -3, "timeout_s": 2}
     path.write_text("\n".join(map(json.dumps, (named, GOOD, {**GOOD, "priority": "low"}))))
     arrivals = from_trace(path, [Phase("steady", 5.0, 30.0)], 1, 1)
-    assert [a.asker for a in arrivals] == [Asker("acme", -3, 2.0), Asker(), Asker(priority="low")]
+    assert [a.client for a in arrivals] == [
+        ClientProfile("acme", -3, 2.0),
+        ClientProfile(),
+        ClientProfile(priority="low"),
+    ]
     mix = Mix({"other": 1.0}, {"high": 1.0}, {9.0: 1.0}, {"never": 1.0})
-    assert [a.asker for a in ask_as(arrivals, mix, 1)] == [
-        Asker("acme", -3, 2.0, "never"),
-        Asker("other", "high", 9.0, "never"),
-        Asker("other", "low", 9.0, "never"),
+    assert [a.client for a in assign_clients(arrivals, mix, 1)] == [
+        ClientProfile("acme", -3, 2.0, "never"),
+        ClientProfile("other", "high", 9.0, "never"),
+        ClientProfile("other", "low", 9.0, "never"),
     ]
 
 
 def test_tenants_alone_ask_what_they_ask_beside_others() -> None:
     arrivals = synthetic("alpaca", [Phase("x", 50.0, 100.0)], 1.0, 3)
     mix = Mix({"loud": 10.0, "quiet": 1.0}, {}, {}, {})
-    both = ask_as(arrivals, mix, 3)
-    alone = ask_as(arrivals, mix, 3, only="quiet")
-    assert alone == [a for a in both if a.asker.tenant == "quiet"]
+    both = assign_clients(arrivals, mix, 3)
+    alone = assign_clients(arrivals, mix, 3, only="quiet")
+    assert alone == [a for a in both if a.client.tenant == "quiet"]
     assert len(alone) == pytest.approx(len(both) / 11, rel=0.15)
     assert [(a.at_s, a.job) for a in both] == [(a.at_s, a.job) for a in arrivals]
-    prioritised = ask_as(arrivals, Mix({"loud": 10.0, "quiet": 1.0}, {"high": 1.0, "low": 1.0}, {}, {}), 3)
-    assert [a.asker.tenant for a in prioritised] == [a.asker.tenant for a in both]
-    assert counted([a.asker for a in alone]) == {"tenant": {"quiet": len(alone)}, "retry": {"obey": len(alone)}}
+    prioritised = assign_clients(arrivals, Mix({"loud": 10.0, "quiet": 1.0}, {"high": 1.0, "low": 1.0}, {}, {}), 3)
+    assert [a.client.tenant for a in prioritised] == [a.client.tenant for a in both]
+    assert count_profiles([a.client for a in alone]) == {"tenant": {"quiet": len(alone)}, "retry": {"obey": len(alone)}}
 
 
 @pytest.mark.parametrize(
     ("text", "value", "expected"),
     [
-        ("loud=10,quiet=1", tenant, {"loud": 10.0, "quiet": 1.0}),
-        ("obey", patience, {"obey": 1.0}),
-        ("high=1, -5=2", priority, {"high": 1.0, -5: 2.0}),
-        ("2.5=1,none=3", deadline, {2.5: 1.0, None: 3.0}),
-        ("a=0", tenant, "'a=0'; its share must be a number > 0"),
-        ("a=x", tenant, "'a=x'; its share must be a number > 0"),
-        ("a=1,a=2", tenant, "'a=1,a=2'; must not name a twice"),
-        ("a,,b", tenant, "''; must have a name"),
-        ("urgent", priority, "'urgent'; must be high, normal, low or a whole number from -100 to 100"),
-        ("-1", deadline, "'-1'; must be a number of seconds > 0, or none"),
-        ("sulk", patience, "'sulk'; must be obey, ignore, never"),
+        ("loud=10,quiet=1", parse_tenant, {"loud": 10.0, "quiet": 1.0}),
+        ("obey", parse_retry, {"obey": 1.0}),
+        ("high=1, -5=2", parse_priority, {"high": 1.0, -5: 2.0}),
+        ("2.5=1,none=3", parse_deadline, {2.5: 1.0, None: 3.0}),
+        ("a=0", parse_tenant, "'a=0'; its share must be a number > 0"),
+        ("a=x", parse_tenant, "'a=x'; its share must be a number > 0"),
+        ("a=1,a=2", parse_tenant, "'a=1,a=2'; must not name a twice"),
+        ("a,,b", parse_tenant, "''; must have a name"),
+        ("urgent", parse_priority, "'urgent'; must be high, normal, low or a whole number from -100 to 100"),
+        ("-1", parse_deadline, "'-1'; must be a number of seconds > 0, or none"),
+        ("sulk", parse_retry, "'sulk'; must be obey, ignore, never"),
     ],
 )
 def test_shares(text: str, value: Callable[[str], Any], expected: object) -> None:
     if isinstance(expected, str):
-        with pytest.raises(AskerError) as error:
-            shares(text, value)
+        with pytest.raises(ProfileError) as error:
+            parse_shares(text, value)
         assert str(error.value) == expected
     else:
-        assert shares(text, value) == expected
+        assert parse_shares(text, value) == expected
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -250,7 +253,7 @@ def test_keys(tmp_path: Path) -> None:
     assert read_keys(path) == {"loud": "a", "quiet": "b"}
     for text, says in (("loud = 5", "loud must be a key"), ("loud", "keys.toml: ")):
         path.write_text(text)
-        with pytest.raises(AskerError, match=says):
+        with pytest.raises(ProfileError, match=says):
             read_keys(path)
 
 

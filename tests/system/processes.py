@@ -1,8 +1,9 @@
-"""Real processes of ours, as an operator starts them: `quire serve`, `quire engine`, `quire gateway`."""
+"""Start `quire serve`, `quire engine` and `quire gateway` as an operator does; wait for them; read their streams."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 from engine.wire.bus import Fleet, GatewaySide
 
@@ -47,7 +51,7 @@ class Process:
         return self._log.read_text()
 
     def wait_for(self, words: str, seconds: float = 60.0) -> str:
-        """The first line of its output that has these words.  Fails when it ends, or says nothing of the kind."""
+        """Return the first line of its output with these words.  Fails if the process ends or `seconds` pass."""
         deadline = time.monotonic() + seconds
         while True:
             if found := [line for line in self.said().splitlines() if words in line]:
@@ -57,7 +61,7 @@ class Process:
             time.sleep(0.05)
 
     def terminate(self, seconds: float = 60.0) -> int:
-        """SIGTERM; its exit status."""
+        """Send SIGTERM and return the exit status."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(seconds)
 
@@ -68,7 +72,7 @@ class Process:
 
 @contextmanager
 def ending(processes: list[Process]) -> Iterator[list[Process]]:
-    """Whatever stands in the list at the end is stopped, and killed if need be."""
+    """Stop every process that is in the list at the end; kill those that do not stop in 20 s."""
     try:
         yield processes
     finally:
@@ -82,8 +86,10 @@ def ending(processes: list[Process]) -> Iterator[list[Process]]:
 
 
 def wait_until_ready(url: str, seconds: float = 60.0, *, gateways: int = 1) -> None:
-    """Until the gateway there would answer a request.  Of several that share a port each connection gets any one: until
-    it is unlikely that one was never asked."""
+    """Wait until the gateway at `url` is ready.
+
+    Where several gateways share the port, each connection reaches a random one.  The wait then ends after so many
+    successes in a row that each of them has very likely answered."""
     deadline = time.monotonic() + seconds
     in_a_row, wanted = 0, 20 * gateways - 19
     while True:
@@ -103,7 +109,7 @@ def wait_until_ready(url: str, seconds: float = 60.0, *, gateways: int = 1) -> N
 
 
 async def fleet_until(redis_url: str, namespace: str, holds: Callable[[Fleet], bool], seconds: float = 30.0) -> Fleet:
-    """The first reading of the engines and their queue of which `holds` is true; fails with the last one read."""
+    """Return the first state of engines and queue for which `holds` is true.  Fails with the last state read."""
     bus = GatewaySide(redis_url, "observer", namespace=namespace)
     deadline = time.monotonic() + seconds
     try:
@@ -116,8 +122,37 @@ async def fleet_until(redis_url: str, namespace: str, holds: Callable[[Fleet], b
 
 
 def at_rest(fleet: Fleet) -> bool:
-    """Every block is free or cached, and nothing runs, waits or stands in the queue."""
+    """Return whether every block is free or cached, and no request runs, waits or is queued."""
     return fleet.queued == fleet.queued_tokens == 0 and all(
         load.free_blocks == load.total_blocks and load.running == load.waiting == load.waiting_tokens == 0
         for load in fleet.engines
     )
+
+
+async def sse_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of each event until [DONE].  Fails for an error event, and for a stream without a [DONE]."""
+    async for line in response.content:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: {"):
+            event: dict[str, Any] = json.loads(line[6:])
+            assert "error" not in event, event
+            yield event
+    raise AssertionError("the stream ended without [DONE]")
+
+
+async def until(
+    holds: Callable[[], bool],
+    seconds: float = 20.0,
+    *,
+    reading: Sequence[asyncio.Task[Any]] = (),
+    poll_s: float = 0.002,
+) -> None:
+    """Wait until `holds()` is true.  Fails after `seconds`, or with the exception of a task of `reading`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not true after {seconds:g} s"
+        for task in reading:
+            if task.done():
+                task.result()
+        await asyncio.sleep(0.002)

@@ -23,6 +23,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.plan import StepPlan
 from engine.executor.worker import Pending, Worker
 from tests.checkpoints import make_checkpoint
+from tests.system.processes import sse_events, until
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -60,21 +61,13 @@ async def stream(client: aiohttp.ClientSession, url: str, **body: Any) -> AsyncI
     body = {"model": "tiny", "return_token_ids": True, "stream": True, **body}
     async with client.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
+        async for event in sse_events(response):
+            yield event
 
 
 def greedy(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
     out: list[int] = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
     return out
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("streamed", [True, False])

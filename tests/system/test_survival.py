@@ -19,8 +19,10 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.bus import Fleet, GatewaySide
+from loadtest.server import engine_processes
 from service.format import Position
 from tests.checkpoints import VOCAB
+from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
 
@@ -127,14 +129,8 @@ class Served:
         )
 
     def engine(self) -> psutil.Process | None:
-        """The child that is the engine now."""
-        for child in psutil.Process(self.process.popen.pid).children():
-            try:
-                if "engine" in child.cmdline():
-                    return child
-            except psutil.Error:
-                continue
-        return None
+        """Return the process that is the engine now, not its spare."""
+        return next(iter(engine_processes(psutil.Process(self.process.popen.pid))), None)
 
 
 @pytest.fixture
@@ -155,13 +151,7 @@ def begin(answers: list[Answer], client: aiohttp.ClientSession, url: str) -> Rea
 
 
 async def until(holds: Callable[[], bool], reading: Reading) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        for task in reading:
-            if task.done():
-                task.result()
-        await asyncio.sleep(0.002)
+    await processes.until(holds, LIMIT_S, reading=reading)
 
 
 async def test_a_killed_engine_continues_every_stream(served: Served, client: aiohttp.ClientSession) -> None:

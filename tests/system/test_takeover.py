@@ -17,6 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from loadtest.server import engine_processes
 from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
 
@@ -32,15 +33,8 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def engines(served: Served) -> list[psutil.Process]:
-    """The engine and its spare."""
-    found = []
-    for child in psutil.Process(served.process.popen.pid).children():
-        try:
-            if "engine" in child.cmdline():
-                found.append((child.create_time(), child))
-        except psutil.Error:
-            continue
-    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+    """Return the engine and its spare."""
+    return engine_processes(psutil.Process(served.process.popen.pid))
 
 
 async def spare_of(served: Served) -> psutil.Process:

@@ -1,6 +1,6 @@
-"""What every client here does with an answer: read its events, and obey, or not, a server that says "later".
+"""Read an answer's server-sent events, and decide when to retry a refused request.  Every client here uses it.
 
-Pure: time comes in as an argument, in seconds of any one clock.
+Pure: times are arguments, in seconds of any one clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 Retry = Literal["obey", "ignore", "never"]
-IMPATIENCE_S = 0.5  # what a client that does not listen waits before its next attempt
+FIXED_RETRY_S = 0.5  # pause of a client that ignores Retry-After
 MAX_RETRIES = 8
 
 
@@ -43,7 +43,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A chunk of either endpoint, as far as a clock cares; other fields are skipped, not decoded."""
+    """The fields of a chunk, of either endpoint, that a measurement needs; other fields are not decoded."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -54,24 +54,24 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """What a stream of server-sent events has brought so far, and when.
+    """The text of a stream of server-sent events so far, and its arrival times.
 
-    An event counts when it carries text; its time is that of the block it came in.  Several tokens may share an event,
-    and several events a block, whose gaps are then 0: this is what a reader sees."""
+    Only events with text count.  An event's time is that of the block that contained it.  Several tokens may share an
+    event.  Several events may share a block: their gaps are then 0, as a reader sees them."""
 
     def __init__(self) -> None:
         self.times: list[float] = []  # of the events with text
         self.gaps: list[float] = []  # between events with text of the same choice
         self.text: list[str] = []
-        self.tokens: int | None = None  # as the server counts them; None until it says so
-        self.cached: int | None = None  # prompt tokens found in the server's prefix cache; None until it says so
+        self.tokens: int | None = None  # as the server counts them; None until it reports usage
+        self.cached: int | None = None  # prompt tokens found in the server's prefix cache; None until it reports them
         self.error: str | None = None
-        self.done = False  # [DONE] has come
+        self.done = False  # [DONE] has arrived
         self._rest = b""
         self._last: dict[int, float] = {}
 
     def feed(self, block: bytes, now_s: float) -> None:
-        """So many bytes, cut anywhere.  What is not an event in JSON ends the answer with an error."""
+        """Add a block of bytes, cut anywhere.  Data that is not a JSON event sets `error`."""
         lines = (self._rest + block).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def count(self) -> int:
-        """Output tokens; the events with text where the server does not count."""
+        """Output tokens as the server reports them, else the number of events with text."""
         return len(self.times) if self.tokens is None else self.tokens
 
     @property
@@ -112,8 +112,9 @@ class Answer:
 
 
 def announced_pause(headers: Mapping[str, str], now_unix_s: float) -> float | None:
-    """Seconds a refusal asks for, as OpenAI's clients read it: `retry-after-ms` first, then `Retry-After` in seconds or
-    as a date.  None when it says nothing, or nothing that can be read."""
+    """Return the seconds that a refusal asks a client to wait; None without a readable header.
+
+    The order is that of OpenAI's clients: `retry-after-ms`, then `Retry-After` in seconds or as a date."""
     for name, scale in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         value = next((value for key, value in headers.items() if key.lower() == name), None)
         if value is None:
@@ -131,14 +132,14 @@ def announced_pause(headers: Mapping[str, str], now_unix_s: float) -> float | No
 
 
 def pause(retry: Retry, attempt: int, announced_s: float | None, rng: random.Random) -> float | None:
-    """Seconds before the next attempt after the refusal of attempt `attempt` (0, 1, ...); None: give up.
+    """Return the seconds to wait after the refusal of attempt `attempt` (0, 1, ...); None to give up.
 
-    obey: what the server announced; where it says nothing, half a second doubling to 8 s, less up to a quarter, as
-    OpenAI's clients do.  ignore: half a second, whatever it says.  Both give up after MAX_RETRIES retries."""
+    obey: the announced pause.  Without one: half a second, doubled each time up to 8 s, less a random quarter at most,
+    as OpenAI's clients do.  ignore: half a second always.  never: give up.  The first two give up after MAX_RETRIES."""
     if retry == "never" or attempt >= MAX_RETRIES:
         return None
     if retry == "ignore":
-        return IMPATIENCE_S
+        return FIXED_RETRY_S
     if announced_s is not None:
         return announced_s
     return min(8.0, 0.5 * 2.0**attempt) * (1 - rng.random() / 4)

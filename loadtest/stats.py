@@ -1,8 +1,11 @@
-"""From what was seen to what is said about it: percentiles, goodput, how true Retry-After was.  Pure.
+"""Statistics of a run: percentiles, goodput, the accuracy of Retry-After.  Pure.
 
-All times are seconds since the run began.  Latencies count from the moment a request was due, not from when it was
-sent or let in: neither a client that lags nor one that was told to wait makes a server look better (the coordinated
-omission that closed loops suffer from; Tene, "How NOT to Measure Latency").
+All times are seconds since the run began.  Latencies count from when a request was due, not from when it was sent or
+admitted.  So neither a late client nor a refusal makes a server look better (the coordinated omission of closed loops;
+Tene, "How NOT to Measure Latency").
+
+The module is not called `statistics`: Locust puts this directory on the import path, where that name is the standard
+library's.
 """
 
 from __future__ import annotations
@@ -16,41 +19,43 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.askers import ANYBODY, Asker
+from loadtest.clients import ANONYMOUS, FIELDS, ClientProfile
 
-MIN_PAUSE_S = 1.0  # the smallest Retry-After there is
+MIN_PAUSE_S = 1.0  # the smallest value of Retry-After
 REFUSED = (429, 503)
 
 
 def gaps(times: Sequence[float]) -> list[float]:
-    """Seconds between events, one fewer than there are."""
+    """Return the seconds between successive events."""
     return [after - before for before, after in itertools.pairwise(times)]
 
 
 @dataclass(frozen=True)
 class Attempt:
+    """One try to send a request."""
+
     sent_s: float
-    status: int  # HTTP; 0 when there was no answer
-    announced_s: float | None = None  # what the refusal asked to wait
+    status: int  # HTTP; 0 without an answer
+    announced_s: float | None = None  # seconds that the refusal asks the client to wait
 
 
 @dataclass
 class Record:
-    """What became of one request."""
+    """One request and its outcome."""
 
     due_s: float
     phase: str
     prompt_len: int  # tokens
-    output_len: int  # tokens asked for
-    lag_s: float = 0.0  # from due to sent: the client's own fault
+    output_len: int  # tokens requested
+    lag_s: float = 0.0  # from due to first sent: delay of this client, not of the server
     attempts: list[Attempt] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # of the events with text
+    times: list[float] = field(default_factory=list)  # arrivals of the events with text
     end_s: float = 0.0
-    tokens: int = 0  # out
-    outcome: str = "lost"  # ok, refused (429 or 503 to the end), expired (its own deadline passed), error
+    tokens: int = 0  # received
+    outcome: str = "lost"  # ok, refused (every attempt got 429 or 503), expired (its own deadline passed), error
     error: str = ""
-    cached: int | None = None  # prompt tokens that the server had in its prefix cache; None where it does not say
-    asker: Asker = ANYBODY
+    cached: int | None = None  # prompt tokens from the server's prefix cache; None if the server does not report them
+    client: ClientProfile = ANONYMOUS
 
     @property
     def ttft_s(self) -> float | None:
@@ -62,16 +67,16 @@ class Record:
 
     @property
     def mean_itl_s(self) -> float:
-        """Per token, over all but the first; 0 for a single one."""
+        """Mean seconds a token after the first; 0 for a single token."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.times and self.tokens > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The server's own gauges at one moment; None where it has no such metric."""
+    """The server's own metrics at one moment; None where the server has no such metric."""
 
     at_s: float
-    kv: float | None = None  # fraction of the KV pool in use
+    kv: float | None = None  # KV-cache utilisation, 0 to 1
     running: float | None = None
     waiting: float | None = None
     preemptions: float | None = None  # since the server started
@@ -80,6 +85,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Slo:
+    """The goal of goodput."""
+
     ttft_s: float = 2.0
     itl_s: float = 0.2  # mean of a request
 
@@ -89,7 +96,7 @@ class Slo:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, at least one, interpolated linearly between neighbours (numpy's default)."""
+    """Return a percentile of sorted values (one at least), interpolated linearly between neighbours as numpy does."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -97,7 +104,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """p50, p90, p99, mean, max; None of nothing."""
+    """Return p50, p90, p99, mean and max; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -107,7 +114,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summarise(records: list[Record], samples: list[Sample], slo: Slo, windows: dict[str, tuple[float, float]]) -> Any:
-    """Every figure of a run, and of each phase; `windows` are the phases' beginnings and ends."""
+    """Return all figures of a run and of each phase.  `windows`: phase -> (begin, end)."""
     end = max((record.end_s for record in records), default=0.0)
     ok = [record for record in records if record.outcome == "ok"]
     good = [record for record in records if slo.met(record)]
@@ -146,7 +153,7 @@ def summarise(records: list[Record], samples: list[Sample], slo: Slo, windows: d
 
 
 def _phase(records: list[Record], samples: list[Sample], slo: Slo, window: tuple[float, float]) -> dict[str, Any]:
-    """Requests by when they were due, gaps between tokens by when the later one came, gauges by when they were read."""
+    """Assign requests to the phase by their due time, token gaps by their end, samples by when they were read."""
     begin, end = window
     due = [record for record in records if begin <= record.due_s < end]
     between = [
@@ -169,9 +176,10 @@ def _phase(records: list[Record], samples: list[Sample], slo: Slo, window: tuple
 
 
 def recovery(records: list[Record], base: tuple[float, float], after: tuple[float, float]) -> float | None:
-    """Seconds from the burst's end until requests are served as before it: until the first five in a row that were due
-    afterwards and whose median TTFT is at most the base's 90th percentile, give or take a ms.
-    None when that does not happen."""
+    """Return the seconds from the burst's end until TTFT is back at the base's level; None if it never is.
+
+    The level is reached at the first five successive requests, due after the burst, whose median TTFT is at most the
+    base's 90th percentile plus 1 ms."""
     before = spread(t for r in records if base[0] <= r.due_s < base[1] and (t := r.ttft_s) is not None)
     later = sorted((r for r in records if after[0] <= r.due_s < after[1]), key=lambda record: record.due_s)
     if before is None:
@@ -188,21 +196,21 @@ def _outcome(record: Record) -> str:
 
 
 def prefix_hits(records: Sequence[Record]) -> dict[str, Any] | None:
-    """Prompt tokens that needed no computing, of all prompts for which the server says so; None where it never does."""
-    told = [record for record in records if record.cached is not None]
-    if not told:
+    """Return the share of prompt tokens from the prefix cache, of requests that report it; None if none does."""
+    reported = [record for record in records if record.cached is not None]
+    if not reported:
         return None
-    prompts, cached = sum(record.prompt_len for record in told), sum(record.cached or 0 for record in told)
+    prompts, cached = sum(record.prompt_len for record in reported), sum(record.cached or 0 for record in reported)
     return {"prompt_tokens": prompts, "cached_tokens": cached, "rate": round(cached / max(prompts, 1), 4)}
 
 
 def groups(records: list[Record], slo: Slo) -> dict[str, dict[str, Any]]:
-    """Figures of each tenant, priority, deadline and kind of client, for the fields in which requests differ."""
+    """Return figures for each value of each client field in which requests differ."""
     found: dict[str, dict[str, Any]] = {}
-    for name in ("tenant", "priority", "timeout_s", "retry"):
+    for name in FIELDS:
         members: dict[str, list[Record]] = {}
         for record in records:
-            value = getattr(record.asker, name)
+            value = getattr(record.client, name)
             members.setdefault("none" if value in ("", None) else str(value), []).append(record)
         if len(members) > 1:
             found[name] = {value: _group(members[value], slo) for value in sorted(members)}
@@ -211,7 +219,7 @@ def groups(records: list[Record], slo: Slo) -> dict[str, dict[str, Any]]:
 
 def _group(records: list[Record], slo: Slo) -> dict[str, Any]:
     outcomes = Counter(_outcome(record) for record in records)
-    turned = refusals(records, ())
+    refused = refusals(records, ())
     return {
         "requests": len(records),
         "completed": outcomes["ok"],
@@ -224,27 +232,27 @@ def _group(records: list[Record], slo: Slo) -> dict[str, Any]:
         "e2e_s": spread(record.end_s - record.due_s for record in records if record.outcome == "ok"),
         "goodput_fraction": round(sum(map(slo.met, records)) / len(records), 4),
         "prefix_hits": prefix_hits(records),
-        **{key: turned[key] for key in ("attempts_per_success", "requests_refused", "first_retry_success")},
+        **{key: refused[key] for key in ("attempts_per_success", "requests_refused", "first_retry_success")},
     }
 
 
 def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[tuple[int, int], float]:
-    """(index of the record, of the attempt that was refused) -> seconds after which it would have been let in.
+    """Return (index of the record, index of its refused attempt) -> seconds after which it would have been admitted.
 
-    Nobody can observe this: had the client come back earlier, it might have met room, but room that somebody else then
-    took instead.  What can be observed is how fast the server let in *anyone*.  So clients turned away are taken to
-    stand in a line in the order in which they first asked, and the needed pause ends
+    This cannot be observed: an earlier retry might have met room, but only room that another request took instead.
+    The rate at which the server admitted *any* request can be observed.  So the refused requests are treated as a queue
+    in the order of their first attempts, and the needed pause ends
 
-    * when, since the refusal, as many attempts had been let in as stood in line before it, and one more.  This is the
-      pause by which all of them together would have got in, one after the other, no sooner than room came up; or
-    * when the server was next seen, twice running, without anybody waiting, if that was earlier: then nobody had to
-      be kept away, and a pause beyond it was idle, however few came.  (Without this a server that tells everyone to
-      come in a minute would be right: nobody is let in until then.)
+    * when the server has admitted, since the refusal, one request more than were ahead in that queue.  With these
+      pauses all of them would have been admitted one after the other, no sooner than room appeared; or, if earlier,
+    * when two successive samples of the server first show no waiting request.  No refusal was needed then, and a longer
+      pause was idle.  (Without this rule a server that asks everyone to wait a minute would be right, because it admits
+      no request before that.)
 
-    Who is never let in holds no place.  A refusal after which neither happens is left out."""
-    entered = sorted(r.attempts[-1].sent_s for r in records if r.attempts and r.attempts[-1].status == 200)
+    A request that is never admitted has no place in the queue.  A refusal after which neither happens is left out."""
+    admitted = sorted(r.attempts[-1].sent_s for r in records if r.attempts and r.attempts[-1].status == 200)
     idle = [b.at_s for a, b in itertools.pairwise(samples) if a.waiting == b.waiting == 0]
-    line = sorted(  # (first refusal, let in) of those that were turned away at first and got in later
+    queue = sorted(  # (first refusal, admission) of requests that were refused first and admitted later
         (r.attempts[0].sent_s, r.attempts[-1].sent_s)
         for r in records
         if len(r.attempts) > 1 and r.attempts[0].status in REFUSED and r.attempts[-1].status == 200
@@ -255,61 +263,61 @@ def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[
             if attempt.status not in REFUSED:
                 continue
             at, first = attempt.sent_s, record.attempts[0].sent_s
-            before = sum(asked < first and let_in > at for asked, let_in in line)
-            turn = bisect.bisect_right(entered, at) + before
+            ahead = sum(refused < first and admission > at for refused, admission in queue)
+            own = bisect.bisect_right(admitted, at) + ahead
             room = bisect.bisect_right(idle, at)
-            ends = [*entered[turn : turn + 1], *idle[room : room + 1]]
+            ends = [*admitted[own : own + 1], *idle[room : room + 1]]
             if ends:
                 pauses[i, j] = min(ends) - at
     return pauses
 
 
 def refusals(records: Sequence[Record], samples: Sequence[Sample]) -> dict[str, Any]:
-    """How many attempts were turned away, and what it cost to heed the answer.
+    """Count refused attempts, and compare announced pauses with those that were needed.
 
-    first_retry_success: of the requests whose first attempt was refused with a pause and whose client then waited that
-    long, how many got in at the second attempt.  Clients that don't listen say nothing about what the pause was worth.
-    retry_after_error: |announced - needed| / needed, over refusals of such clients; `needed` as needed_pauses() has it,
-    and at least 1 s, the smallest pause that Retry-After can say."""
+    first_retry_success: the share of second attempts that were admitted, of requests that were refused with a pause and
+    whose client waited that long.  Clients that ignore the pause prove nothing about it.
+    retry_after_error: |announced - needed| / needed, over refusals of clients that obey.  `needed` is that of
+    needed_pauses(), but at least 1 s, the smallest value of Retry-After."""
     statuses = Counter(attempt.status for record in records for attempt in record.attempts)
-    turned_away = {status: count for status, count in sorted(statuses.items()) if status in REFUSED}
+    by_status = {str(status): count for status, count in sorted(statuses.items()) if status in REFUSED}
     needed = needed_pauses(records, samples)
-    retried = got_in = 0
+    retried = admitted = 0
     errors, announced = [], []
     for i, record in enumerate(records):
         for j, attempt in enumerate(record.attempts):
             if attempt.announced_s is None or attempt.status not in REFUSED:
                 continue
             announced.append(attempt.announced_s)
-            if record.asker.retry == "obey" and (i, j) in needed:
+            if record.client.retry == "obey" and (i, j) in needed:
                 truth = max(MIN_PAUSE_S, needed[i, j])
                 errors.append(abs(attempt.announced_s - truth) / truth)
-        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None and record.asker.retry == "obey":
+        if len(record.attempts) > 1 and record.attempts[0].announced_s is not None and record.client.retry == "obey":
             retried += 1
-            got_in += record.attempts[1].status == 200
+            admitted += record.attempts[1].status == 200
     attempts = sum(map(len, (record.attempts for record in records)))
     completed = sum(record.outcome == "ok" for record in records)
     return {
         "attempts": attempts,
         "attempts_per_success": round(attempts / completed, 3) if completed else None,
-        "by_status": {str(status): count for status, count in turned_away.items()},
+        "by_status": by_status,
         "requests_refused": sum(any(a.status in REFUSED for a in r.attempts) for r in records),
         "retried": retried,
-        "first_retry_success": round(got_in / retried, 4) if retried else None,
+        "first_retry_success": round(admitted / retried, 4) if retried else None,
         "retry_after_s": spread(announced),
         "retry_after_error": spread(errors),
     }
 
 
 def server(samples: list[Sample], earlier: Sequence[Sample] = ()) -> dict[str, Any]:
-    """What its own metrics said.  Counters are what they grew by since the last of `earlier`, else the first sample."""
+    """Summarise the server's metrics.  Counters give their growth since the last of `earlier`, else `samples[0]`."""
 
     def seen(get: Callable[[Sample], float | None], among: Iterable[Sample] = samples) -> list[float]:
         return [value for sample in among if (value := get(sample)) is not None]
 
     def grown(get: Callable[[Sample], float | None]) -> float | None:
         values = seen(get, [*earlier[-1:], *samples])
-        # A counter that fell belongs to a server that started anew.
+        # A counter that fell belongs to a server that restarted.
         return sum(max(0.0, b - a) for a, b in itertools.pairwise(values)) if values else None
 
     kv, queueing = seen(lambda s: s.kv), seen(lambda s: s.kv, (s for s in samples if s.waiting))
@@ -326,8 +334,9 @@ def server(samples: list[Sample], earlier: Sequence[Sample] = ()) -> dict[str, A
 
 
 def series(records: list[Record], samples: list[Sample], slo: Slo) -> dict[str, Any]:
-    """The same over time, for plots: at most 240 buckets, each a whole number of seconds or half of one.  TTFT and
-    outcomes go by when a request was due, gaps by when the later token came."""
+    """Return figures over time for plots: at most 240 buckets of half a second or of whole seconds.
+
+    TTFT and outcomes belong to the bucket in which a request was due, gaps to the one in which they ended."""
     end = max([record.end_s for record in records] + [sample.at_s for sample in samples], default=0.0)
     width = max(0.5, math.ceil(end / 240))
     count = int(end / width) + 1

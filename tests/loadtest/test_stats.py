@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.askers import Asker
-from loadtest.figures import (
+from loadtest.clients import ClientProfile
+from loadtest.stats import (
     Attempt,
     Record,
     Sample,
@@ -25,7 +25,7 @@ from loadtest.figures import (
     summarise,
 )
 
-DEAF = Asker(retry="ignore")
+DEAF = ClientProfile(retry="ignore")
 
 
 def record(due: float, ttft: float = 0.1, gap: float = 0.05, tokens: int = 5, **fields: Any) -> Record:
@@ -114,7 +114,7 @@ def test_refusals_and_how_true_the_announced_pause_was() -> None:
         record(1.0, attempts=[Attempt(1.0, 429, 6.0), Attempt(7.0, 429, 2.0), Attempt(9.0, 200)]),  # second: 8, then 2
         refused(8.5, Attempt(8.5, 503)),
         refused(9.6, Attempt(9.6, 429, 1.0)),  # nobody got in afterwards
-        record(2.0, attempts=[Attempt(2.0, 429, 0.5), Attempt(2.5, 429, 0.5), Attempt(9.1, 200)], asker=DEAF),
+        record(2.0, attempts=[Attempt(2.0, 429, 0.5), Attempt(2.5, 429, 0.5), Attempt(9.1, 200)], client=DEAF),
     ]
     figures = refusals(records, [])
     assert figures["by_status"] == {"429": 6, "503": 1}
@@ -165,9 +165,9 @@ def test_a_pause_below_the_smallest_there_is_is_no_error() -> None:
 
 def test_groups() -> None:
     """Only of fields in which requests differ."""
-    loud, quiet = Asker("loud", "low"), Asker("quiet", "low", 5.0)
-    late = record(0.0, asker=quiet, outcome="expired")
-    records = [record(0.0, asker=loud), record(1.0, asker=loud, cached=5), record(2.0, ttft=3.0, asker=quiet), late]
+    loud, quiet = ClientProfile("loud", "low"), ClientProfile("quiet", "low", 5.0)
+    late = record(0.0, client=quiet, outcome="expired")
+    records = [record(0.0, client=loud), record(1.0, client=loud, cached=5), record(2.0, ttft=3.0, client=quiet), late]
     figures = summarise(records, [], Slo(), {"all": (0.0, 10.0)})
     assert set(figures["groups"]) == {"tenant", "timeout_s"}
     tenants = figures["groups"]["tenant"]

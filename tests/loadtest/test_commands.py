@@ -1,0 +1,54 @@
+"""The entry point: every command is listed, starts by its name, and some by their module as results cite them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_help_lists_every_command_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, text) in COMMANDS.items():
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:14}{text}"]
+        assert len(text) < 100
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "kernels"])
+def test_every_command_describes_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m loadtest {name} ")
+    module = importlib.import_module(f"loadtest.{COMMANDS[name][0]}")
+    assert module.__doc__ is not None
+    assert f"python -m loadtest {name} " in module.__doc__  # its example
+    assert "--help" in shown
+
+
+def test_an_unknown_command_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["capacitee"])
+    assert "'capacitee'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["gateway", "long_prompt", "overhead", "recovery", "shapes", "throughput"])
+def test_a_command_also_starts_as_a_module(module: str) -> None:
+    words = [sys.executable, "-m", f"loadtest.{module}", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m loadtest {module.replace('_', '-')} " in done.stdout
+
+
+def test_shapes_writes_a_config(tmp_path: Path) -> None:
+    assert main(["shapes", "qwen3-0.6b", str(tmp_path / "made")]) == 0
+    assert '"model_type": "qwen3"' in (tmp_path / "made" / "config.json").read_text()
