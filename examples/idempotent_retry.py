@@ -2,8 +2,8 @@
 
 python examples/idempotent_retry.py [PROMPT]
 
-A request with an `Idempotency-Key` can be sent again, to any gateway, with the same body: the answer is that of the first
-request, running or finished. Here the client loses the first answer on purpose and asks again.
+A request with an `Idempotency-Key` can be sent again, to any gateway, with the same body. The answer is that of the
+first request, running or finished. Here the client loses the first answer on purpose and asks again.
 """
 
 from __future__ import annotations
