@@ -3,7 +3,7 @@
 #
 #   .ci/image.sh gateway PREFIX   a virtual environment that serves HTTP, without torch
 #   .ci/image.sh engine PREFIX    a virtual environment with torch
-#   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones; needs nvcc
+#   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones (nvcc)
 #   .ci/image.sh model PREFIX     adds models/quire-builtin-1 to the engine's: random weights, no download
 #
 # PYTHON=... picks the interpreter.  Versions come from .ci/constraints.txt.
