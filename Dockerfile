@@ -1,10 +1,10 @@
 # Two images from one file; what they install is in .ci/image.sh.
 #
-#   docker build --target gateway -t quire-gateway:0.1.0 .
-#   docker build --target engine  -t quire-engine:0.1.0 .     (GPU, or CPU where there is none)
+#   docker build --target gateway -t quire-gateway:0.2.0 .
+#   docker build --target engine  -t quire-engine:0.2.0 .     (GPU, or CPU where there is none)
 #   --build-arg GPUS='9.0' compiles for some GPUs only: minutes instead of a quarter of an hour
 #
-# Nothing is written below / at run time: HOME, HF_HOME and XDG_CACHE_HOME say where caches go (helm/ mounts them).
+# Nothing is written below / at run time: HOME, HF_HOME and XDG_CACHE_HOME name the folders of caches (helm/ mounts them).
 ARG PYTHON=3.11
 # must be the CUDA that torch is built with: .ci/image.sh checks it
 ARG CUDA=13.0.2

@@ -1,9 +1,9 @@
-# Five commands.  Each sets up what it needs on a fresh machine, and says so; the second time it starts at once.
+# Five commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
-#   make lint                                                   format, lint, types
-#   make bench [ARGS='--rounds 1']                              tokens per second beside other systems
+#   make lint                                                   format, lint, types, length of functions, dead code
+#   make bench [ARGS='--rounds 1']                              tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
@@ -32,6 +32,8 @@ lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
+	@$(RUN) .ci/function_lines.py
+	@$(RUN) -m vulture
 
 bench: $(KERNELS)
 	@$(RUN) -m loadtest.throughput $(ARGS)

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What the Dockerfile installs, step by step; works in any empty directory, too.
+# Installs what the Dockerfile needs, step by step, into any empty directory PREFIX.
 #
 #   .ci/image.sh gateway PREFIX   a virtual environment that serves HTTP, without torch
-#   .ci/image.sh engine PREFIX    one with torch
-#   .ci/image.sh kernels PREFIX   into the latter: kernels/libquire.so, for GPUS='8.0 9.0' or all common ones; needs nvcc
-#   .ci/image.sh model PREFIX     into the latter: models/quire-builtin-1, which talks nonsense without any download
+#   .ci/image.sh engine PREFIX    a virtual environment with torch
+#   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones (nvcc)
+#   .ci/image.sh model PREFIX     adds models/quire-builtin-1 to the engine's: random weights, no download
 #
-# PYTHON=... picks the interpreter.  Versions are those of .ci/constraints.txt.
+# PYTHON=... picks the interpreter.  Versions come from .ci/constraints.txt.
 set -eu -o pipefail
 part=$1 prefix=$2
 cd "$(dirname "$0")/.."
 
-install() {  # [extras]: the packages, and ours built from a copy, for the build writes beside its sources
+install() {  # [extras]: installs the packages, and Quire from a copy, because the build writes next to its sources
   local sources
   sources=$(mktemp -d)
   cp -r pyproject.toml README.md LICENSE service engine csrc "$sources"
@@ -30,7 +30,7 @@ case $part in
 import re, sys, torch
 (nvcc,) = re.findall(r"release (\d+\.\d+)", sys.argv[1])
 if nvcc != torch.version.cuda:
-    sys.exit(f"nvcc is of CUDA {nvcc}, torch of {torch.version.cuda}: give the Dockerfile another CUDA")
+    sys.exit(f"nvcc has CUDA {nvcc}, torch was built with {torch.version.cuda}: set the Dockerfile's CUDA to that")
 CHECK
     (cd / && "$prefix/bin/python" -m engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
     rm -r "$prefix/kernels/build"

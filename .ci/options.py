@@ -1,5 +1,6 @@
-"""Write what is derived from the config structs and the table of limits: the page of all options, the options' part of
-the chart's schema, and the limits in the page of the API.
+"""Write the pages that are derived from the config structs and the table of limits.
+
+These are the page of all options, the options' part of the chart's schema, and the limits in the page of the API.
 
     python .ci/options.py          brings service/OPTIONS.md, docs/api.md and helm/values.schema.json up to date
 
@@ -26,23 +27,23 @@ from service.config import GatewayConfig  # noqa: E402
 
 PAGE = ROOT / "service" / "OPTIONS.md"
 API = ROOT / "docs" / "api.md"
-BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # the part of API that is written
+BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # around the generated part of API
 SCHEMA = ROOT / "helm" / "values.schema.json"
 SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "serve": (
         ServeConfig,
-        "`quire serve`: Redis, an engine and gateways on one machine. It takes all the others, too.",
+        "`quire serve`: Redis, an engine and gateways on one machine. It takes the options of both, too.",
     ),
     "gateway": (GatewayConfig, "`quire gateway`: HTTP in, server-sent events out."),
     "engine": (EngineConfig, "`quire engine`: the model."),
 }
-# What the chart sets itself, for one program or for both; in a values file these would contradict it.
+# Options that the chart sets itself, for one program or for both; in a values file they would contradict it.
 CHARTS_OWN = {
     "gateway": {"host", "port", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
     "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
 }
 OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}
-# The end of a name says the unit of its value.
+# The end of an option's name implies the unit of its value.
 UNITS = {
     "_s": "seconds",
     "_seconds": "seconds",
@@ -62,13 +63,13 @@ INTRO = """# Every option
 
 Written by `python .ci/options.py` from the config structs; CI refuses a page that is not current.
 
-One precedence everywhere: a flag beats the environment beats the file of `--config` beats the default. An option
+A flag wins over the environment, the environment over the file of `--config`, and the file over the default. An option
 `max_seqs` is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS=64` and the key `max_seqs = 64` of the file. A bool
-is `--x` or `--no-x`; a list is comma-separated, in the file a list. What is unknown or out of its limits refuses to
-start, with one line that names it; so does a variable `QUIRE_...` that is no option of any program.
+is `--x` or `--no-x`; a list is comma-separated, in the file a list. An option that is unknown or out of its limits
+stops the start with one line that names it. So does a variable `QUIRE_...` that is no option of any program.
 
-The file is TOML. Keys before the first table are for every program that reads it, so each must know them; what is for
-one program stands in its table:
+The file is TOML. Keys before the first table are for every program that reads it, so each must know them. Options of
+one program are in its table:
 
 ```toml
 model = "./llama"           # quire serve gives model, served_name and namespace to both
@@ -83,7 +84,7 @@ max_model_len = 8192
 
 
 def page() -> str:
-    """service/OPTIONS.md."""
+    """Returns service/OPTIONS.md."""
     parts = [INTRO]
     for name, (cls, about) in SECTIONS.items():
         parts.append(
@@ -94,34 +95,34 @@ def page() -> str:
             cells = [f"`{option.flag}`", value, f"`{option.default}`", option.description]
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     parts.append(
-        "\n## Limits of every input\n\nAs `docs/api.md` explains them, with the defaults of a gateway.\n\n"
-        + limit_table()
+        "\n## Limits of every input\n\n"
+        "[docs/api.md](../docs/api.md#limits) explains them. The defaults are a gateway's.\n\n" + limit_table()
     )
     return "\n".join(parts) + "\n"
 
 
 def limit_table() -> str:
-    """Every row of service/limits.py, with the defaults of a gateway."""
+    """Returns every row of service/limits.py, with the defaults of a gateway."""
     head = "| input | what is counted | limit | option | refusal |\n|---|---|---|---|---|"
     rows = limits.rows(GatewayConfig())
     return "\n".join([head, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
 
 
 def api() -> str:
-    """docs/api.md with the limits of today; the rest of it is written by hand."""
+    """Returns docs/api.md with today's limits; the rest of the page is written by hand."""
     before, rest = API.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{limit_table()}\n{END}{rest.split(END)[1]}"
 
 
 def unit(option: settings.Option) -> str:
-    """Of a number; "" where it counts what the option is named after."""
+    """Returns the unit of a numeric option; "" where the option's name is what it counts."""
     if not any("number" in limit or limit.startswith("one of 8") for limit in option.limits):
         return ""
     return next((unit for end, unit in UNITS.items() if option.name.endswith(end)), "")
 
 
 def schema() -> str:
-    """helm/values.schema.json with the options of today under $defs; the rest of it is written by hand."""
+    """Returns helm/values.schema.json with today's options under $defs; the rest is written by hand."""
     whole = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for name, own in CHARTS_OWN.items():
         _, parts = msgspec.json.schema_components([SECTIONS[name][0]], ref_template="#/$defs/{name}")
@@ -130,7 +131,7 @@ def schema() -> str:
             key: value for key, value in described["properties"].items() if key not in own | OF_BOTH
         }
         for option in options.values():
-            del option["default"]  # the program's business; a values file need not repeat it
+            del option["default"]  # the program has it; a values file need not repeat it
         whole["$defs"][f"{name}Config"] = {
             "type": "object",
             "additionalProperties": False,

@@ -118,13 +118,13 @@ class BusThread:
 
         False while Redis is away: this engine could not claim them."""
         try:
-            return self._ask(self._bus.manifest.requests_wait())
+            return self._ask(self._bus.hot_prefixes.requests_wait())
         except BusDown:
             return False
 
     def take_hot_prefixes(self, fingerprint: str) -> list[HotPrefix]:
         """Read and delete the stored hot prefixes of a model.  Raises BusDown."""
-        return self._ask(self._bus.manifest.take(fingerprint))
+        return self._ask(self._bus.hot_prefixes.take(fingerprint))
 
     def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
         """Have the hot prefixes of a model stored after the next exchange.  Never blocks."""
@@ -184,7 +184,7 @@ class BusThread:
             return
         (fingerprint, prefixes), self._hot = self._hot, None
         try:
-            await bus.manifest.write(fingerprint, prefixes)
+            await bus.hot_prefixes.write(fingerprint, prefixes)
         except Exception as error:  # the next write follows in seconds
             log.warning("could not store %d hot prefixes: %s", len(prefixes), error)
 

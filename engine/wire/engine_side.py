@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from engine.wire import link, token_log
 from engine.wire.clock import RedisClock
-from engine.wire.hot_prefix_store import Manifest
+from engine.wire.hot_prefix_store import HotPrefixStore
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.records import ExchangeReply
@@ -39,7 +39,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may listen at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
-        self.manifest = Manifest(self._link.run_script, engine)
+        self.hot_prefixes = HotPrefixStore(self._link.run_script, engine)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0  # of the last exchange
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines

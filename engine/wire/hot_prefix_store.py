@@ -80,6 +80,3 @@ class HotPrefixStore:
     async def requests_wait(self) -> bool:
         """Return whether a request waits that the serving engines have no room for.  Raises BusDown."""
         return bool(await self._run(REQUESTS_WAIT))
-
-
-Manifest = HotPrefixStore  # the name that engine/wire/bus.py still uses

@@ -204,7 +204,7 @@ async def test_no_engine_dies_of_the_same_prefix_twice(made: Restarts, kind: str
     deadly = 7
     bus = EngineSide(made.redis_url, "e", namespace=made.namespace)
     await bus.open()
-    await bus.manifest.write("scripted", [HotPrefix(struct.pack("<64I", *[deadly] * 64))])
+    await bus.hot_prefixes.write("scripted", [HotPrefix(struct.pack("<64I", *[deadly] * 64))])
     await bus.close()
     command = [sys.executable, "-m", "tests.system.deadly", str(deadly), kind]
     first: Process = made.launch(command=command)

@@ -18,22 +18,22 @@ def prefix(name: int, length: int = 8, salt: str = "") -> HotPrefix:
 
 async def test_the_next_engine_reads_the_last_write_once(bus: Bus) -> None:
     one, other, third = await bus.engine("e1"), await bus.engine("e2"), await bus.engine("e3")
-    assert await third.manifest.take("f") == []
-    await one.manifest.write("f", [prefix(1)])
-    await other.manifest.write("f", [prefix(2), prefix(3, salt="acme")])
-    assert await third.manifest.take("other weights") == []
-    assert await third.manifest.take("f") == [prefix(2), prefix(3, salt="acme")]
+    assert await third.hot_prefixes.take("f") == []
+    await one.hot_prefixes.write("f", [prefix(1)])
+    await other.hot_prefixes.write("f", [prefix(2), prefix(3, salt="acme")])
+    assert await third.hot_prefixes.take("other weights") == []
+    assert await third.hot_prefixes.take("f") == [prefix(2), prefix(3, salt="acme")]
     # An engine that dies of what it read does not read it again; the others write anew.
-    assert await third.manifest.take("f") == []
-    await other.manifest.write("f", [prefix(2)])
-    assert await third.manifest.take("f") == [prefix(2)]
+    assert await third.hot_prefixes.take("f") == []
+    await other.hot_prefixes.write("f", [prefix(2)])
+    assert await third.hot_prefixes.take("f") == [prefix(2)]
 
 
 async def test_it_is_one_key_that_goes_away_in_minutes(bus: Bus) -> None:
     engine = await bus.engine()
     with redis.Redis.from_url(bus.url) as store:
         before = set(store.scan_iter(f"{{{bus.namespace}}}:*"))
-        await engine.manifest.write("f", [prefix(i) for i in range(20)])
+        await engine.hot_prefixes.write("f", [prefix(i) for i in range(20)])
         (key,) = set(store.scan_iter(f"{{{bus.namespace}}}:*")) - before
         assert key.decode() == f"{{{bus.namespace}}}:hot_prefixes:f"
         assert 0 < store.pttl(key) <= TTL_MS <= 15 * 60_000
@@ -41,11 +41,11 @@ async def test_it_is_one_key_that_goes_away_in_minutes(bus: Bus) -> None:
 
 async def test_its_size_is_bounded(bus: Bus) -> None:
     engine = await bus.engine()
-    await engine.manifest.write("f", [prefix(i) for i in range(2 * MOST)])
-    assert await engine.manifest.take("f") == [prefix(i) for i in range(MOST)]
+    await engine.hot_prefixes.write("f", [prefix(i) for i in range(2 * MOST)])
+    assert await engine.hot_prefixes.take("f") == [prefix(i) for i in range(MOST)]
     most = MOST_BYTES // TOKEN_BYTES // LONGEST
-    await engine.manifest.write("f", [prefix(i, LONGEST) for i in range(2 * most)])
-    assert len(await engine.manifest.take("f")) == most
+    await engine.hot_prefixes.write("f", [prefix(i, LONGEST) for i in range(2 * most)])
+    assert len(await engine.hot_prefixes.take("f")) == most
     assert bounded([prefix(1, salt="s" * MOST_BYTES)]) == []  # a salt counts, too
 
 
@@ -55,32 +55,32 @@ async def test_rubbish_is_refused_by_name(bus: Bus) -> None:
         for value in (b"rubbish", b"\x05", b"\x91\x05"):
             store.set(f"{{{bus.namespace}}}:hot_prefixes:f", value)
             with pytest.raises(ValueError, match="unreadable hot prefixes"):
-                await engine.manifest.take("f")
-            assert await engine.manifest.take("f") == []
+                await engine.hot_prefixes.take("f")
+            assert await engine.hot_prefixes.take("f") == []
 
 
 @pytest.mark.every_redis
 async def test_a_full_redis_refuses_a_write_and_serves_reads(own_bus: Bus) -> None:
     engine = await own_bus.engine()
-    await engine.manifest.write("f", [prefix(1)])
+    await engine.hot_prefixes.write("f", [prefix(1)])
     with redis.Redis.from_url(own_bus.url) as store:
         store.config_set("maxmemory", "1kb")
         with pytest.raises(BusDown, match="OOM"):
-            await engine.manifest.write("f", [prefix(2)])
+            await engine.hot_prefixes.write("f", [prefix(2)])
         store.config_set("maxmemory", "0")
-    assert await engine.manifest.take("f") == [prefix(1)]
+    assert await engine.hot_prefixes.take("f") == [prefix(1)]
 
 
 async def test_requests_wait_while_the_serving_engines_have_no_room(bus: Bus) -> None:
     gateway, starting, serving = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
-    assert not await starting.manifest.requests_wait()
+    assert not await starting.hot_prefixes.requests_wait()
     await gateway.submit(generate("r1"))
-    assert await starting.manifest.requests_wait()
+    assert await starting.hot_prefixes.requests_wait()
     await take(serving, "e2", 0, 8)  # it is full
-    assert await starting.manifest.requests_wait()
+    assert await starting.hot_prefixes.requests_wait()
     await take(serving, "e2", 100)
-    assert not await starting.manifest.requests_wait()
+    assert not await starting.hot_prefixes.requests_wait()
     await gateway.submit(generate("r2"))
-    assert not await starting.manifest.requests_wait()  # the other one has room
+    assert not await starting.hot_prefixes.requests_wait()  # the other one has room
     await serving.close()
-    assert await starting.manifest.requests_wait()
+    assert await starting.hot_prefixes.requests_wait()

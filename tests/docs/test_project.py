@@ -1,0 +1,155 @@
+"""The project's own files are true: packaging, changelog, hooks, the length check, the prose report."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = ("service", "engine", "csrc")
+PENDING = {"*.lua"}  # patterns whose files are still in Python; empty once engine/wire has scripts of its own
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # NamedTuple and dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+function_lines, prose = script("function_lines"), script("prose")
+
+
+def test_every_package_data_pattern_has_files() -> None:
+    for patterns in PROJECT["tool"]["setuptools"]["package-data"].values():
+        for pattern in patterns:
+            files = [path for package in PACKAGES for path in (ROOT / package).rglob(pattern)]
+            assert files or pattern in PENDING, f"no file of the packages is called {pattern}"
+
+
+def test_the_packages_say_that_they_are_typed() -> None:
+    for package in ("service", "engine"):
+        assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_changelog_has_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[([^\]]+)\](?: - (\d{4}-\d{2}-\d{2}))?$", text, re.MULTILINE)
+    assert headings[0][0] == "Unreleased"
+    assert headings[1][0] == PROJECT["project"]["version"]
+    assert headings[1][1], "the version has no date"
+    sections = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_dockerfile_names_this_version() -> None:
+    found = set(re.findall(r"quire-\w+:([\d.]+)", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
+    assert found == {PROJECT["project"]["version"]}
+
+
+def test_hooks_and_ci_call_the_commands_of_the_repository() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [repo["repo"] for repo in hooks] == ["local"]
+    for hook in hooks[0]["hooks"]:
+        program, *words = hook["entry"].split()
+        assert program == ".venv/bin/python"
+        assert " ".join(words) in makefile or "pytest" in words, f"{hook['id']} is not a command of make lint"
+        for word in words:
+            assert "/" not in word or (ROOT / word).exists(), word
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert any(step.get("run") == ".ci/run" for step in workflow["jobs"]["test"]["steps"])
+    assert "make lint" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_functions_stay_short() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "function_lines.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+PYTHON = '''
+class A:
+    def short(self):
+        return 1
+
+    def long(self):
+        """A docstring."""
+        def inner():
+            return 2
+
+        return inner
+'''
+CPP = """
+#define BODY(x) { x }
+namespace quire {
+struct Pool {  // a comment with a brace {
+  int take() const { return 1; }
+  explicit Pool(int size) : size_(size) {
+    text = "}";
+  }
+};
+template <class T, int N = (1 << 2)>
+__global__ void __launch_bounds__(128) fill(T* to,
+                                            int n) {
+  if (n) {
+    to[0] = '{';
+  }
+}
+constexpr int kTable[] = {1, 2};
+}  // namespace quire
+"""
+
+
+def test_lines_of_python_functions() -> None:
+    found = {one.name: one.lines for one in function_lines.python_functions("a.py", PYTHON)}
+    assert found == {"A.short": 2, "A.long": 6, "A.long.inner": 2}
+
+
+def test_lines_of_cpp_functions() -> None:
+    found = {one.name: (one.line, one.lines) for one in function_lines.cpp_functions("a.cu", CPP)}
+    assert found == {"take": (5, 1), "Pool": (6, 3), "fill": (10, 7)}
+
+
+@pytest.mark.parametrize("room", ["csrc", "engine", "service"])
+def test_the_length_check_sees_every_room(room: str) -> None:
+    assert any(one.path.startswith(room) for one in function_lines.functions())
+
+
+def test_sentences_leave_out_drawings_and_tables() -> None:
+    text = "Claims requests. Returns at most `n` of them.\n\n    a --> b\n\n| a | b |\n\nWrites\nnothing else."
+    assert list(prose.sentences(text)) == [
+        "Claims requests.",
+        "Returns at most `n` of them.",
+        "Writes nothing else.",
+    ]
+
+
+def test_comments_on_consecutive_lines_are_one_text() -> None:
+    assert list(prose.cpp_prose("// One two\n// three.\nint a;  // Four five.\n")) == ["One two\nthree.", "Four five."]
+    assert list(prose.python_prose('"""A b."""\n# One two\n# three.\nx = 1  # noqa: E501\n')) == [
+        "A b.",
+        "One two\nthree.",
+    ]
+
+
+def test_words_of_the_glossary_are_found() -> None:
+    words = prose.glossary()
+    assert {"door", "told", "go on", "Twin"} <= set(words)
+    assert prose.pattern("told").findall("The client was told. Told!") == ["told", "Told"]
+    assert not prose.pattern("Turn").findall("Turn it on, at every turn.")
+    assert prose.pattern("Turn").findall("It makes a Turn of it.")
+    assert prose.pattern("pressure").findall("memory pressure and pressure") == ["pressure"]

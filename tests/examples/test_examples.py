@@ -1,0 +1,111 @@
+"""Every file of examples/ runs as a program against a real server with the built-in model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.executor.models.builtin import builtin
+from tests.system.stack import Stack
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PROGRAMS = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
+    with Stack(redis_server.url, f"test-{uuid.uuid4().hex[:8]}", builtin(), gateways=2) as running:
+        yield running
+
+
+def run(name: str, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)] if name.endswith(".py") else [str(EXAMPLES / name)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_URL": url}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def post(url: str, path: str, body: dict[str, object]) -> dict[str, object]:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, object] = json.load(answer)
+    return found
+
+
+def test_streaming(stack: Stack) -> None:
+    done = run("stream.py", "Hello", url=stack.url)
+    assert done.stderr == ""
+    text, usage = done.stdout.rsplit("\n", 2)[:2]
+    assert text
+    assert usage.startswith("[")
+    assert usage.endswith(" out]")
+
+
+def test_a_resumed_answer_is_the_undisturbed_one(stack: Stack) -> None:
+    done = run("resume.py", "To be", url=stack.url)
+    assert done.stderr.count("connection lost, resuming after cmpl-") == 1
+    body: dict[str, object] = {"model": "tiny", "prompt": "To be", "max_tokens": 64, "seed": 1}
+    whole = post(stack.gateways[1].url, "/v1/completions", body)
+    choices = whole["choices"]
+    assert isinstance(choices, list)
+    assert done.stdout == choices[0]["text"] + "\n"
+
+
+def test_a_retry_gets_the_first_answer(stack: Stack) -> None:
+    done = run("idempotent_retry.py", url=stack.url)
+    lines = done.stdout.splitlines()
+    assert lines[0].removeprefix("lost:    ") == lines[1].removeprefix("retried: ")
+    assert lines[-1] == "another body under the same key: idempotency_key_reused"
+
+
+@pytest.mark.timeout(180)
+def test_an_offline_batch() -> None:
+    done = run("offline_batch.py", "To be", "or not")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["To be", "or not"]
+    assert all(len(line["texts"]) == 2 and all(line["texts"]) for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_requests(stack: Stack) -> None:
+    parts = run("requests.sh", url=stack.url).stdout.split("# ")[1:]
+    assert len(parts) == 6
+    assert '"ready":true' in parts[0]
+    assert '"object":"text_completion"' in parts[1]
+    assert "data: [DONE]" in parts[2]
+    assert '"index":1' in parts[3]
+    assert '"tokens":[' in parts[4]
+    assert '"code":"invalid_value"' in parts[5]
+    assert '"error"' not in "".join(parts[:5])
+
+
+def test_every_example_is_in_the_page_and_has_a_test() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    source = Path(__file__).read_text(encoding="utf-8")
+    for name in PROGRAMS:
+        assert f"]({name})" in page, name
+        assert f'run("{name}"' in source, name
+
+
+def test_the_python_of_the_readme_runs(stack: Stack) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    code = code.replace("http://127.0.0.1:8000", stack.url).replace("quire-builtin-1", "tiny")
+    code = code.replace("stream=True", "stream=True, max_completion_tokens=16")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
