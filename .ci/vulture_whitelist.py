@@ -33,6 +33,31 @@ _.unused  # an argument that transformers passes to attention
 _._arguments, _.use_common_options, _.abstract, _.wait_time, _.network_timeout, _.on_start  # locust
 _.Samples, _.Rag, _.Agent, _.Load
 
+# engine/wire/layout.py: read by the Lua scripts.
+_.LAYOUT_VERSION
+_.EXPIRY_MS
+_.TOMBSTONE_MS
+_.STREAM_MS
+_.PROMISE_MS
+_.PUNCTUAL_MS
+_.CAME_S
+_.CAME_OUTLIERS
+_.CAME_MS
+_.TAIL
+_.TAIL_BYTES
+_.MEMORY_MS
+_.GATEWAY_MS
+_.OUTPUT_COST
+_.PLACES
+_.AWAY_MS
+_.AMNESTY_MS
+_.MAX_ATTEMPTS
+_.QUARANTINE
+_.QUARANTINED_MS
+
+_.exit_status  # engine/common/errors.py
+_.said  # engine/wire/records.py: a field of Quarantined
+
 # For users of the offline API.
 _.finish_reason, _.prompt_token_ids
 

@@ -32,7 +32,7 @@ from engine.recorder import Recorder, header
 from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.watchdog import Watchdog
-from engine.wire.bus import BusDown
+from engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
 

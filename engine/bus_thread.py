@@ -24,9 +24,11 @@ from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.metrics import Telemetry
 from engine.orders import Audit, Order, Report, Resume, merged, on_own_clock, without
-from engine.wire.bus import BusDown, EngineSide, ExchangeReply
-from engine.wire.keys import STALE_MS
+from engine.wire.engine_side import EngineSide
+from engine.wire.layout import STALE_MS
+from engine.wire.link import BusDown
 from engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
+from engine.wire.records import ExchangeReply
 
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")

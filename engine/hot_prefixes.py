@@ -23,8 +23,8 @@ from engine.loop import Engine
 from engine.metrics import Telemetry
 from engine.orders import LocalBox
 from engine.turn_record import Observer, TurnRecord
-from engine.wire.bus import BusDown
 from engine.wire.hot_prefix_store import LONGEST, MOST, MOST_BYTES, TTL_MS, bounded
+from engine.wire.link import BusDown
 from engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
 from engine.wire.token_log import TOKEN_BYTES
 

@@ -101,7 +101,9 @@ class Line:
 
 
 def read_trace(path: Path) -> list[Line]:
-    """Read JSON lines with `prompt_len` and `output_len` in tokens.  Optional fields:
+    """Read JSON lines with `prompt_len` and `output_len` in tokens.
+
+    Optional fields:
 
     prompt_seed                 default: the number of the line
     prefix_len, prefix_seed     length of a shared beginning; lines with the same seed share it

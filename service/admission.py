@@ -19,9 +19,9 @@ import math
 
 import msgspec
 
-from engine.wire.bus import Fleet, RetryTerms
-from engine.wire.keys import STALE_MS
+from engine.wire.layout import STALE_MS
 from engine.wire.messages import EngineLoad
+from engine.wire.records import Fleet, RetryTerms
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from engine.wire.bus import PRIORITIES
-from engine.wire.messages import Generate, Sampling
+from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
 from service.limits import LIMITS, broken, shown
 

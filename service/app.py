@@ -24,7 +24,8 @@ from aiohttp import web
 
 from engine.common import logs, open_files, readiness, settings
 from engine.common.tracing import Tracing
-from engine.wire.bus import BusDown, GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from engine.wire.messages import Finish
 from service import memory
 from service.config import GatewayConfig

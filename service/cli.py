@@ -26,7 +26,8 @@ from msgspec import Meta
 from engine.common import readiness, settings
 from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError, die_with_parent
 from engine.config import EngineConfig
-from engine.wire.bus import BusDown, GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from service.config import GatewayConfig
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.bus import Fleet, Queue
 from engine.wire.clock import steady_ms
 from engine.wire.messages import EngineLoad
+from engine.wire.records import Fleet, Queue
 
 
 class FleetView:

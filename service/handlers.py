@@ -24,9 +24,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import msgspec
 from aiohttp import web
 
-from engine.wire.bus import DuplicateRequest, Fleet, IdempotencyKey
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Generate
+from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service import admission, api, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.bus import PRIORITIES
+from engine.wire.messages import PRIORITIES
 from service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding

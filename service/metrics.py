@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from engine.common import histograms
 from engine.common.histograms import Tally
 from engine.common.tracing import Tracing
-from engine.wire.bus import Fleet
 from engine.wire.clock import steady_ms
 from engine.wire.messages import EngineLoad
+from engine.wire.records import Fleet
 
 TENANTS = 20  # tenants with series of their own: a graph of more cannot be read, and each costs five series
 FINGERPRINTS = 8  # deploys whose latencies are kept apart

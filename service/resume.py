@@ -17,7 +17,7 @@ import secrets
 
 import msgspec
 
-from engine.wire.bus import IdempotencyKey
+from engine.wire.records import IdempotencyKey
 from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
 from service.limits import KEY_CHARS

@@ -21,8 +21,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from engine.wire.bus import BusDown, DuplicateRequest, Fleet, GatewaySide, IdempotencyKey
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service.admission import Overloaded
 from service.api import Refusal
 from service.config import GatewayConfig

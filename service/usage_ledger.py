@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from engine.wire.bus import GatewaySide, Usage
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.records import Usage
 from service.metrics import DELIVERED_TOKENS, NAMELESS, Telemetry
 from service.open_request import Order
 

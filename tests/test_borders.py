@@ -89,7 +89,7 @@ def test_only_ops_names_torch_ops() -> None:
 
 
 def test_every_metric_of_a_dashboard_exists() -> None:
-    """Named in one of the two tables.  (That it has values, too, is what tests/grafana asks a real Prometheus.)"""
+    """Every metric is named in one of the two tables.  tests/grafana asks a real Prometheus for its values."""
     tables = [ROOT / "service" / "metrics.py", ROOT / "engine" / "metrics.py"]
     known = {
         node.value

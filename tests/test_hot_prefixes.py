@@ -26,8 +26,8 @@ from engine.metrics import Telemetry
 from engine.metrics_page import Page
 from engine.orders import LocalBox, Report
 from engine.tools import replay
-from engine.wire.bus import BusDown
 from engine.wire.hot_prefix_store import LONGEST, MOST, MOST_BYTES
+from engine.wire.link import BusDown
 from engine.wire.messages import Generate, HotPrefix, Sampling
 from tests.system.stack import free_port
 

@@ -21,9 +21,9 @@ from engine.llm import LLM
 from engine.load_report import Rate
 from engine.loop import ConfigError, Engine, build_scheduler
 from engine.orders import Audit, LocalBox, Report, Resume, merged
-from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
+from engine.wire.records import ExchangeReply
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)

@@ -13,7 +13,7 @@ from engine import __main__ as engine_main
 from engine.common import settings
 from engine.config import EngineConfig
 from engine.executor.errors import ModelLoadError
-from engine.wire.bus import BusDown
+from engine.wire.link import BusDown
 from service import app, cli
 from service.config import GatewayConfig
 

@@ -15,9 +15,9 @@ from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import Engine
 from engine.orders import LocalBox, Report
 from engine.watchdog import Watchdog
-from engine.wire.bus import ExchangeReply
 from engine.wire.clock import RedisClock
 from engine.wire.messages import EngineLoad, Generate, Sampling
+from engine.wire.records import ExchangeReply
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 

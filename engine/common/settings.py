@@ -133,7 +133,7 @@ def process_name() -> str:
 
 
 def flag_of(field: str) -> str:
-    """max_seqs -> --max-seqs"""
+    """Turn max_seqs into --max-seqs."""
     return "--" + field.replace("_", "-")
 
 

@@ -14,7 +14,7 @@ one group after the other, and a group whose step fails is split in half:
     step runs    D | E F G H  ...        once every group has gained a token, anything may start
 
 One bad request among n costs at most 4 + log2(n) failed steps.  Deaths of engines are treated alike, but one suspect at
-a time ("Poison" in engine/wire/keys.py): a failed step costs less than a death, and halves find the request sooner.
+a time ("Suspects" in engine/wire/README.md): a failed step costs less than a death, and halves find the request sooner.
 """
 
 from __future__ import annotations

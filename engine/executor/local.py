@@ -35,7 +35,7 @@ SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
 def device_kind(config: EngineConfig) -> str:
-    """ "cpu" or "cuda"."""
+    """Return "cpu" or "cuda"."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return auto if config.device == "auto" else config.device
 

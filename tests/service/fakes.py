@@ -17,7 +17,7 @@ from aiohttp import ClientSession, web
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.wire.bus import EngineSide
+from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
 from service.app import Gateway
 from service.streams import Streams

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.bus import Fleet, TenantQueue
 from engine.wire.messages import EngineLoad
+from engine.wire.records import Fleet, TenantQueue
 from service.admission import Cost, Overloaded, ahead, decide, limits
 from service.api import Refusal
 from service.config import GatewayConfig

@@ -16,8 +16,8 @@ from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.load_report import Pace, Rate
 from engine.tools.simulate import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
-from engine.wire.bus import Fleet, TenantQueue
 from engine.wire.messages import Generate, Sampling
+from engine.wire.records import Fleet, TenantQueue
 from service.admission import Cost, Overloaded, decide
 from service.config import GatewayConfig
 from tests.service.fakes import a_load

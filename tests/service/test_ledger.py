@@ -12,8 +12,8 @@ import redis
 from aiohttp import ClientError
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import Usage
 from engine.wire.messages import Finish, Generate
+from engine.wire.records import Usage
 from service import usage_ledger
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled

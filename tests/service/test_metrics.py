@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common import logs
 from engine.common.tracing import Tracing
-from engine.wire.bus import Fleet, Usage
+from engine.wire.records import Fleet, Usage
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from engine.wire.bus import GatewaySide
+from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
 from service import pacing
 from service.config import GatewayConfig

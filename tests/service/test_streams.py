@@ -13,19 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.bus import (
-    Attached,
-    BusDown,
-    DuplicateRequest,
-    Fleet,
-    GatewaySide,
-    IdempotencyKey,
-    Queue,
-    RetryTerms,
-    Usage,
-)
 from engine.wire.clock import RedisClock
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
+from engine.wire.records import Attached, DuplicateRequest, Fleet, IdempotencyKey, Queue, RetryTerms, Usage
 from engine.wire.token_log import LoggedOutput
 from service import supervision
 from service.admission import Overloaded

@@ -18,7 +18,8 @@ from typing import Any
 from engine import __main__ as program
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ExecutorLost, ScriptedExecutor
-from engine.wire.bus import EngineSide, ExchangeReply
+from engine.wire.engine_side import EngineSide
+from engine.wire.records import ExchangeReply
 
 
 class Deadly(ScriptedExecutor):

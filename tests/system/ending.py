@@ -24,7 +24,7 @@ import psutil
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide
+from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from tests.checkpoints import make_checkpoint
 from tests.service.fakes import a_load

@@ -18,7 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from engine.wire.bus import Fleet, GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.records import Fleet
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIRE = [sys.executable, "-m", "service.cli"]

@@ -19,8 +19,8 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.policy.admission import WATERMARK
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor
-from engine.wire.bus import Fleet
 from engine.wire.messages import Generate
+from engine.wire.records import Fleet
 from tests.system.processes import fleet_until
 from tests.system.stack import Stack
 

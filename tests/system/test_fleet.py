@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import Fleet
+from engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
 from tests.system.processes import Process, at_rest, ending, fleet_until, sse_events, wait_until_ready
 from tests.system.stack import free_port

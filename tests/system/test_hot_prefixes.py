@@ -16,7 +16,7 @@ import redis
 from transformers import PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import EngineSide
+from engine.wire.engine_side import EngineSide
 from engine.wire.messages import HotPrefix
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.system.processes import Process, ending

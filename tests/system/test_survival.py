@@ -18,7 +18,8 @@ import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.bus import Fleet, GatewaySide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.records import Fleet
 from loadtest.server import engine_processes
 from service.format import Position
 from tests.checkpoints import VOCAB

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import redis
 
-from engine.wire.bus import BusDown
 from engine.wire.hot_prefix_store import LONGEST, MOST, MOST_BYTES, TTL_MS, bounded
+from engine.wire.link import BusDown
 from engine.wire.messages import HotPrefix
 from engine.wire.token_log import TOKEN_BYTES
 from tests.wire.sides import Bus, generate, take

@@ -1,6 +1,6 @@
 """Fairness: a tenant below its share does not wait until tenants above theirs are done.
 
-Between tenants the queue is fair by Virtual Token Counter (engine/wire/keys.py): it decides whose turn it is.
+Between tenants the queue is fair by Virtual Token Counter (engine/wire/redis/KEYS.md): it decides whose turn it is.
 In a pool that one tenant has filled, that is a turn to wait.  So where a sequence of a tenant below its share waits,
 the newest sequences of the tenant that holds most are preempted for it, as many as it needs:
 
