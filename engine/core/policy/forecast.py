@@ -1,9 +1,9 @@
-"""What the running sequences will hold: how long outputs get, and the peak of the KV cache that follows from it.
+"""Forecast: how long outputs get, and the peak of the KV cache that follows from it.
 
 `LengthModel` learns how long outputs are.  `peak_curve` is exact where the ends are known.  `Demand` adds the rest: it
 puts a bound on the peak that a given set of sequences passes only rarely.  Admission compares it with the pool.
 
-    blocks                     ____  bound: everybody grows, and unusually few end
+    blocks                     ____  bound: all sequences grow, and unusually few end
     pool |- - - - - - - - -__/- - -\\_ - - - -
          |            __--/  .  .    \\__           The bound is the largest, over horizons, of a high quantile of
          |  now ___--/.              .  \\_         what those that still live then hold
@@ -165,7 +165,7 @@ class LengthModel:
         self._tenants: OrderedDict[str, Lengths] = OrderedDict()  # least recently updated first
 
     def lengths(self, tenant: str) -> Lengths:
-        """The table to believe for a tenant ("": nobody in particular)."""
+        """The table to use for a tenant ("": none in particular)."""
         own = self._tenants.get(tenant)
         return own if own is not None and own.weight >= TENANT_ENOUGH else self._model
 
@@ -223,12 +223,12 @@ class Demand:
     def __init__(self, block_size: int, caution: float) -> None:
         """`caution`: the quantile, in standard deviations of a normal."""
         self._size = block_size
-        self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks by which everybody has grown
+        self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks by which each sequence has grown
         self._caution = caution
         self._constant = 0
         self._groups: dict[Lengths, dict[int, list[float]]] = {}
         self._known: list[Held] = []
-        self._all = [0.0] * len(HORIZONS)  # blocks held if nobody ends before his cap
+        self._all = [0.0] * len(HORIZONS)  # blocks held if no sequence ends before its cap
         self._mean = [0.0] * len(HORIZONS)  # of what is held
         self._variance = [0.0] * len(HORIZONS)
         self._third = [0.0] * len(HORIZONS)  # central moment
@@ -250,15 +250,15 @@ class Demand:
         sums[3] += held * held * held
 
     def hold(self, blocks: int) -> None:
-        """Blocks that stay held whoever ends."""
+        """Add blocks that stay held whichever sequence ends."""
         self._constant += blocks
 
     def add_known(self, held: Held) -> None:
-        """A sequence that ends when it says."""
+        """Add a sequence whose end is known."""
         self._known.append(held)
 
     def bound(self) -> int:
-        """Blocks that the peak stays at or below, but for unusual luck."""
+        """Blocks that the peak stays at or below, except for unusual luck."""
         self._fold()
         curve = [self._constant + self._quantile(h) for h in range(len(HORIZONS))]
         if not self._known:
@@ -288,7 +288,7 @@ class Demand:
         self._groups = {}
 
     def _quantile(self, h: int) -> float:
-        """Blocks held at a horizon but for unusual luck: type III of Pearson by the formula of Wilson and Hilferty."""
+        """Blocks held at a horizon, except for unusual luck: Pearson type III by the formula of Wilson and Hilferty."""
         mean, variance = self._mean[h], self._variance[h]
         if variance <= 0:
             return mean

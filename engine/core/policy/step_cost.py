@@ -29,7 +29,7 @@ class StepCostModel:
     def __init__(self, swap_bytes_per_s: float = 0.0) -> None:
         """`swap_bytes_per_s`: a first estimate; 0: not known."""
         self.swap_bytes_per_s = swap_bytes_per_s
-        self.token_s = 0.0  # of a prompt token, beside what the step takes anyway; 0: not known
+        self.token_s = 0.0  # of a prompt token, on top of the decode-only step; 0: not known
         self._decode_s: dict[int, float] = {}  # bit length of rows -> seconds of a step without prompts
         self._mixed = 0  # steps with prompts and decoding rows since the last one without prompts
 
