@@ -95,9 +95,9 @@ class LLM:
         n: int = 1,
         progress: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt, all submitted at once; answers come in the order of the prompts.
+        """Continue every prompt, all submitted at once; completions are in the order of the prompts.
 
-        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  Greedy unless told otherwise."""
+        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  The default is greedy."""
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
@@ -115,7 +115,7 @@ class LLM:
         return completions
 
     def cancel(self) -> None:
-        """End whatever is unfinished."""
+        """Cancel every unfinished request."""
         self._box.orders += [Abort(request) for request in self.unfinished]
         while not self.engine.core.idle or self._box.orders:
             self.step()
@@ -139,5 +139,5 @@ class LLM:
 
 
 def all_cores(config: EngineConfig) -> EngineConfig:
-    """Without a gateway and Redis beside it the engine may have the whole machine, unless told otherwise."""
+    """Return the configuration with all cores for the engine, unless it sets `threads`: no gateway needs one here."""
     return msgspec.structs.replace(config, threads=config.threads or os.cpu_count() or 1)

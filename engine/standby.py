@@ -2,8 +2,8 @@
 
     imports -> prepare (executor/preload.py) -> wait on standard input -> takeover: load model, open queue, serve
 
-Until its turn comes the spare runs at a lower priority, where the system lets it raise the priority again: the engine
-that serves needs the cores.  It stops preparing as soon as its turn comes.
+The waiting spare runs at a lower priority, because the serving engine needs the cores; only where the system lets it
+raise the priority again.  The takeover ends the preparation at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIONAL = (
 
 @contextlib.contextmanager
 def without_optional_packages() -> Iterator[None]:
-    """Hide the OPTIONAL packages from whatever is imported meanwhile: they look as if they were not installed."""
+    """Make the OPTIONAL packages look as if they were not installed, to every import meanwhile."""
     hidden = [name for name in OPTIONAL if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: import and find_spec find nothing
     try:

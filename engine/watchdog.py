@@ -1,7 +1,7 @@
 """Ends an engine whose step never returns, so that its requests are computed elsewhere.
 
 A hung step (a driver that does not answer, a deadlock in a kernel) leaves the bus thread alive: it would renew the
-lease and claim requests for ever.  The watchdog is a thread of its own, because the loop's thread is inside the step.
+lease and claim requests forever.  The watchdog is a thread of its own, because the loop's thread is inside the step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tools for developers and operators: `python -m engine.tools NAME [options]`.
 
-simulate   the scheduler on a virtual clock, or a recorded run again
+simulate   the scheduler on a virtual clock, or an exact replay of a flight log
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 """

@@ -61,7 +61,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     figures = {"start_s": time.perf_counter() - begin}
     vocab = llm.executor.info.vocab_size
     llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
-    figures["first_token_at"] = time.time()  # unix; whoever started this process knows how long ago that was
+    figures["first_token_at"] = time.time()  # unix time; the caller knows when it started this process
     llm.generate([prompt(16, vocab, seed) for seed in range(-5, -1)], GREEDY, max_new_tokens=8)
     if options.requests:
         jobs = [msgspec.json.decode(line, type=Job) for line in options.requests.read_bytes().splitlines()]

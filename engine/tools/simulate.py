@@ -2,8 +2,8 @@
 
 It shows what a pool size and an admission mode do to a given load.
 
-The core is the real one; only the executor is made up.  It knows when each output ends, the scheduler does not, unless
-the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows.
+The core is the real one; only the executor is made up.  The executor knows when each output ends.  The scheduler does
+not, unless the job says so (`ends_known`).  A step takes as long as `StepTime` says for its tokens and rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of it.  Times in seconds; utilisation while anybody waits, weighted by time."""
+    """Result of a simulation.  Times in seconds; utilisation is weighted by time, while sequences wait."""
 
     jobs: int
     seconds: float
@@ -56,12 +56,12 @@ class Report(msgspec.Struct, frozen=True):
     utilisation: float  # blocks held / pool
     filled: float  # slots holding a token / slots held, weighted by time; the rest is waste
     efficiency: float  # eta: blocks held / those that static allocation would hold for the same, weighted by time
-    contended_s: float  # how long somebody waited
+    contended_s: float  # time in which sequences waited
     ttft: tuple[float, float, float]  # p50, p90, p99
     itl: tuple[float, float, float]
     itl_max: float
     goodput: float  # fraction of jobs with TTFT <= 2 s and mean ITL <= 0.2 s
-    calibration: list[float]  # share of outputs no longer than foretold at their start, for each of calibration.LEVELS
+    calibration: list[float]  # share of outputs within the predicted quantile, for each of LEVELS
     peaks_passed: float  # share of bounds on what all running sequences would hold that was passed
 
 
