@@ -1,5 +1,5 @@
-"""Streams outlive the engine that computes them: killed and started again, frozen and woken, told to go, or struck dead
-by a request beside them."""
+"""Streams survive their engine: killed and restarted, frozen and resumed, ended by SIGTERM, or killed by a request in the
+same batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class Answer:
-    """One streamed answer, pieced together and checked on the way."""
+    """One streamed answer, assembled and checked event by event."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         n = body.get("n", 1)
@@ -106,7 +106,7 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, with penalties, logprobs and a least length: all of it goes on where it stood."""
+    """Greedy, sampled, parallel, with penalties, logprobs and min_tokens: every one must resume where it stopped."""
     ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(6)]
     return [
         {"prompt": ids[0], "max_tokens": 700, "temperature": 0, "ignore_eos": True},
@@ -155,7 +155,7 @@ async def until(holds: Callable[[], bool], reading: Reading) -> None:
 
 
 async def test_a_killed_engine_continues_every_stream(served: Served, client: aiohttp.ClientSession) -> None:
-    """One engine, killed twice under load, each time after every stream has gone on; nobody notices but by a pause."""
+    """The engine is killed twice under load, each time after every stream has resumed.  Clients see only a pause."""
     undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in bodies()))
     stop = undisturbed[0].texts[0][900:912]
     assert stop not in undisturbed[0].texts[0][:880]
@@ -233,7 +233,7 @@ def engines(
 
 
 def script(seed: int, index: int, count: int) -> list[int]:
-    """What the scripted executor says (engine/executor/base.py), written down once more."""
+    """Return the tokens of the scripted executor, as an independent copy of engine/executor/base.py."""
     return [2 + (seed * 31 + index * 7 + at) % (VOCAB - 2) for at in range(count)]
 
 
