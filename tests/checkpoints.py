@@ -91,7 +91,7 @@ def make_checkpoint(
 ) -> Path:
     """Write the tiny checkpoint of a family and return its directory.
 
-    The weights are the same every time.  An existing directory is kept.  `edit` changes the model before it is saved."""
+    The weights are the same every time.  An existing directory is kept.  `edit` changes the model before saving."""
     if directory.is_dir():
         return directory
     with torch.random.fork_rng(devices=[]):
