@@ -1,7 +1,7 @@
 """Tiny checkpoints of every supported family: random weights, a real tokenizer, loadable by `from_pretrained`.
 
-Two or three layers, head size 64, a vocabulary of 640; weights large enough that attention matters and greedy text
-varies.  Windows are short, so that a prompt of a few dozen tokens is longer than they are.
+Two or three layers, head size 64, a vocabulary of 640.  The weights are large enough that attention matters and greedy
+text varies.  Sliding windows are short: a prompt of a few dozen tokens exceeds them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config_of(family: str, **changes: object) -> PretrainedConfig:
-    """The config of a tiny model; `changes` override or add fields."""
+    """Return the config of a tiny model; `changes` override or add fields."""
     words = tokenizer()
     special = {
         "bos_token_id": words.bos_token_id,
@@ -89,7 +89,9 @@ def make_checkpoint(
     edit: Callable[[PreTrainedModel], None] | None = None,
     **changes: object,
 ) -> Path:
-    """Write the tiny checkpoint of a family (once; same weights every time) and return its directory."""
+    """Write the tiny checkpoint of a family and return its directory.
+
+    The weights are the same every time.  An existing directory is kept.  `edit` changes the model before saving."""
     if directory.is_dir():
         return directory
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""A collector of traces inside the test process: it speaks OTLP over HTTP, and keeps what it is sent."""
+"""A trace collector inside the test process: it accepts OTLP over HTTP and keeps all spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 @dataclass(frozen=True)
 class Seen:
-    """One span, as the wire has it."""
+    """One span, with the values of its protobuf message."""
 
     service: str
     instance: str
@@ -43,13 +43,13 @@ def _plain(value: AnyValue) -> Any:
 
 
 class Collector:
-    """Listens on a port of its own from `with` on."""
+    """An HTTP server on a free port, started and stopped by `with`."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
-        self.asked = 0  # requests that came
-        self.status = 200  # what it answers
-        self.answering = threading.Event()  # cleared: it takes requests and says nothing
+        self.asked = 0  # requests received
+        self.status = 200  # of its answers
+        self.answering = threading.Event()  # cleared: requests are accepted but not answered
         self.answering.set()
         collector = self
 
@@ -100,7 +100,7 @@ class Collector:
                     )
 
     def named(self, name: str) -> list[Seen]:
-        """In the order they began."""
+        """Return the spans of this name in the order of their start."""
         return sorted((span for span in list(self.spans) if span.name == name), key=lambda span: span.start_ns)
 
     def wait_for(self, holds: Callable[[], bool], seconds: float = 60.0) -> None:

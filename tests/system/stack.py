@@ -1,7 +1,7 @@
-"""A whole server inside the test process: real Redis, real engine and gateway code on threads of their own, real HTTP.
+"""A whole server inside the test process: real Redis, engine and gateway code on separate threads, real HTTP.
 
-Real processes cost seconds each to start and are used where a process is the point (tests/system/test_processes.py);
-for everything about text, this stack runs the same code in a tenth of the time.
+Processes take seconds to start and are used where a process is what is tested (tests/system/processes.py).  For all
+other tests this stack runs the same code in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 class EngineThread:
-    """One engine: the loop of `python -m engine`, without the process."""
+    """One engine: the loop of `python -m engine` on a thread."""
 
     def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
         self.config = msgspec.convert(
@@ -48,7 +48,7 @@ class EngineThread:
                 "dtype": "float32",
                 "kv_blocks": 256,
                 "max_seqs": 40,
-                "threads": 1,  # tiny matrices: a second thread would cost more in barriers than it computes
+                "threads": 1,  # tiny matrices: a second thread would spend more on barriers than it saves
                 "check_books": True,
                 "poison_free_blocks": True,
                 **options,
@@ -73,7 +73,7 @@ class EngineThread:
             self.failure = error
 
     def stop(self) -> None:
-        """Drain, and say whether the books balanced to the end."""
+        """Drain, and fail if the block accounting does not balance at the end."""
         self.engine.draining = True
         self._thread.join(timeout=60)
         self.bus.stop()
@@ -86,7 +86,7 @@ class EngineThread:
 
 
 class GatewayThread:
-    """One gateway: `service.app.serve` on an event loop of its own."""
+    """One gateway: `service.app.serve` on a thread with its own event loop."""
 
     def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
         self.port = free_port()
@@ -142,7 +142,7 @@ class GatewayThread:
 
 
 class Stack:
-    """`engines` engines and `gateways` gateways on one Redis."""
+    """`engines` engines and `gateways` gateways with one Redis."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What goes wrong stays where it went wrong: departures, slow readers, failed steps, NaN; and blocks lie anywhere."""
+"""Faults affect only their own request: disconnects, slow readers, failed steps, NaN.  Block order changes nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def ask(client: aiohttp.ClientSession, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, body) of an answer that is not streamed."""
+    """Return (status, body) of an answer that is not streamed."""
     body = {"model": "tiny", "return_token_ids": True, **body}
     async with client.post(f"{url}/v1/completions", json=body) as response:
         return response.status, await response.json()
@@ -74,7 +74,7 @@ def greedy(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
 async def test_who_leaves_gives_every_block_back_within_two_steps(
     make: Make, client: aiohttp.ClientSession, streamed: bool
 ) -> None:
-    """At 60 ms a step, the pace of a model worth serving, from the moment the socket closes."""
+    """Counted from the moment the socket closes, at 60 ms a step, the speed of a large model."""
     with make(executor="scripted", scripted_step_ms=60.0) as stack:
         core, steps = stack.core, []
         for _ in range(8):
@@ -96,7 +96,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
     with make(executor="scripted", scripted_step_ms=1.0, max_model_len=2000, kv_blocks=8192, max_seqs=64) as stack:
 
         async def pace() -> float:
-            """Median gap between the tokens of one stream, and never a long one."""
+            """Return the median gap between the tokens of one stream; fail for a gap of a second."""
             times = [time.monotonic() async for _ in stream(client, stack.url, prompt=[1, 2], max_tokens=300, seed=1)]
             gaps = [after - before for before, after in itertools.pairwise(times)]
             assert max(gaps) < 1.0
@@ -137,12 +137,12 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
         for _, writer in readers:
             writer.close()
             await writer.wait_closed()
-        # 61,000 tokens waited, which as events, some 500 bytes each, would have been 30 MB; measured: 4.
+        # 61,000 tokens waited: 30 MB as events of 500 bytes each; 4 MB were measured.
         assert grown < 12 * 2**20
 
 
 def choking(monkeypatch: pytest.MonkeyPatch, fails: Callable[[StepPlan], bool]) -> list[int]:
-    """From now on each step of which `fails` is true fails.  The steps that did."""
+    """Make each step fail for which `fails` is true; return the list of failed steps, which grows."""
     failed: list[int] = []
     launch = Worker.launch
 
@@ -196,7 +196,7 @@ async def test_a_request_that_fails_its_steps_ends_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Issue 11, point 6: 8 of 8 streams complete; the exception stands in the log and in no answer."""
+    """8 of 8 other streams complete; the exception is in the log and in no answer."""
     model, bad = reference("llama"), 630
     failed = choking(monkeypatch, lambda plan: any(set(piece.token_ids) == {bad} for piece in plan.slices))
     with make() as stack:
@@ -267,7 +267,7 @@ async def test_nan_fails_its_request_alone_and_is_not_cached(
 
 
 async def test_answers_do_not_depend_on_where_blocks_lie(make: Make, client: aiohttp.ClientSession) -> None:
-    """A1, through every layer: same tokens and logprobs after each random permutation of the free blocks."""
+    """Through every layer: same tokens and logprobs after each random permutation of the free blocks."""
     asked = [
         {
             "prompt": [30 + i] * (10 + 13 * i),

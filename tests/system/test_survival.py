@@ -1,5 +1,4 @@
-"""Streams outlive the engine that computes them: killed and started again, frozen and woken, told to go, or struck dead
-by a request beside them."""
+"""Streams survive their engine: killed and restarted, frozen, ended by SIGTERM, or killed by a request of its batch."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class Answer:
-    """One streamed answer, pieced together and checked on the way."""
+    """One streamed answer, assembled and checked event by event."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         n = body.get("n", 1)
@@ -107,7 +106,7 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, with penalties, logprobs and a least length: all of it goes on where it stood."""
+    """Greedy, sampled, parallel, with penalties, logprobs and min_tokens: every one must resume where it stopped."""
     ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(6)]
     return [
         {"prompt": ids[0], "max_tokens": 700, "temperature": 0, "ignore_eos": True},
@@ -156,7 +155,7 @@ async def until(holds: Callable[[], bool], reading: Reading) -> None:
 
 
 async def test_a_killed_engine_continues_every_stream(served: Served, client: aiohttp.ClientSession) -> None:
-    """One engine, killed twice under load, each time after every stream has gone on; nobody notices but by a pause."""
+    """The engine is killed twice under load, each time after every stream has resumed.  Clients see only a pause."""
     undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in bodies()))
     stop = undisturbed[0].texts[0][900:912]
     assert stop not in undisturbed[0].texts[0][:880]
@@ -234,7 +233,7 @@ def engines(
 
 
 def script(seed: int, index: int, count: int) -> list[int]:
-    """What the scripted executor says (engine/executor/base.py), written down once more."""
+    """Return the tokens of the scripted executor, as an independent copy of engine/executor/base.py."""
     return [2 + (seed * 31 + index * 7 + at) % (VOCAB - 2) for at in range(count)]
 
 
@@ -374,9 +373,11 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     await bus.close()
     assert kept.request.token_ids == [9, DEADLY, 9]
     assert (kept.attempts, kept.engine) == (deaths, "e")
-    if kind != "kill":  # what follows does not depend on how it died
-        return
+    if kind == "kill":  # the commands do not depend on how the engine died
+        await check_quarantine_commands(engines, tmp_path, kept.request.id, deaths)
 
+
+async def check_quarantine_commands(engines: Engines, tmp_path: Path, request_id: str, deaths: int) -> None:
     def quire(*words: str) -> list[dict[str, Any]]:
         log = tmp_path / f"quarantine-{len(list(tmp_path.iterdir()))}.log"
         process = Process(
@@ -387,7 +388,7 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
 
     [listed] = await asyncio.to_thread(quire, "list")
     assert (listed["attempts"], listed["engine"]) == (deaths, "e")
-    [shown] = await asyncio.to_thread(quire, "show", kept.request.id)
+    [shown] = await asyncio.to_thread(quire, "show", request_id)
     assert shown["request"]["token_ids"] == [9, DEADLY, 9]
-    await asyncio.to_thread(quire, "drop", kept.request.id)
+    await asyncio.to_thread(quire, "drop", request_id)
     assert await asyncio.to_thread(quire, "list") == []

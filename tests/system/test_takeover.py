@@ -1,4 +1,4 @@
-"""A spare engine: what it holds while it waits, and takeovers in quick succession."""
+"""A spare engine: its resources while it waits, and takeovers in quick succession."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engines(served: Served) -> list[psutil.Process]:
 
 
 async def spare_of(served: Served) -> psutil.Process:
-    """The spare, once it is ready."""
+    """Return the spare when it is ready."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         assert time.monotonic() < deadline, served.process.said()
@@ -51,9 +51,9 @@ async def spare_of(served: Served) -> psutil.Process:
 async def test_two_deaths_in_quick_succession_cost_no_token(
     checkpoint: Callable[[str], Path], tmp_path: Path, client: aiohttp.ClientSession
 ) -> None:
-    """The engine that took over is killed as soon as one stream has a token of it: the next spare is hardly there.
+    """The engine that took over is killed as soon as it has sent one token, when the next spare is hardly started.
 
-    Then the model's weights are replaced, and the spare that had prepared for the old ones serves the new ones."""
+    Then the model's weights are replaced.  The spare had prepared for the old weights and must serve the new ones."""
     model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     served = Served(tmp_path, model, *OPTIONS, "--queue-wait-s=1000")
     with ending([served.process]):
