@@ -1,6 +1,5 @@
 """Attention on a GPU over a small grid of shapes, for compute-sanitizer.
 
-
     compute-sanitizer --tool memcheck  python -m tests.kernels.sanitize
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
 

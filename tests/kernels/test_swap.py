@@ -25,7 +25,7 @@ def random_caches(device: str, dtype: torch.dtype, layers: int, blocks: int, siz
 
 
 def as_bytes(caches: Caches) -> torch.Tensor:
-    """Random bytes of shape [caches, blocks, bytes]."""
+    """Return the bytes of all caches, [caches, blocks, bytes]."""
     return torch.stack([cache.view(torch.uint8).flatten(1) for cache in flat(caches)])
 
 

@@ -294,8 +294,9 @@ def test_every_outcome_is_an_excess_it_keeps_or_an_honest_pause(
 @settings(max_examples=500)
 @given(COSTS, FLEETS, st.integers(0, 10_000))
 def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, more: int) -> None:
-    """Alone in the queue, where what is ahead is the queue: the answer on a longer one is the comparison in Redis.
-    (Of engines whose token pace is unknown: the least service counts only once a request has to wait.)"""
+    """A request alone in the queue, where what is ahead is the queue: Redis compares longer queues.
+
+    The pace of the engines is unknown: the least service counts only once a request has to wait."""
     asked = msgspec.structs.replace(asked, tenant="")
     engines = [msgspec.structs.replace(load, tokens_per_s=0.0) for load in view.engines]
     queued = view.tenants[""].queued_tokens if "" in view.tenants else 1
