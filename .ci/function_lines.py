@@ -27,7 +27,6 @@ EXCEPTIONS = frozenset(
         "csrc/cuda/linear/linear.cuh:linear_kernel",
         "tests/core/oracle.py:OracleExecutor.collect",
         "tests/service/test_ledger.py:test_after_500_random_departures_the_books_balance",
-        "tests/system/test_survival.py:test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live",
         "tests/wire/test_bus_model.py:BusModel.talk",
     ]
 )

@@ -63,8 +63,8 @@ class Noting(ForecastAccuracy):
 def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
     """Follow a cohort with nothing left out: after every plan, all blocks that any of its members holds.
 
-    Sequences that join later do not count.  Prompts have one chunk, rows are fewer than WATCH_ROWS and nothing is shared,
-    so nothing is rounded."""
+    Sequences that join later do not count.  Prompts have one chunk, rows are fewer than WATCH_ROWS and nothing is
+    shared, so nothing is rounded."""
     rng = random.Random(seed)
     rig = Rig(blocks=60, size=4, max_seqs=12, admission="forecast", caching=False)
     outlook, counts, members = rig.core.admission.forecast, Noting(), list[Sequence]()
