@@ -49,7 +49,7 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
 	@touch $@
 
-$(KERNELS): $(INSTALLED) engine/executor/ops.py $(shell find csrc -type f)
+$(KERNELS): $(INSTALLED) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
 	@$(RUN) -m engine.executor.ops
 	@touch $@

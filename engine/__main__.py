@@ -73,19 +73,13 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
     try:
         with without_optional_packages():
             # torch takes seconds to import: only for a valid configuration
-            from engine.executor import local, ops, preload
+            from engine.executor import local, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
         raise ModelLoadError(f"package {error.name} is missing: pip install 'quire[engine]'") from None
 
-    def load(config: EngineConfig) -> Executor:
-        try:
-            return local.load(config)
-        except ops.KernelBuildError as error:
-            raise ModelLoadError(f"cannot build the kernels: {error}") from None
-
-    return load, preload.prepare
+    return local.load, preload.prepare
 
 
 def failed(error: Exception) -> int:

@@ -22,7 +22,7 @@ def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:
     ended = start("--device=cpu", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), CXX="g++")
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
-    assert line.startswith("quire engine: cannot build the kernels: no C++ compiler: 'g++' is not on PATH")
+    assert line.startswith("quire engine: cannot build the kernels: no C++ compiler, 'g++' is not on PATH")
 
 
 @pytest.mark.parametrize("option", ["--flight-log", "--request-log"])

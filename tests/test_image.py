@@ -50,9 +50,9 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     assert all((site / path).read_bytes() == (ROOT / path).read_bytes() for path in ours)
     # Loaded from the wheel, the builder finds the wheel's own sources; what it compiles them to is the same as here.
     code = (
-        "import sys; from pathlib import Path; from engine.executor import ops; import torch\n"
+        "import sys; from pathlib import Path; from engine.executor import kernels_build, ops; import torch\n"
         "assert ops.CSRC == Path(sys.argv[1]) / 'csrc', ops.CSRC\n"
-        "script = ops._build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
+        "script = kernels_build.build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
         "ops.load(library=Path(sys.argv[2])); print(ops.rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())"
     )
     library = ops.build(ops.default_directory())
@@ -99,7 +99,7 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
         engine = Process(tmp_path / "lacking.log", "engine", *shared, "--kv-blocks=8", command=quire, cwd=tmp_path)
         processes.append(engine)
         assert engine.popen.wait(60) == 2, engine.said()
-        assert engine.said().splitlines()[-1] == "quire engine: there is no torch here: pip install 'quire[engine]'"
+        assert engine.said().splitlines()[-1] == "quire engine: package torch is missing: pip install 'quire[engine]'"
         words = [*shared, "--executor=scripted", "--engine-id=scripted"]
         processes.append(Process(tmp_path / "engine.log", "engine", *words, command=quire, cwd=tmp_path))
         wait_until_ready(url)

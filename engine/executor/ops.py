@@ -20,12 +20,10 @@ from engine.executor.kernels_build import (
     Target,
     build,
     build_ahead,
-    build_script,
     default_directory,
     main,
 )
 
-_build_script = build_script  # tests/test_image.py still uses this name
 __all__ = [
     "AHEAD_CPU",
     "AHEAD_GPUS",
