@@ -19,6 +19,7 @@ import msgspec
 
 from engine.bus_thread import BusThread
 from engine.common import logs, open_files, readiness, settings
+from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
 from engine.core.blocks import AccountingError
@@ -27,7 +28,7 @@ from engine.executor.errors import ModelLoadError
 from engine.hot_prefixes import warm
 from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
-from engine.metrics_page import Page, PageError
+from engine.metrics_page import Page
 from engine.recorder import Recorder, header
 from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
@@ -43,8 +44,6 @@ SWITCH_S = 0.0002
 # Of the garbage collector.  With Python's own 700, the objects of a step of 1,000 sequences counted as old before they
 # were freed.  The collector then walked through all sequences every two seconds: 30 to 130 ms at 1,000 of them.
 GC_THRESHOLDS = (10_000, 10, 5)
-
-START_ERRORS = (ModelLoadError, ConfigError, BusDown, PageError)  # an operator can mend them; each is one line
 
 
 class Stopwatch:
@@ -113,7 +112,7 @@ class Server:
         self._engine: Engine
 
     def start(self) -> bool:
-        """Load the model and connect.  Return False for a spare that is not needed.  Raises START_ERRORS."""
+        """Load the model and connect.  Return False for a spare that is not needed.  Raises OperatorError."""
         config = self._config
         with low_priority() if config.standby else contextlib.nullcontext():
             load, prepare = code(config)
@@ -219,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         server = Server(config, watch)
         if not server.start():
             return 0
-    except START_ERRORS as error:
+    except OperatorError as error:
         print(f"quire engine: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -61,7 +61,7 @@ class AccountingChecks:
         try:
             self._core.auditor.whole()
         except AccountingError as error:
-            totals = self._core.totals
+            totals = self._core.report.totals
             if isinstance(error, Leak):
                 totals.leaks += 1
             elif isinstance(error, DoubleFree):

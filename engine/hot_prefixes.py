@@ -171,6 +171,6 @@ def prefill(
             break
         done += 1
         counts.add(digest, HotPrefix(prefix.tokens[: len(token_ids) * TOKEN_BYTES], prefix.cache_salt))
-    for field in msgspec.structs.fields(core.totals):  # metrics count what clients asked for
-        setattr(core.totals, field.name, 0)
+    for field in msgspec.structs.fields(core.report.totals):  # metrics count what clients asked for
+        setattr(core.report.totals, field.name, 0)
     return done, why

@@ -66,7 +66,7 @@ class LoadReport:
 
     def describe(self, core: Scheduler, now: float, *, draining: bool) -> EngineLoad:
         """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others."""
-        info, pool, totals, calibration = self._info, core.pool, core.totals, core.outlook.calibration
+        info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         crowd, yield_tokens = ([], 0) if draining else core.yielding()
         return EngineLoad(
             engine=self._engine_id,
@@ -80,7 +80,7 @@ class LoadReport:
             cached_blocks=pool.idle,
             running=core.running,
             waiting=len(core.waiting),
-            waiting_tokens=core.waiting_tokens,
+            waiting_tokens=core.waiting.tokens,
             time_ms=steady_ms(),
             tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now),
             blocks_per_s=self._blocks_rate.update(totals.released_blocks, now),

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from engine.accounting_checks import AccountingChecks
+from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.limits import Limits
@@ -39,8 +40,10 @@ IDLE_S = 0.5  # longest turn of an idle engine; new work ends it at once
 FULL_S = 0.05  # the same while the outbox is full
 
 
-class ConfigError(Exception):
+class ConfigError(OperatorError):
     """The configuration and the loaded model do not fit together; one line."""
+
+    exit_status = 2
 
 
 def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
@@ -147,7 +150,7 @@ class Engine:
             was_idle=self._idle,
             orders=orders,
             audits=audits,
-            totals=self.core.totals,
+            totals=self.core.report.totals,
             count_wasted_slots=self.core.wasted_slots,
         )
 

@@ -17,11 +17,14 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import msgspec
 from prometheus_client import make_wsgi_app, start_http_server
 
+from engine.common.errors import OperatorError
 from engine.metrics import Telemetry
 
 
-class PageError(Exception):
+class PageError(OperatorError):
     """The metrics cannot be served; one line."""
+
+    exit_status = 2
 
 
 class Page:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.core.limits import Event
 from engine.core.plan import StepResult
@@ -112,8 +113,10 @@ class LoggedTurn(msgspec.Struct, frozen=True, array_like=True):
     lost: int = 0  # turns before this one that the disk was too slow for
 
 
-class FlightLogError(Exception):
+class FlightLogError(OperatorError):
     """The log cannot be read; one line."""
+
+    exit_status = 2
 
 
 class Recorder:

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from aiohttp import web
 
 from engine.common import logs, open_files, readiness, settings
+from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
@@ -135,11 +136,13 @@ class Gateway:
             await asyncio.wait_for(self.capacity.idle.wait(), LAST_EVENTS_S)
 
 
-class StartError(Exception):
+class StartError(OperatorError):
     """The gateway cannot start; one line an operator can act on."""
 
+    exit_status = 2
 
-class Unserviceable(Exception):
+
+class Unserviceable(OperatorError):
     """The gateway ran and cannot continue, which a restart may mend; one line."""
 
 
@@ -279,10 +282,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(run())
-    except StartError as error:
-        settings.stop(prog, str(error))
-    except Unserviceable as error:
-        settings.stop(prog, str(error), 1)
+    except OperatorError as error:
+        settings.stop(prog, str(error), error.exit_status)
 
 
 if __name__ == "__main__":

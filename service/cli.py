@@ -24,7 +24,8 @@ import msgspec
 from msgspec import Meta
 
 from engine.common import readiness, settings
-from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError, die_with_parent
+from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
+from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
@@ -82,7 +83,7 @@ class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
     namespace: Annotated[str, Meta(description="Prefix of every Redis key.")] = "quire"
 
 
-class GivenUp(Exception):
+class GivenUp(OperatorError):
     """Serving cannot go on; one line an operator can act on."""
 
 
@@ -185,7 +186,7 @@ def serve(argv: Sequence[str]) -> int:
             for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
-    except (GivenUp, BusDown, EmbeddedRedisError) as error:
+    except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
         return 130
@@ -358,7 +359,7 @@ class Child:
             up = False
             while not (up or ending.done()):
                 await asyncio.wait([ending], timeout=POLL_S)
-                up = listener.heard()
+                up = listener.is_ready()
             if self._standby and not ending.done() and (self._spare is None or self._spare.returncode is not None):
                 self._spare = await self._start(listener, "--standby")
             return await ending, up

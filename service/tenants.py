@@ -17,12 +17,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from engine.common.errors import OperatorError
 from service.api import Refusal
 
 SALT_BYTES = 16  # of a salt's digest
 
 
-class TenantsError(Exception):
+class TenantsError(OperatorError):
     """The file of tenants cannot be used: one line that names file, tenant and fault."""
 
 

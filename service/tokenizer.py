@@ -16,6 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
 
+from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.echo import aligned
 from service.format import Prompted
@@ -34,7 +35,7 @@ COMPOSED_CHARS = 4
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
 
-class ModelError(Exception):
+class ModelError(OperatorError):
     """The model's tokenizer cannot be loaded or used; one line an operator can act on."""
 
 

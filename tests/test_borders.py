@@ -21,7 +21,13 @@ MAY_SEE: dict[str, set[str]] = {
     "engine.wire": {"engine.common", "engine.wire"},
     "engine.config": set(),
     "engine.core": {"engine.core", "engine.wire.messages"},
-    "engine.executor": {"engine.executor", "engine.config", "engine.core.plan", "engine.wire.messages"},
+    "engine.executor": {
+        "engine.executor",
+        "engine.common.errors",
+        "engine.config",
+        "engine.core.plan",
+        "engine.wire.messages",
+    },
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside

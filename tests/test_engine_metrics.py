@@ -167,7 +167,7 @@ def test_the_page_says_how_right_the_forecast_was() -> None:
     for i in range(40):
         fourth = Sampling(seed=i, stop_token_ids=[scripted_token(i, 0, 3, INFO.vocab_size)])
         traced.run(Generate(f"r{i}", "g", [5, 6, i + 7], 50, fourth, 1 << 50))
-    samples, calibration = traced.samples(), traced.engine.core.outlook.calibration
+    samples, calibration = traced.samples(), traced.engine.core.admission.forecast.calibration
     for level, judged, within in calibration.table():
         assert samples[f"quire_forecast_outputs_total {level:g}"] == judged
         assert samples[f"quire_forecast_outputs_within_total {level:g}"] == within

@@ -250,11 +250,11 @@ def test_what_was_hot_is_found_again_after_a_restart() -> None:
     counts the warm-up, and a second restart that follows at once is as warm."""
 
     def workload(bench: Bench, round_: int) -> tuple[int, int]:
-        before = msgspec.structs.replace(bench.engine.core.totals)
+        before = msgspec.structs.replace(bench.engine.core.report.totals)
         for i in range(40):
             document = text(1, 3) + text(10 + i % 4, 4)
             bench.ask([*document, 900, round_, i], salt=["", "acme"][i % 2])
-        totals = bench.engine.core.totals
+        totals = bench.engine.core.report.totals
         return (
             totals.cached_prompt_tokens - before.cached_prompt_tokens,
             totals.prompt_tokens - before.prompt_tokens,
@@ -267,7 +267,7 @@ def test_what_was_hot_is_found_again_after_a_restart() -> None:
     old.drain()
     new = Bench(old.store)
     core = new.engine.core
-    assert core.totals.prompt_tokens == core.totals.generated_tokens == new.engine._accepted == 0
+    assert core.report.totals.prompt_tokens == core.report.totals.generated_tokens == new.engine._accepted == 0
     assert core.pool.available == core.pool.total
     assert new.telemetry.warm_tokens == core.pool.idle * SIZE > 0
     assert old.store.stored == {}  # read once

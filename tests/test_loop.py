@@ -175,7 +175,7 @@ def test_a_draining_engine_leaves_when_another_can_go_on_or_its_grace_is_over() 
             msgspec.structs.replace(CONFIG, grace_s=grace_s), ScriptedExecutor(INFO, 64, step_seconds=0.01), box, box
         )
         box.orders.append(Generate("r", "g", [5], 200, Sampling(ignore_eos=True), 2**60))
-        while engine.core.totals.generated_tokens < 3:
+        while engine.core.report.totals.generated_tokens < 3:
             engine.turn()
         box.relieved, engine.draining = relieved, True
         engine.run()
@@ -259,7 +259,7 @@ def broken(**changes: Any) -> tuple[Engine, Reports]:
     config = msgspec.structs.replace(CONFIG, **{"check_books": False} | changes)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
     box.orders.append(Generate("r", "g", [5] * 40, 500, Sampling(ignore_eos=True), 2**60))
-    while engine.core.totals.generated_tokens < 3:
+    while engine.core.report.totals.generated_tokens < 3:
         engine.turn()
     [seq] = engine.core.live()
     engine.core.pool._free.insert(0, seq.table[0])  # the last to be handed out again
@@ -271,12 +271,12 @@ def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
     with pytest.raises(DoubleFree, match=r"blocks free|among the free ones"):
         engine.run()
     assert box.said[-1].load.alarms == 1
-    assert engine.core.totals.double_frees == 1
+    assert engine.core.report.totals.double_frees == 1
 
 
 def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     engine, box = broken(bad_books="log", check_books=True)
-    while engine.core.totals.double_frees < 2:
+    while engine.core.report.totals.double_frees < 2:
         engine.turn()
     assert len([record for record in caplog.records if "balance" in record.message]) == 1
     assert box.said[-1].load.audits > box.said[-1].load.alarms > 0
@@ -308,15 +308,15 @@ def test_a_live_engine_checks_once_it_is_idle_and_not_while_tokens_flow() -> Non
     box = Reports()
     config = msgspec.structs.replace(CONFIG, check_books=False)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)
-    before = engine.core.totals.audits
+    before = engine.core.report.totals.audits
     for checks in (1, 2):
         box.orders.append(Generate(f"r{checks}", "g", [5], 50, Sampling(ignore_eos=True), 2**60))
         while box.orders or not engine.core.idle:
             engine.turn()
-        assert engine.core.totals.audits == before + checks - 1
+        assert engine.core.report.totals.audits == before + checks - 1
         for _ in range(5):
             engine.turn()
-        assert engine.core.totals.audits == before + checks
+        assert engine.core.report.totals.audits == before + checks
 
 
 class PutOff(ScriptedExecutor):

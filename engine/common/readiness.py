@@ -46,8 +46,6 @@ class ReadinessListener:
         except BlockingIOError:
             return found
 
-    heard = is_ready  # the old name
-
     def close(self) -> None:
         self._socket.close()
         self._folder.cleanup()

@@ -238,14 +238,6 @@ class BlockPool:
         if digest is not None and not refs and block not in self._idle:
             raise AccountingError(f"block {block} can be found but is neither held nor idle")
 
-    def inspect_free(self, place: int) -> None:
-        """Check the block at one place among the free ones, modulo their number.  O(1).  Raises AccountingError."""
-        if self._free:
-            block = self._free[place % len(self._free)]
-            self.inspect(block)
-            if self._refs[block] or block in self._idle:
-                raise DoubleFree(f"block {block} is free, has {self._refs[block]} references or is idle")
-
     def _first_run(self, count: int) -> int:
         """First block of the lowest run of `count` free ones; -1: there is none."""
         free = bytearray(self.total)

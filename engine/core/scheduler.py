@@ -19,7 +19,6 @@ clients leaves as `Outputs`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 
 from engine.core.accounting import Auditor
 from engine.core.batch import Batch
@@ -335,9 +334,3 @@ class Scheduler:
         seq.state = State.FINISHED
         if self.requests.close(seq) and reason is not None:
             self.report.finish_request(seq.request.id)
-
-    # Names that the loop and the tools still read here.
-    outlook = property(attrgetter("admission.forecast"))
-    waiting_tokens = property(attrgetter("waiting.tokens"))
-    reserved_blocks = property(attrgetter("batch.reserved_blocks"))
-    totals = property(attrgetter("report.totals"), lambda self, totals: setattr(self.report, "totals", totals))

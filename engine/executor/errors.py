@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from engine.common.errors import OperatorError
 
-class ModelLoadError(Exception):
+
+class ModelLoadError(OperatorError):
     """The checkpoint is absent, damaged, or needs more than the configuration gives it."""
+
+    exit_status = 2
 
 
 class UnsupportedModel(ModelLoadError):

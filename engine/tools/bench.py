@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 
 from engine.common import settings
+from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.executor import local
-from engine.executor.errors import ModelLoadError
 from engine.llm import LLM, Completion, all_cores
 from engine.loop import ConfigError
 from engine.wire.messages import Sampling
@@ -100,7 +100,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
     silent: list[tuple[Job, Completion]] = []  # no token yet
     firsts: list[float] = []  # seconds from `at_s` to the first token
     filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
-    preempted, steps = core.totals.preemptions, core.step
+    preempted, steps = core.report.totals.preemptions, core.step
     begin = time.perf_counter()
     while llm.unfinished or len(submitted) < len(jobs):
         now = time.perf_counter() - begin
@@ -128,7 +128,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
         "ttft_p50_ms": statistics.median(firsts) * 1e3,
         "ttft_p99_ms": firsts[len(firsts) * 99 // 100] * 1e3,
         "steps": core.step - steps,
-        "preemptions": core.totals.preemptions - preempted,
+        "preemptions": core.report.totals.preemptions - preempted,
     }
     if slots:  # eta: paged over static allocation, the same sequences running
         figures |= {"slots_filled": filled / max(1, allocated), "eta": allocated / max(1, static)}
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:
         print(msgspec.json.encode(bench(config, Options(**vars(own)))).decode())
-    except (ModelLoadError, ConfigError) as error:
+    except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     return 0

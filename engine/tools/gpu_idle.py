@@ -23,11 +23,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.common import settings
+from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.executor import local
-from engine.executor.errors import ModelLoadError
 from engine.llm import LLM, Completion, all_cores
-from engine.loop import ConfigError
 from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -126,7 +125,7 @@ def main(argv: list[str]) -> int:
     config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # all join at once
     try:
         llm = LLM.over(config, local.load(all_cores(config)))
-    except (ModelLoadError, ConfigError) as error:
+    except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     for batch in own.batches:

@@ -182,7 +182,7 @@ class _Run:
         used, slots = core.used_slots()
         if slots:
             self.filled += used / slots * took
-            self.eta += efficiency(held, core.reserved_blocks) * took
+            self.eta += efficiency(held, core.batch.reserved_blocks) * took
             self.busy += took
         if core.waiting:
             self.full += held / pool.total * took
@@ -210,7 +210,7 @@ class _Run:
                 self.good += self.begun[delta.id] - arrived <= SLO_TTFT_S and mean <= SLO_ITL_S
 
     def report(self) -> Report:
-        totals, calibration = self.core.totals, self.core.outlook.calibration
+        totals, calibration = self.core.report.totals, self.core.admission.forecast.calibration
         return Report(
             jobs=len(self.jobs),
             seconds=self.now,

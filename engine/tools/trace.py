@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engine.common.errors import OperatorError
 from engine.request_log import RequestLine
 
 EOS = 0
@@ -59,8 +60,10 @@ def burst(
     return jobs
 
 
-class TraceError(Exception):
+class TraceError(OperatorError):
     """A line of a trace is wrong; says which line and field."""
+
+    exit_status = 2
 
 
 def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:

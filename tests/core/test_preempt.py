@@ -41,8 +41,8 @@ def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
     rig, calm = crowded(depth=depth), crowded(depth=depth, blocks=64)
     rig.run()
     calm.run()
-    totals = rig.core.totals
-    assert totals.preemptions == totals.swap_preemptions > 0 == calm.core.totals.preemptions
+    totals = rig.core.report.totals
+    assert totals.preemptions == totals.swap_preemptions > 0 == calm.core.report.totals.preemptions
     assert totals.swapped_in_blocks == totals.swapped_out_blocks > 0  # nobody else had their blocks, and nobody left
     assert totals.recomputed_tokens == 0
     assert rig.executor.forward_tokens == calm.executor.forward_tokens
@@ -85,14 +85,14 @@ def test_while_somebody_is_swapped_nothing_new_starts(blocks: int, n: int, cachi
             rig.commit()
     assert waited > 5
     rig.run()
-    assert rig.core.totals.swap_preemptions > 0
+    assert rig.core.report.totals.swap_preemptions > 0
 
 
 def test_a_full_host_means_recompute() -> None:
     for host_blocks, swaps in ((0, False), (4, True), (40, True)):
         rig = crowded(host_blocks=host_blocks)
         rig.run()
-        totals = rig.core.totals
+        totals = rig.core.report.totals
         assert (totals.swap_preemptions > 0) == swaps
         assert (totals.recomputed_tokens > 0) == (totals.preemptions > totals.swap_preemptions)
     assert totals.preemptions == totals.swap_preemptions
@@ -101,7 +101,7 @@ def test_a_full_host_means_recompute() -> None:
 def test_what_the_cache_still_has_is_not_brought_back() -> None:
     rig = crowded(caching=True)
     rig.run()
-    totals = rig.core.totals
+    totals = rig.core.report.totals
     assert 0 < totals.swapped_in_blocks < totals.swapped_out_blocks
     assert totals.recomputed_tokens == 0
 
@@ -222,7 +222,7 @@ def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
     assert rig.host.available == 40
     assert rig.core.swapping.sequences == 0
     rig.run()
-    assert rig.core.totals.recomputed_tokens == computed
+    assert rig.core.report.totals.recomputed_tokens == computed
     assert len(rig.answers[seq.request.id, 0]) == 24
 
 
@@ -242,7 +242,7 @@ def test_only_what_was_computed_before_counts_as_recomputed() -> None:
     rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert lost
-    assert rig.core.totals.recomputed_tokens == sum(lost)
+    assert rig.core.report.totals.recomputed_tokens == sum(lost)
     assert rig.executor.forward_tokens == 8 + 29 + 30 + 1 + sum(lost)
 
 
@@ -253,7 +253,7 @@ def test_auto_does_what_is_cheaper_for_each_victim(rate: float, kinds: set[str])
     rig.costs.step(0.001, 1, 0)
     rig.costs.step(0.002, 1, 100)
     rig.run()
-    totals = rig.core.totals
+    totals = rig.core.report.totals
     assert totals.preemptions > 0
     assert totals.swap_preemptions == (totals.preemptions if kinds == {"swap"} else 0)
 
@@ -267,10 +267,10 @@ def test_auto_prefers_recompute_where_others_hold_most_of_it() -> None:
         rig.costs.swap_bytes_per_s = 64 * 2 / 3e-3
         for i in range(3):
             rig.add([7] * prefix + [5 + i] * 8, 20 if prefix else 36, ignore_eos=True, seed=i)
-        while not rig.core.totals.preemptions:
+        while not rig.core.report.totals.preemptions:
             rig.submit()
             rig.commit()
-        assert (rig.core.totals.swap_preemptions > 0) == swaps
+        assert (rig.core.report.totals.swap_preemptions > 0) == swaps
         rig.run()
 
 

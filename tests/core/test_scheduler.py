@@ -406,7 +406,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
         assert not tokens or crowd
         if len({request.tenant for request in self.rig.requests.values()}) < 2:
-            assert core.totals.yields == 0
+            assert core.report.totals.yields == 0
 
     @invariant()
     def static_tables_are_runs_nobody_shares(self) -> None:
@@ -414,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             core, tables = self.rig.core, [seq.table for seq in self.rig.core.live() if seq.table]
             assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
             assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
-            assert core.totals.preemptions == core.totals.cached_prompt_tokens == 0
+            assert core.report.totals.preemptions == core.report.totals.cached_prompt_tokens == 0
 
     @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
@@ -447,10 +447,10 @@ def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None
     assert [seq.table for seq in rig.core.live()] == [list(range(8)), list(range(8, 16)), [], []]
     assert rig.core.used_slots() == (16, 64)
     assert rig.core.room() == (0, 4)
-    assert rig.core.reserved_blocks == 16
+    assert rig.core.batch.reserved_blocks == 16
     rig.run()
     assert all(len(rig.answers[request, 0]) == 3 for request in ids)
-    assert rig.core.reserved_blocks == 0
+    assert rig.core.batch.reserved_blocks == 0
 
 
 def test_static_continuations_share_nothing() -> None:
@@ -459,7 +459,7 @@ def test_static_continuations_share_nothing() -> None:
     rig.submit()
     assert [len(seq.table) for seq in rig.core.live()] == [4, 4, 4]
     rig.run()
-    assert rig.core.totals.prompt_tokens == 24
+    assert rig.core.report.totals.prompt_tokens == 24
 
 
 def test_static_allocation_refuses_a_pool_that_caches() -> None:
@@ -495,8 +495,8 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
     rig.core.preemption.preempt = spy  # type: ignore[method-assign]
     rig.run()
     assert victims
-    assert rig.core.totals.preemptions == len(victims)
-    assert rig.core.totals.recomputed_tokens > 0
+    assert rig.core.report.totals.preemptions == len(victims)
+    assert rig.core.report.totals.recomputed_tokens > 0
     ended = [delta.id for delta in rig.deltas if delta.finish]
     assert ended[0] == ids[0]
 
@@ -576,8 +576,8 @@ def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt
     rig = Rig(size=4, max_seqs=8)
     rig.add([1 + i for i in range(prompt)], 6, n=n, ignore_eos=True)
     rig.run()
-    assert rig.executor.copied == rig.core.totals.copied_blocks == copies
-    assert rig.core.totals.prompt_tokens == prompt  # one prefill
+    assert rig.executor.copied == rig.core.report.totals.copied_blocks == copies
+    assert rig.core.report.totals.prompt_tokens == prompt  # one prefill
 
 
 def test_parallel_samples_share_the_prompt() -> None:
@@ -625,7 +625,7 @@ def test_forecast_counts_a_shared_prefix_once(ends_known: bool) -> None:
     held = rig.pool.total - rig.pool.available
     assert held <= rig.core.predicted_peak() <= (40 + 16 * 3 if ends_known else 120)
     rig.run()
-    assert rig.core.totals.preemptions == 0
+    assert rig.core.report.totals.preemptions == 0
     assert rig.core.predicted_peak() == 0
 
 
@@ -639,7 +639,7 @@ def test_forecast_knows_when_the_others_end() -> None:
         assert rig.core.running == running
         assert (rig.core.room()[0] > 0) == (running == 2)
         rig.run()
-        assert rig.core.totals.preemptions == 0
+        assert rig.core.report.totals.preemptions == 0
         assert rig.core.room() == (80, 8)
 
 
@@ -719,8 +719,8 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     assert rig.core.room()[0] == 0
     assert rig.core.predicted_peak() >= len(paused.table)  # what waits will go on, and counts
     rig.run()
-    assert rig.core.totals.pauses > 0
-    assert rig.core.totals.preemptions == rig.core.totals.recomputed_tokens == 0
+    assert rig.core.report.totals.pauses > 0
+    assert rig.core.report.totals.preemptions == rig.core.report.totals.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("over", ["abort", "deadline"])
@@ -898,7 +898,7 @@ def test_recompute_is_one_prefill_and_shared_blocks_are_found(caching: bool, com
     rig.commit()
     assert rig.executor.forward_tokens == computed
     assert {len(tokens) for tokens in rig.answers.values()} == {5}
-    totals = rig.core.totals
+    totals = rig.core.report.totals
     assert (totals.prompt_tokens, totals.generated_tokens) == (0, 2)  # its prompt was counted where it began
     rig.run()
 

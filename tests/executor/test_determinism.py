@@ -105,10 +105,10 @@ def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, 
     chunked, _ = run(32, step_tokens=48, chunk_tokens=5)
     assert chunked == wanted
     crowded, llm = run(32, kv_blocks=32, preempt="recompute")
-    assert llm.engine.core.totals.recomputed_tokens > 0
+    assert llm.engine.core.report.totals.recomputed_tokens > 0
     assert crowded == wanted
     cached, llm = run(8, prefix_cache=True)
-    assert llm.engine.core.totals.cached_prompt_tokens > 0
+    assert llm.engine.core.report.totals.cached_prompt_tokens > 0
     assert cached == wanted
     shared, _ = run(32, threads=2)
     assert shared == wanted

@@ -77,9 +77,9 @@ def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str,
         return llm, witness, [output.token_ids for each in done for output in each.outputs]
 
     calm, _, wanted = answers(kv_blocks=400)
-    assert calm.engine.core.totals.preemptions == 0
+    assert calm.engine.core.report.totals.preemptions == 0
     crowded, witness, got = answers(kv_blocks=36, preempt="swap")
-    totals = crowded.engine.core.totals
+    totals = crowded.engine.core.report.totals
     assert got == wanted
     assert totals.swap_preemptions == totals.preemptions > 0
     assert witness.returned == totals.swapped_in_blocks > 0

@@ -74,12 +74,12 @@ class Burst:
         return sum(self.begun[number] - job.at_s <= SLO_TTFT_S for number, job in enumerate(self.jobs))
 
     def report(self) -> None:
-        totals = self.core.totals
+        totals = self.core.report.totals
         self.room_tokens, self.seats = self.core.room()
         self.load = a_load(
             total_blocks=BLOCKS,
             running=self.core.running,
-            waiting_tokens=self.core.waiting_tokens,
+            waiting_tokens=self.core.waiting.tokens,
             tokens_per_s=self.tokens.update(totals.generated_tokens, self.now),
             blocks_per_s=self.blocks.update(totals.released_blocks, self.now),
             prompt_tokens=totals.prompt_tokens,
@@ -134,7 +134,7 @@ def test_who_returns_when_told_gets_in_and_who_is_let_in_at_once_is_served_in_ti
     """Three times the load for 30 s."""
     run = Burst(burst(seed, ends_known=True), seed)
     run.run()
-    assert run.core.totals.preemptions == 0
+    assert run.core.report.totals.preemptions == 0
     assert sum(tries > 1 for tries in run.tries.values()) > 100, "hardly anybody was refused, so nothing was tested"
     assert run.got_in_when_told >= 0.9
     at_once = [run.begun[number] - job.at_s for number, job in enumerate(run.jobs) if run.tries[number] == 1]

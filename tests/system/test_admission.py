@@ -91,7 +91,7 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
         watch = Watch(stack.core)
         assert await hammer(stack, 60) == 0
-        preemptions, most = stack.core.totals.preemptions, max(watch.started)
+        preemptions, most = stack.core.report.totals.preemptions, max(watch.started)
     bounds = {"threshold": 0.9 * BLOCKS, "watermark": (1 - WATERMARK) * BLOCKS, "none": float(BLOCKS)}
     if bound := bounds.get(mode):
         assert bound - FIRST < most <= bound  # the last start that fitted left less than a prompt's blocks
@@ -117,7 +117,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
         assert refusals > 0, "no request was refused: nothing was tested"
         assert max(watch.accepted) > BLOCKS - -(-90 // SIZE), "the pool was never full: nothing was tested"
         assert max(watch.accepted) <= BLOCKS + -(-90 // SIZE)
-        assert stack.core.totals.preemptions == 0
+        assert stack.core.report.totals.preemptions == 0
 
 
 async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_queue(
@@ -156,7 +156,7 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
                 task.cancel()
             await asyncio.gather(*loud, return_exceptions=True)
         assert answers == [200] * 4
-        assert 0 < stack.core.totals.yields <= stack.core.totals.preemptions
+        assert 0 < stack.core.report.totals.yields <= stack.core.report.totals.preemptions
 
 
 async def test_a_long_step_refuses_nobody_while_there_is_room(

@@ -307,10 +307,10 @@ async def test_a_choice_that_met_its_stop_string_is_not_computed_on(make: Make, 
             for at in range(20, 60)
             if not any(texts[0][at : at + 6] in text for text in texts[1:])
         )
-        before = stack.core.totals.generated_tokens
+        before = stack.core.report.totals.generated_tokens
         _, answer = await ask(client, stack.url, max_tokens=900, stop=stop, **body)
         lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
         assert answer["choices"][0]["stop_reason"] == stop
         assert lengths[0] < 60
         assert max(lengths) > 500, "the others ended early too: nothing was tested"
-        assert stack.core.totals.generated_tokens - before < sum(lengths) + 300
+        assert stack.core.report.totals.generated_tokens - before < sum(lengths) + 300

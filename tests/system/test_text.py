@@ -106,10 +106,10 @@ def test_greedy_text_equals_transformers(
         got = [answer["choices"][0]["token_ids"] for answer in answers]
         assert got == want
         if shape.startswith("preempted"):
-            assert stack.core.totals.preemptions > 0, "the pool was not small enough to test anything"
+            assert stack.core.report.totals.preemptions > 0, "the pool was not small enough to test anything"
         if "swap" in shape:
-            assert stack.core.totals.swapped_in_blocks > 0
-            assert stack.core.totals.recomputed_tokens == 0
+            assert stack.core.report.totals.swapped_in_blocks > 0
+            assert stack.core.report.totals.recomputed_tokens == 0
         if SHAPES[shape]["prefix_cache"]:
             again = asyncio.run(complete(stack.url, prompts()[:4]))  # now with whatever the cache still holds
             assert [answer["choices"][0]["token_ids"] for answer in again] == want[:4]
@@ -125,5 +125,5 @@ def test_a_shared_system_prompt_is_computed_once(
         (second,) = asyncio.run(complete(stack.url, [([*system, 30, 31, 32, 33], 4)]))
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
-        totals = stack.core.totals
+        totals = stack.core.report.totals
         assert totals.prompt_tokens - totals.cached_prompt_tokens <= 515 + 0.05 * 516

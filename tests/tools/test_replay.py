@@ -143,7 +143,7 @@ def test_every_decision_is_made_again(mode: str, caching: bool, tmp_path: Path) 
         assert difference is None
         assert same == sum(len(turn.events) for turn in log.turns) > 100
         decisions += same
-        totals = engine.core.totals
+        totals = engine.core.report.totals
         kinds = Counter(event.kind for turn in log.turns for event in turn.events)
         assert (kinds["preempted"], kinds["paused"]) == (totals.preemptions, totals.pauses)
         preempted += totals.preemptions + totals.pauses

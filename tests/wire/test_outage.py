@@ -37,7 +37,7 @@ class Running:
 
     @property
     def generated(self) -> int:
-        return self.engine.core.totals.generated_tokens
+        return self.engine.core.report.totals.generated_tokens
 
     def stop(self) -> None:
         self.engine.draining = True

@@ -75,7 +75,7 @@ def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
             rig.add([rng.randrange(1, 50) for _ in range(rng.randrange(1, 30))], rng.randrange(1, 40), seed=seed)
         finished = counts.peaks
         submitted = rig.submit()
-        if rig.core.totals.preemptions:
+        if rig.core.report.totals.preemptions:
             return  # from here on a cohort counts what its members would hold
         if outlook._cohort is not None and not members:
             members += [seq for seq, _ in outlook._cohort._members]

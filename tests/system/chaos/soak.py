@@ -97,7 +97,7 @@ class Episode:
         soaked.episodes += 1
         soaked.requests += len(rig.requests)
         soaked.tokens += sum(map(len, rig.answers.values()))
-        soaked.audits += rig.core.totals.audits
+        soaked.audits += rig.core.report.totals.audits
 
     def _add(self) -> None:
         dice = self.dice
