@@ -209,7 +209,6 @@ class Rig:
         filled, allocated = self.core.used_slots()
         assert self.core.wasted_slots() == allocated - filled
         self.core.auditor.whole()
-        self.core.auditor.sample()
 
     def note(self, event: Event) -> None:
         """Milestones come in an order that makes sense, the last one once."""
