@@ -17,7 +17,7 @@ from engine.executor.models.builtin import save_checkpoint, train_tokenizer
 
 VOCAB = 640
 MAX_LEN = 1024
-_LLAMA = {
+_LLAMA: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 192,

@@ -39,6 +39,7 @@ class Seen:
 
 def _plain(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
+    assert kind is not None
     return [_plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
 
 

@@ -10,12 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, cast
 
 import msgspec
 import pytest
 
 from engine import recorder
+from engine.bus_thread import BusThread
 from engine.config import EngineConfig
 from engine.core.limits import Event, Outputs
 from engine.core.plan import StepPlan, StepResult
@@ -32,7 +33,7 @@ from engine.wire.messages import Generate, HotPrefix, Sampling
 from tests.system.stack import free_port
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
-SIZE = 16
+SIZE: Final = 16
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, block_size=SIZE, admission="none")
 
 
@@ -117,7 +118,7 @@ class Bench:
         self.telemetry = Telemetry("e")
         self.engine = Engine(config, self.executor, self.box, self.box, observers=[self.telemetry])
         self.names = itertools.count()
-        warm(self.engine, self.store, self.telemetry, **how)
+        warm(self.engine, cast(BusThread, self.store), self.telemetry, **how)
 
     def ask(self, token_ids: list[int], *, salt: str = "", n: int = 1) -> str:
         name = f"r{next(self.names)}"

@@ -218,7 +218,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
             )
 
     def say(*names: str, dropped: int, finished: tuple[str, ...] = ()) -> Report:
-        report = Report(EngineLoad("e", "m", "f", *[1] * 10), 0, 0, 0, dropped)
+        report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0, dropped)
         thread.put(Outputs({"g": [Delta(name, 0, [1]) for name in names]}, list(finished)), report)
         return report
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
+import sys
 from typing import Any
 
 import pytest
 
 from engine import __main__ as engine_main
-from engine.common import settings
+from engine.common import logs, settings
 from engine.config import EngineConfig
 from engine.executor.errors import ModelLoadError
 from engine.wire.link import BusDown
@@ -23,9 +25,9 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-host")
     monkeypatch.setattr(os, "getpid", lambda: 1)
     # An engine's main() changes these for its whole process, which here is the tests'.
-    monkeypatch.setattr(engine_main.sys, "setswitchinterval", lambda _: None)
-    monkeypatch.setattr(engine_main.gc, "set_threshold", lambda *_: None)
-    monkeypatch.setattr(engine_main.logs, "start", lambda _: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(logs, "start", lambda _: None)
 
 
 def test_a_name_says_where_the_process_runs_and_is_no_others() -> None:

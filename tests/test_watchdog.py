@@ -102,7 +102,7 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
             sent.append((finished, load.yield_tokens, room))
             return ExchangeReply([], [])
 
-    report = Report(EngineLoad("e", "m", "f", *[1] * 10, yield_tokens=50), 100, 10, 0)
+    report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, yield_tokens=50), 100, 10, 0)
     for died in (False, True):
         thread._died = died
         thread.put(Outputs({}, ["a"]), report)

@@ -62,7 +62,7 @@ class Where:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream()
 
 
 class Graphs(Generic[Key]):

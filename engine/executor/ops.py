@@ -52,7 +52,7 @@ def load(directory: Path | None = None, *, library: Path | None = None) -> None:
     if hasattr(torch.ops.quire, "linear"):
         return
     path = library or build(directory or default_directory())
-    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(path))
 
 
 # The operators.  Shapes: T tokens of the step, S sequences, H query heads, Hkv KV heads, D head size.
@@ -358,10 +358,7 @@ def packed_linear(
 
 
 def _onednn_bfloat16() -> bool:
-    return bool(
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _ordered_is_fast(dtype: torch.dtype) -> bool:

@@ -34,7 +34,7 @@ class Staging:
             torch.empty(self._capacity, dtype=torch.uint8, pin_memory=not self._here) for _ in range(count)
         ]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._copied = [torch.cuda.Event() for _ in range(0 if self._here else count)]  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() for _ in range(0 if self._here else count)]
         self._there = self._buffers[0] if self._here else torch.empty_like(self._buffers[0], device=device)
         self._views = {kind: self._there.view(kind) for kind in TORCH.values()}
         self._current = 0

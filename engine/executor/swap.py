@@ -41,7 +41,7 @@ class Swap:
         shape = (len(self._caches), first[0].numel() * first.element_size())
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self._device)
         staged = min(at_once, host_blocks) if self._stream else 0
         self._staging = torch.empty(staged, *shape, dtype=torch.uint8, device=self._device)
         # [host blocks, caches, bytes of a block in one of them].  On a CPU pages come into being when first written.
@@ -99,7 +99,7 @@ class Swap:
 
     def moved(self) -> tuple[int, float]:
         """(bytes, seconds) of the copies that have ended since this was last asked.  Never waits."""
-        while self._moving and self._moving[0][2].query():  # type: ignore[no-untyped-call]
+        while self._moving and self._moving[0][2].query():
             count, begin, end = self._moving.popleft()
             self._moved += count * self._block_bytes
             self._seconds += begin.elapsed_time(end) / 1e3
@@ -128,7 +128,7 @@ class Swap:
         self._seconds += time.perf_counter() - begun
 
     def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 

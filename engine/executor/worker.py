@@ -444,7 +444,7 @@ class Stopwatch:
     """Times a step on its device and waits for its end.  On a CPU the step has ended when `stop` is called."""
 
     def __init__(self, gpu: bool) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
         self._began = self._ended = 0.0
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import traceback
@@ -76,11 +77,12 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
             lambda: attention.prefill(memory, top, quick=quick, peers=peers),
         ),
     }
-    tables |= {name: (title, lambda rows=rows: rows(top, quick=quick)) for name, (title, rows) in layers.TABLES.items()}
-    for name, (title, rows) in tables.items():
+    for name, (title, rows) in layers.TABLES.items():
+        tables[name] = (title, functools.partial(rows, top, quick=quick))
+    for name, (title, make_rows) in tables.items():
         if name in only:
             try:
-                figures[name] = table(title, rows())
+                figures[name] = table(title, make_rows())
             except Exception as error:  # the other tables are worth having
                 traceback.print_exc()
                 figures[name] = {"failed": str(error)}

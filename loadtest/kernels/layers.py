@@ -27,8 +27,9 @@ def row(name: str, size: int, make: Callable[[], Call], torchs: Callable[[], Cal
     """One line: `make` gives a call that moves `size` bytes through buffers of its own, `torchs` torch's like it."""
     sets = sets_for(size, 64)
     us = graph_us([make() for _ in range(sets)])
-    found = {"case": name, "us": us, "floor_us": top.floor_us(size), "gbps": size / us / 1e3}
-    found["of_ceiling"] = found["gbps"] / top.read_gbps
+    gbps = size / us / 1e3
+    found: Row = {"case": name, "us": us, "floor_us": top.floor_us(size), "gbps": gbps}
+    found["of_ceiling"] = gbps / top.read_gbps
     if torchs:
         found["torch_us"] = graph_us([torchs() for _ in range(sets)])
     return found
@@ -60,7 +61,9 @@ def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         cos, sin = random(tokens, HEAD_SIZE), random(tokens, HEAD_SIZE)
         k_cache, v_cache = (random(-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(2))
         slots = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
-        norms = {"q_norm": random(HEAD_SIZE), "k_norm": random(HEAD_SIZE), "eps": 1e-6} if normed else {}
+        norms: dict[str, Any] = (
+            {"q_norm": random(HEAD_SIZE), "k_norm": random(HEAD_SIZE), "eps": 1e-6} if normed else {}
+        )
         return lambda: ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots, **norms)
 
     def write(tokens: int) -> Call:

@@ -27,8 +27,8 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
-    from vllm.inputs import TokensPrompt  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     jobs = [json.loads(line) for line in args.requests.read_text().splitlines()]
     begin = time.perf_counter()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -37,8 +39,9 @@ def test_data_survives_a_stop_and_a_crash(tmp_path: Path, how: signal.Signals) -
     folder = tmp_path / ("deep" * 30)  # far too long for a socket of its own
     with EmbeddedRedis(folder) as server, redis.Redis.from_url(server.url) as client:
         client.set("kept", 1)
-        assert server.pid is not None
-        os.kill(server.pid, how)
+        pid = server.pid
+        assert pid is not None
+        os.kill(pid, how)
         while server.pid is not None:
             time.sleep(0.01)
         server.start()
@@ -51,8 +54,8 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch: py
     with pytest.raises(EmbeddedRedisError, match=r"(?i)bad file format|aof|append") as caught, EmbeddedRedis(tmp_path):
         pass
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(embedded_redis.shutil, "which", lambda _: None)
-    monkeypatch.setattr(embedded_redis.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EmbeddedRedisError, match="no redis-server"):
         EmbeddedRedis()
 
@@ -114,7 +117,7 @@ def test_the_sweep_leaves_folders_that_others_could_have_made(tmp_path: Path, mo
 
     open_to_all, ours = left("open", 0o755), left("ours", 0o700)
     uid = os.geteuid()
-    monkeypatch.setattr(embedded_redis.os, "geteuid", lambda: uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     embedded_redis._sweep(tmp_path)
     assert ours.exists()  # another user's
     monkeypatch.undo()

@@ -122,7 +122,7 @@ def test_a_table_is_as_strict_as_the_rest(tmp_path: Path, text: str, says: str) 
 
 
 def test_a_variable_of_no_program_is_named() -> None:
-    programs = [EngineConfig, GatewayConfig, ServeConfig]
+    programs: list[type[msgspec.Struct]] = [EngineConfig, GatewayConfig, ServeConfig]
     fine = {"QUIRE_MAX_SEQS": "1", "QUIRE_PORT": "1", "QUIRE_GATEWAYS": "2", "PATH": "/bin"}
     assert settings.unknown_variable(fine, programs) is None
     says = settings.unknown_variable({**fine, "QUIRE_MAX_SEQ": "1"}, programs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -31,8 +31,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def start(endpoint: str, sample: float = 1.0, **environ: str) -> Tracing:
-    return Tracing.start("quire-test", "t0", endpoint, sample, environ)
+def start(endpoint: str, sample: float = 1.0, environ: Mapping[str, str] | None = None) -> Tracing:
+    return Tracing.start("quire-test", "t0", endpoint, sample, environ or {})
 
 
 def test_off_without_an_endpoint() -> None:
@@ -92,10 +92,10 @@ def test_the_standard_variables_count(collector: Collector, monkeypatch: pytest.
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert start("", **variables).begin("chat m", "", time.monotonic()) is None
+    assert start("", environ=variables).begin("chat m", "", time.monotonic()) is None
     monkeypatch.delenv("OTEL_TRACES_SAMPLER")
     del variables["OTEL_TRACES_SAMPLER"]
-    tracer = start("", **variables)
+    tracer = start("", environ=variables)
     tracer.add("queue", PARENT, 0.0, 1.0, {})
     tracer.close()
     assert [span.service for span in collector.spans] == ["mine"]

@@ -11,6 +11,7 @@ import pytest
 from engine.core.blocks import AccountingError
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, State
+from engine.wire.messages import FinishReason
 from tests.core.test_scheduler import Rig
 
 SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}
@@ -152,7 +153,11 @@ def test_a_late_stop_ends_a_swapped_sequence() -> None:
             rig.add([5 + i] * 8, 40, seed=seed * 3 + i, stop_token_ids=list(range(0, 50, 9)))
         original = rig.core._end
 
-        def spy(seq: Sequence, reason: str, original: Callable[[Sequence, str], None] = original) -> None:
+        def spy(
+            seq: Sequence,
+            reason: FinishReason | None,
+            original: Callable[[Sequence, FinishReason | None], None] = original,
+        ) -> None:
             nonlocal ended
             ended += bool(seq.host)
             original(seq, reason)
@@ -201,7 +206,7 @@ def test_the_least_urgent_yields_though_others_came_later() -> None:
         original(seq)
         victims.append(seq.request.id)
 
-    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign, assignment]
     rig.run()
     assert victims[:2] == [low[1], low[0]]
     ended = [delta.id for delta in rig.deltas if delta.finish]
@@ -239,7 +244,7 @@ def test_only_what_was_computed_before_counts_as_recomputed() -> None:
         original(seq)
         lost.append(seq.recompute_tokens)
 
-    rig.core.preemption.preempt = spy  # type: ignore[method-assign]
+    rig.core.preemption.preempt = spy  # type: ignore[method-assign, assignment]
     rig.run()
     assert lost
     assert rig.core.report.totals.recomputed_tokens == sum(lost)

@@ -95,7 +95,7 @@ class Rig:
             assert any(seq.request.tenant != victim.request.tenant for seq in self.core.waiting)
             original(victim)
 
-        self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign]
+        self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign, assignment]
 
     def crash(self) -> None:
         """The engine dies with all it knew; a new one gets what was said."""
@@ -322,8 +322,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int,
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
-        who = {"salt": salt, "deadline": deadline, "priority": priority, "tenant": tenant[0], "weight": tenant[1]}
-        what = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
+        who: dict[str, Any] = {
+            "salt": salt,
+            "deadline": deadline,
+            "priority": priority,
+            "tenant": tenant[0],
+            "weight": tenant[1],
+        }
+        what: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
         self.rig.add(prefix + tail, new, n=n, **what, **who)
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.executor.models import builtin
 from engine.executor.models.hf import load_model
@@ -61,7 +61,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*args: object, **options: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(builtin.PreTrainedTokenizerFast, "save_pretrained", fail)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
     with pytest.raises(OSError, match="disk full"):
         builtin.builtin(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

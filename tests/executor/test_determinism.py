@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,10 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(checkpoint: Checkpoint, 
         driver.add(prompt, None, chunk=chunk, targets=True)
         for mate in range(mates):
             driver.add(words(5 + 9 * mate, mate), Sampling(temperature=1.0, seed=mate), chunk=3 + mate)
-        found = []
+        found: list[torch.Tensor] = []
         while driver.rows[0].computed < len(prompt):
             driver.step()
-            count = min(chunk, len(prompt) - 1 - sum(map(len, found)))
+            count = min(chunk, len(prompt) - 1 - sum(len(logits) for logits in found))
             samples = len(driver.worker.logits) - count
             found.append(driver.worker.logits[samples:])
         return torch.cat(found)
@@ -120,9 +121,8 @@ def test_what_cannot_be_promised_is_refused(checkpoint: Checkpoint, tmp_path: Pa
 
     with pytest.raises(UnsupportedModel, match=r"--deterministic: on a GPU .*; --device cpu can"):
         load(checkpoint("llama"), "cuda")
-    experts = make_checkpoint(
-        tmp_path / "mixtral", "mixtral", **FAMILIES["llama"], num_local_experts=4, num_experts_per_tok=2
-    )
+    shape: dict[str, Any] = {**FAMILIES["llama"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = make_checkpoint(tmp_path / "mixtral", "mixtral", **shape)
     with pytest.raises(
         UnsupportedModel, match=r"mixtral: --deterministic: model\.layers\.0\.mlp\..* is the weight of a product"
     ):

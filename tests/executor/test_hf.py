@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
+from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf
@@ -27,7 +28,7 @@ def load(directory: Path, **options: object) -> hf.LoadedModel:
 
 def plain(directory: Path) -> PreTrainedModel:
     """The model as transformers made it: with every module the probe is to see."""
-    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=hf.NAME).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention.NAME).eval()
 
 
 @pytest.fixture
@@ -106,7 +107,9 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "v
 def test_the_probe_sees_what_attention_is_asked_for(family: str, changes: dict[str, object], reason: str) -> None:
     """Architectures that do go through the interface, but ask it for something that is not implemented."""
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config_of(family, **(SMALL | changes)), attn_implementation=hf.NAME)
+        model = AutoModelForCausalLM.from_config(
+            config_of(family, **(SMALL | changes)), attn_implementation=attention.NAME
+        )
     with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
         hf.probe(model.eval())
 
@@ -141,7 +144,7 @@ def test_kv_bytes_of_opt_13b_from_its_config() -> None:
         hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20480, word_embed_proj_dim=5120
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     assert bytes_per_token(hf.probe(model)[0], torch.float16) == 819_200
 
 

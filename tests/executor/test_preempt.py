@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -46,14 +47,16 @@ class Witness:
 @pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str, caching: bool, depth: int) -> None:
+def test_every_byte_comes_back(
+    checkpoint: Callable[[str], Path], kv_dtype: Literal["auto", "e4m3"], caching: bool, depth: int
+) -> None:
     """A25, greedy and sampled, siblings included.  Freed blocks are NaN, so a block lost on the way shows.
 
     `depth` 2: planned ahead, as on a GPU."""
     rng = random.Random(1)
     prompts = [rng.choices(range(3, VOCAB), k=rng.randrange(20, 60)) for _ in range(8)]
 
-    def answers(**options: object) -> tuple[LLM, Witness, list[list[int]]]:
+    def answers(**options: Any) -> tuple[LLM, Witness, list[list[int]]]:
         config = EngineConfig(
             model=str(checkpoint("llama")),
             dtype="float32",
@@ -62,12 +65,12 @@ def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str,
             max_model_len=160,
             max_seqs=8,
             step_tokens=64,
-            kv_dtype=kv_dtype,  # type: ignore[arg-type]
+            kv_dtype=kv_dtype,
             prefix_cache=caching,
             admission="none",
             poison_free_blocks=True,
             check_books=True,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         executor = LocalExecutor(config)
         executor.depth = depth
@@ -89,8 +92,9 @@ def test_every_byte_comes_back(checkpoint: Callable[[str], Path], kv_dtype: str,
 
 
 def test_no_memory_set_aside_means_recompute(checkpoint: Callable[[str], Path]) -> None:
-    for options in ({"swap_memory_gib": 0.0}, {"preempt": "recompute"}):
-        config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, threads=1, **options)  # type: ignore[arg-type]
+    cases: list[dict[str, Any]] = [{"swap_memory_gib": 0.0}, {"preempt": "recompute"}]
+    for options in cases:
+        config = EngineConfig(model=str(checkpoint("llama")), kv_blocks=80, threads=1, **options)
         executor = LocalExecutor(config)
         assert executor.host_blocks == 0
         assert executor.swap_bytes_per_s == 0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,11 @@ def test_what_is_put_arrives(device: str) -> None:
     staging = Staging(capacity=200, steps=2, device=torch.device(device))
     first = None
     for turn in range(7):
-        values = [np.arange(5) + turn, np.full((3, 2), turn, np.int32), np.arange(3, dtype=np.float32)]
+        values: list[np.ndarray[Any, Any]] = [
+            np.arange(5) + turn,
+            np.full((3, 2), turn, np.int32),
+            np.arange(3, dtype=np.float32),
+        ]
         giant = np.arange(100) * turn
         staging.begin()
         there = [staging.put(value) for value in values] + [staging.put(giant)]

@@ -64,7 +64,7 @@ def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
     monkeypatch.setattr(worker, "Graphs", Replayed)
     monkeypatch.setattr(worker, "Where", object)
     monkeypatch.setattr(Replayed, "recorded", [], raising=False)
-    attention = ops.paged_attention
+    attention: Callable[..., None] = ops.paged_attention
 
     def without_padding(q: Any, *rest: Any, **options: Any) -> None:
         """The CPU's kernel takes no padding behind the last slice."""

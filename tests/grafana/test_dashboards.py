@@ -8,12 +8,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from grafana.__main__ import FOLDER, main
-from tests.grafana.prometheus import ALERTS, ROOT, Prometheus, scraped, tool
+from tests.grafana.prometheus import ALERTS, Prometheus, scraped, tool
+from tests.system.processes import ROOT
 
 WINDOW = "10s"  # for Grafana's $__rate_interval: ten scrapes
 LIMIT_S = 75.0  # for queries without an answer
@@ -63,7 +65,7 @@ def panel_queries() -> dict[tuple[str, str, str], str]:
     return found
 
 
-def rules() -> list[dict[str, str]]:
+def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 

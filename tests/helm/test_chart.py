@@ -19,7 +19,7 @@ from service.config import GatewayConfig
 from tests.helm.chart import CHART, VALUES, config, config_text, notes, only, pods, rendered, values
 
 ROOT = CHART.parent
-PROGRAMS = {"gateway": GatewayConfig, "engine": EngineConfig}
+PROGRAMS: dict[str, type[EngineConfig] | type[GatewayConfig]] = {"gateway": GatewayConfig, "engine": EngineConfig}
 KUBERNETES = ("1.27", "1.31", "1.37")  # the oldest that Chart.yaml allows, one between, the newest known here
 # Kinds that Kubernetes itself does not know -> where their models are.
 OPERATORS = {
@@ -100,7 +100,7 @@ def test_the_config_file_is_read_by_both_programs(name: str, tmp_path: Any) -> N
     (file := tmp_path / "quire.toml").write_text(config_text(manifests))
     read = config(manifests)
     for component, cls in PROGRAMS.items():
-        got = settings.parse(cls, ["--config", str(file)], {}, table=component)
+        got: EngineConfig | GatewayConfig = settings.parse(cls, ["--config", str(file)], {}, table=component)
         for key, value in values(name).get(component, {}).get("config", {}).items():
             assert getattr(got, key) == value
         assert (got.model, got.namespace) == (read["model"], read["namespace"])
@@ -173,7 +173,7 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
 
     before = sums({})
     assert sums({}) == before
-    for changes, changed in [
+    cases: list[tuple[dict[str, Any], list[bool]]] = [
         ({"gateway": {"config": {"max_n": 3}}}, [True, False]),
         ({"engine": {"config": {"max_seqs": 3}}}, [False, True]),
         ({"model": {"name": "other/model"}}, [True, True]),
@@ -181,7 +181,8 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
         ({"logs": {"format": "text"}}, [True, True]),
         ({"traces": {"sample": 0.5}}, [True, True]),
         ({"traces": {"prompts": True}}, [True, False]),
-    ]:
+    ]
+    for changes, changed in cases:
         assert [a != b for a, b in zip(before, sums(changes), strict=True)] == changed, changes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, cast
 
 import torch
 
@@ -85,7 +86,7 @@ class Batch:
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **cast(dict[str, Any], moved))
 
 
 def make_batch(

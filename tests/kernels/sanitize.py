@@ -36,7 +36,7 @@ def main() -> None:
     ):
         shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
         dtype = torch.float16 if window else torch.bfloat16
-        batch = make_batch(LENS, QUERIES, **shape, dtype=dtype, e4m3=e4m3)  # type: ignore[arg-type]
+        batch = make_batch(LENS, QUERIES, **shape, dtype=dtype, e4m3=e4m3)
         out = batch.to("cuda").attend(window, soft_cap, decodes=4)
         wrong = error(out, reference(batch, window, soft_cap))
         print(

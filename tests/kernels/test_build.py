@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.executor import kernels_build, ops
 from engine.executor.errors import ModelLoadError
@@ -113,9 +114,9 @@ def test_only_torchs_thread_pool_is_used() -> None:
 def test_a_gpu_without_a_cuda_compiler_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_build.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels_build.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(kernels_build.torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(kernels_build, "CUDA_PLACES", [])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -137,7 +137,7 @@ def test_any_lengths(
 def test_blocks_shared_by_sequences() -> None:
     """A common prefix: two rows of the table name the same blocks."""
     batch = decodes([64, 80, 64], block_size=16, dim=128, dtype=torch.bfloat16)
-    a, b = batch.rows[0].item(), batch.rows[2].item()
+    a, b = int(batch.rows[0]), int(batch.rows[2])
     batch.tables[b, :4] = batch.tables[a, :4]
     batch.keys[2], batch.values[2] = batch.keys[0], batch.values[0]
     assert_close(batch)

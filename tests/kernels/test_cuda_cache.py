@@ -127,4 +127,4 @@ def test_shapes_and_devices_are_checked() -> None:
         ops.block_fill([caches[0].cpu()], torch.tensor([1], device=CUDA), 0.0)
     key = torch.zeros(4, 3, 80, device=CUDA)
     with pytest.raises(ValueError, match="k_cache: dtype is Float, key has Half"):
-        ops.kv_write(key.half(), key.half(), *caches, torch.arange(4, device=CUDA))
+        ops.kv_write(key.half(), key.half(), caches[0], caches[1], torch.arange(4, device=CUDA))

@@ -46,7 +46,7 @@ def test_every_head_size_and_dtype(dtype: torch.dtype, dim: int, e4m3: bool) -> 
 def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_heads: int, e4m3: bool) -> None:
     lens, queries = [1, 40, 300, 64, 190], [1, 40, 1, 3, 117]
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": 128, "block_size": block_size}
-    assert_close(make_batch(lens, queries, **shape, e4m3=e4m3, dtype=torch.bfloat16))  # type: ignore[arg-type]
+    assert_close(make_batch(lens, queries, **shape, e4m3=e4m3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0, 50.0])
@@ -120,8 +120,13 @@ def test_any_mix_of_decodes_and_chunks(
     queries = [1] * len(decodes) + [min(n, length) for length, n in chunks]
     heads, kv_heads, dim = shape
     batch = make_batch(
-        *(lens, queries),
-        **{"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "seed": seed},
+        lens,
+        queries,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        block_size=block_size,
+        seed=seed,
         dtype=torch.bfloat16,
         e4m3=e4m3,
     )

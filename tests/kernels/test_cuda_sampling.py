@@ -65,11 +65,13 @@ def wishes(rng: random.Random, vocab: int) -> Sampling:
 
 
 def banks(samplers: list[Sampler], vocab: int) -> tuple[SamplerBank, SamplerBank]:
-    made = tuple(SamplerBank(max_seqs=len(samplers), vocab_size=vocab, device=torch.device(d)) for d in ("cpu", "cuda"))
-    for bank in made:
-        for row, sampler in enumerate(samplers):
-            bank.seat(row, sampler)
-    return made
+    def bank(device: str) -> SamplerBank:
+        made = SamplerBank(max_seqs=len(samplers), vocab_size=vocab, device=torch.device(device))
+        for slot, sampler in enumerate(samplers):
+            made.seat(slot, sampler)
+        return made
+
+    return bank("cpu"), bank("cuda")
 
 
 def choose(bank: SamplerBank, logits: Tensor, seats: Tensor, known: Tensor) -> tuple[list[int], list[int]]:

@@ -155,7 +155,9 @@ def test_clients_that_come_when_it_is_their_turn_prove_the_server_right(asked: l
             records.append(record(at, attempts=[Attempt(free, 200)]))
         free += takes
     for (i, j), pause in needed_pauses(records, []).items():
-        assert pause <= records[i].attempts[j].announced_s + 1e-6
+        announced_s = records[i].attempts[j].announced_s
+        assert announced_s is not None
+        assert pause <= announced_s + 1e-6
 
 
 def test_a_pause_below_the_smallest_there_is_is_no_error() -> None:

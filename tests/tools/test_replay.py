@@ -227,7 +227,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path) -> No
     executor = Ends(40, 1)
     flight = recorder.Recorder(tmp_path / "log", recorder.header(config("none"), executor), 1 << 20)
     flight._file._file.close()
-    flight._file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    flight._file._file = open("/dev/full", "wb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
     for _ in range(3):
         flight.observe(TURN)
     flight.close()

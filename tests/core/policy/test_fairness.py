@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,13 +19,13 @@ from tests.core.test_scheduler import FAR, Rig
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5, "d": 0.3}
 
 
-def holder(tenant: str, blocks: int, order: int, *, priority: int = 0, **more: object) -> Sequence:
+def holder(tenant: str, blocks: int, order: int, *, priority: int = 0, **more: Any) -> Sequence:
     request = Generate(
         f"r{order}", "gw", [1], 1, Sampling(), FAR, tenant=tenant, weight=WEIGHTS[tenant], priority=priority
     )
     return Sequence(
         request, 0, (order, 0), frozenset(), 10, [1], table=list(range(blocks)), state=State.DECODING, **more
-    )  # type: ignore[arg-type]
+    )
 
 
 HOLDERS = st.lists(
@@ -210,7 +211,7 @@ def restarts_a_grown_sequence(seed: int) -> bool:
         if rng.random() < 0.4:
             tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
             prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
-            kind = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
+            kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
             rig.add(prompt, rng.randrange(1, 30), n=rng.choice([1, 2, 3]), ignore_eos=True, **kind)
         grown.clear()
         if rig.submit():

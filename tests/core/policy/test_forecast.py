@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.core.policy.admission_forecast import CAUTION
 from engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
 from engine.tools import simulate
+from engine.tools.trace import Job, burst, read_trace
 from tests.core.pace import python_s
 
 
@@ -179,7 +180,8 @@ def test_the_bound_is_passed_rarely(count: int) -> None:
         rng = random.Random(1000 * count + seed)
         lengths = learned(165, 3000, seed).lengths("")
         truth = sorted(min(lognormal(rng, 165), 1300) for _ in range(20_000))
-        demand, running = Demand(16, CAUTION), []
+        demand = Demand(16, CAUTION)
+        running: list[tuple[int, int]] = []
         while len(running) < count:
             length, prompt = truth[rng.randrange(len(truth))], lognormal(rng, 77)
             if rng.random() < length / 1300:  # long ones are met running more often
@@ -219,7 +221,7 @@ def table(known: bool) -> dict[str, list[simulate.Report]]:
     reports: dict[str, list[simulate.Report]] = {}
     for mode in SHARING:
         for seed in range(3):
-            jobs = simulate.burst(seed, ends_known=known)
+            jobs = burst(seed, ends_known=known)
             reports.setdefault(mode, []).append(simulate.simulate(jobs, simulate.engine_limits(mode), 512))
             print(simulate.line(mode, seed, reports[mode][-1]))
     return reports
@@ -252,7 +254,7 @@ def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_po
 
 
 def test_reserving_the_worst_case_leaves_most_of_the_pool_empty() -> None:
-    report = simulate.simulate(simulate.burst(0)[:200], simulate.engine_limits("reserve"), 512)
+    report = simulate.simulate(burst(0)[:200], simulate.engine_limits("reserve"), 512)
     print(simulate.line("reserve", 0, report))
     assert report.preemptions == 0
     assert report.utilisation < 0.5
@@ -260,7 +262,7 @@ def test_reserving_the_worst_case_leaves_most_of_the_pool_empty() -> None:
 
 def test_a_cold_start_into_a_burst_ends_in_no_storm() -> None:
     """No history at all: the prior is on the safe side."""
-    report = simulate.simulate(simulate.burst(1, rest_s=0.001), simulate.engine_limits("forecast"), 512)
+    report = simulate.simulate(burst(1, rest_s=0.001), simulate.engine_limits("forecast"), 512)
     print(simulate.line("forecast", 1, report))
     assert report.preemptions <= 2
 
@@ -271,7 +273,7 @@ def test_when_outputs_become_four_times_as_long_there_is_no_storm() -> None:
     jobs = []
     for i in range(500):
         output = min(lognormal(rng, 60 if i < 250 else 240), 1024)
-        jobs.append(simulate.Job(lognormal(rng, 77), output, at := at + rng.expovariate(12 if i < 250 else 6), 1024))
+        jobs.append(Job(lognormal(rng, 77), output, at := at + rng.expovariate(12 if i < 250 else 6), 1024))
     reports = {mode: simulate.simulate(jobs, simulate.engine_limits(mode), 512) for mode in ("forecast", "watermark")}
     for mode, report in reports.items():
         print(simulate.line(mode, 8, report))
@@ -283,7 +285,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
     assert simulate.efficiency(3, 12) == 0.25
     assert simulate.efficiency(0, 0) == 1.0
     # 16 to 31 tokens computed, a step for each: 1 block in the first of 16 steps, then 2, of the 8 it may come to.
-    one = [simulate.Job(prompt_len=16, output_len=16, max_tokens=112)]
+    one = [Job(prompt_len=16, output_len=16, max_tokens=112)]
     cases: list[tuple[simulate.Mode, float, float]] = [
         ("none", 31 / 16 / 8, (16 / 16 + sum(range(17, 32)) / 32) / 16),
         ("static", 1.0, sum(range(16, 32)) / 128 / 16),
@@ -297,7 +299,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
 def test_static_allocation_wastes_what_paging_saves() -> None:
     """On the ShareGPT-like trace, where every request may say 2,048 tokens."""
     trace = Path(__file__).resolve().parents[3] / "loadtest" / "traces" / "sharegpt_like.jsonl"
-    jobs = simulate.read_trace(trace, max_tokens=2048, rate=20.0)[:200]
+    jobs = read_trace(trace, max_tokens=2048, rate=20.0)[:200]
     reports = {mode: simulate.simulate(jobs, simulate.engine_limits(mode), 2048) for mode in ("forecast", "static")}
     for mode, report in reports.items():
         print(simulate.line(mode, 0, report))
@@ -308,18 +310,19 @@ def test_static_allocation_wastes_what_paging_saves() -> None:
 
 
 def test_sim_reads_a_trace_and_names_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = {"at_s": 0.0, "prompt_len": 20, "output_len": 5, "max_tokens": 10, "prefix_len": 16}
+    job: dict[str, object] = {"at_s": 0.0, "prompt_len": 20, "output_len": 5, "max_tokens": 10, "prefix_len": 16}
     good = tmp_path / "good.jsonl"
     good.write_text("\n".join(json.dumps({**job, "at_s": i / 10}) for i in range(8)))
     assert simulate.main(["--trace", str(good), "--kv-blocks", "8"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(simulate.MODES)
     bad = tmp_path / "bad.jsonl"
-    for change, complaint in [
+    cases: list[tuple[dict[str, object], str]] = [
         ({"max_tokens": 4}, "line 2: max_tokens is 4; it must be at least 5"),
         ({"prompt_len": "x"}, r"line 2: Expected `int`, got `str` - at `$.prompt_len`"),
         ({"tokens": 1}, "line 2: Object contains unknown field `tokens`"),
         ({"prefix_len": 21}, "line 2: prefix_len is 21; prompt_len is 20"),
-    ]:
+    ]
+    for change, complaint in cases:
         bad.write_text(f"{json.dumps(job)}\n{json.dumps({**job, **change})}\n")
         assert simulate.main(["--trace", str(bad)]) == 2
         assert complaint in capsys.readouterr().err

@@ -14,6 +14,7 @@ from engine.core.policy.forecast import Lengths
 from engine.core.policy.forecast_accuracy import LEVELS, ForecastAccuracy
 from engine.core.sequence import Sequence, State
 from engine.tools import simulate
+from engine.tools.trace import burst
 from tests.core.test_scheduler import Rig
 
 
@@ -94,7 +95,7 @@ def test_what_a_cohort_came_to_is_what_its_tables_held(seed: int) -> None:
 
 
 def test_the_burst_comes_out_as_predicted() -> None:
-    report = simulate.simulate(simulate.burst(1), simulate.engine_limits("forecast"), 512)
+    report = simulate.simulate(burst(1), simulate.engine_limits("forecast"), 512)
     print(report.calibration, report.peaks_passed)
     for share, level, off in zip(report.calibration, LEVELS, (0.1, 0.06, 0.03), strict=True):
         assert share == pytest.approx(level, abs=off)

@@ -87,7 +87,7 @@ def test_a_few_dear_tokens_are_believed_as_soon_as_many_cheap_ones() -> None:
     assert costs.prompt_tokens(32, 1, 2.0) == 2
     for _ in range(10):  # three that take next to nothing say little
         costs.step(0.0201, 32, 3)
-    assert costs.prompt_tokens(32, 1, 2.0) <= 3
+    assert costs.prompt_tokens(32, 1, 2.0) in (1, 2, 3)
 
 
 @given(st.lists(st.tuples(st.floats(1e-5, 10), st.integers(0, 300), st.integers(0, 9000)), max_size=100))
