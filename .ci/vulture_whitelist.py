@@ -66,5 +66,4 @@ _.CHOSEN
 
 # Used by tests only today. Remove the code, or say here why it stays.
 _.rms_norm_  # engine/executor/ops.py
-_.sample_rows  # engine/executor/batch.py
 _.weight_bytes  # loadtest/roofline.py

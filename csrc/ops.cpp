@@ -9,10 +9,11 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(quire, m) {
-  // key, value [T, Hkv, D] · caches [blocks, Hkv, block_size, D] · slots [T] i64 = block * block_size + offset,
+  // key, value [T, Hkv, D] · caches [blocks, Hkv, block_size, D] · kv_indices [T] i64 = block * block_size + offset,
   // -1: skip the token
   m.def(
-      "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? scales) -> ()");
+      "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_indices, "
+      "Tensor? scales) -> ()");
 
   // q, out [T, H, D] · caches as above · tables [max_rows, max_blocks] i32 · rows [S] i32, a row of tables each ·
   // q_start [S + 1] i32, sequence s owns q[q_start[s]:q_start[s + 1]] · lens [S] i32, keys including this step's.
@@ -74,35 +75,35 @@ TORCH_LIBRARY(quire, m) {
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 
-  // qkv [T, H + 2 * Hkv, D]: queries are rotated in place, rotated keys and the values go to their slots · cos, sin
-  // [T, D] · caches, slots and scales as in kv_write.  Number i of a head turns with number i + D / 2.  q_norm, k_norm
+  // qkv [T, H + 2 * Hkv, D]: queries are rotated in place, rotated keys and the values go to their kv_indices · cos, sin
+  // [T, D] · caches, kv_indices and scales as in kv_write.  Number i of a head turns with number i + D / 2.  q_norm, k_norm
   // [D]: rms_norm of each query and key head before it turns, rounded to the dtype of qkv
   m.def(
-      "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, "
+      "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor kv_indices, "
       "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales) -> ()");
 
-  // The mirror of the seats, on the device: one row of tables, one token and one position for each.  seats [n] i32 names
+  // The mirror of the slots, on the device: one row of tables, one token and one position for each.  slots [n] i32 names
   // the decoding ones, in the order of the step; -1 is padding.
 
   // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  No place is named twice
   m.def("apply_edits(Tensor edits, Tensor(a!) tables) -> ()");
 
-  // token, position [max_rows] i64: what each seat computes next · tables [max_rows, max_blocks] i32 · ids, positions,
-  // slots [n] i64 and rows, lens [n] i32: the step's.  Padding, and a seat past the end of its table: id 0, position 0,
-  // slot -1, row 0, lens 0
+  // token, position [max_rows] i64: what each slot computes next · tables [max_rows, max_blocks] i32 · ids, positions,
+  // kv_indices [n] i64 and rows, lens [n] i32: the step's.  Padding, and a slot past the end of its table: id 0, position 0,
+  // kv_index -1, row 0, lens 0
   m.def(
-      "decode_inputs(Tensor seats, Tensor token, Tensor position, Tensor tables, int block_size, Tensor(a!) ids, "
-      "Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) rows, Tensor(e!) lens) -> ()");
+      "decode_inputs(Tensor slots, Tensor token, Tensor position, Tensor tables, int block_size, Tensor(a!) ids, "
+      "Tensor(b!) positions, Tensor(c!) kv_indices, Tensor(d!) rows, Tensor(e!) lens) -> ()");
 
-  // tokens [n] i64, sampled: token[seats[i]] = tokens[i], position[seats[i]] += 1.  No seat is named twice
-  m.def("decode_outputs(Tensor seats, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
+  // tokens [n] i64, sampled: token[slots[i]] = tokens[i], position[slots[i]] += 1.  No slot is named twice
+  m.def("decode_outputs(Tensor slots, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
 
-  // One token for each row of logits [N, V], by the rules of sampling_rules.h.  seats [N] i64: the row of `table` each samples for, or
+  // One token for each row of logits [N, V], by the rules of sampling_rules.h.  slots [N] i64: the row of `table` each samples for, or
   // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
   // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where none is chosen · outcome [N] u8:
   // kChosen, kNotFinite or kNothingAllowed of sampling_rules.h.
   // general false: the likeliest token of each row's raw logits, `table` is not read and nothing is counted.
   m.def(
-      "sample(Tensor logits, Tensor seats, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
+      "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");
 }

@@ -35,7 +35,7 @@ constexpr uint32_t kForbidden = 1u << 29;  // not among the allowed ids
 constexpr uint32_t kCount = kForbidden - 1;
 
 // A row of `table`: the sampling settings of one sequence.  Written by engine/executor/sampling.py (RECORD).
-struct alignas(8) Seat {
+struct alignas(8) Settings {
   int64_t seed;
   uint32_t* marks;    // [V], 16-byte aligned; null: no penalties, masks or stop ids
   const float* bias;  // [V] added to the logits, 16-byte aligned; null: none
@@ -48,7 +48,7 @@ struct alignas(8) Seat {
   float min_p;         // 0: off
   float repetition, presence, frequency;
 };
-static_assert(sizeof(Seat) == 64);
+static_assert(sizeof(Settings) == 64);
 
 // weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.  kRounding is a half less one bit, so that 2^-31
 // is the first w to be rounded up, even where the sum itself rounds.
@@ -57,7 +57,7 @@ constexpr float kRounding = 0x1.fffffep-2f;
 
 // A logit after penalties, bias and masks, in that order.  Never -0, so that equal logits have equal bits.
 // Each operation is rounded on its own: fused ones would round differently from device to device.
-QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Seat& seat, bool early) {
+QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& settings, bool early) {
 #ifdef __CUDA_ARCH__
   const auto mul = [](float a, float b) { return __fmul_rn(a, b); };
   const auto div = [](float a, float b) { return __fdiv_rn(a, b); };
@@ -71,8 +71,8 @@ QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Seat& seat
 #endif
   if (mark != 0) {
     const uint32_t count = mark & kCount;
-    if (count != 0 || (mark & kInPrompt)) x = x > 0 ? div(x, seat.repetition) : mul(x, seat.repetition);
-    if (count != 0) x = sub(sub(x, mul(seat.frequency, static_cast<float>(count))), seat.presence);
+    if (count != 0 || (mark & kInPrompt)) x = x > 0 ? div(x, settings.repetition) : mul(x, settings.repetition);
+    if (count != 0) x = sub(sub(x, mul(settings.frequency, static_cast<float>(count))), settings.presence);
     if ((mark & kForbidden) || (early && (mark & kStop))) return -std::numeric_limits<float>::infinity();
   }
   return add(x, bias);

@@ -1,4 +1,4 @@
-// What a step does to the mirror of the seats: the tables that say where each sequence's keys are, the token each seat
+// What a step does to the mirror of the slots: the tables that say where each sequence's keys are, the token each slot
 // computes next, and its position.  csrc/ops.cpp has the shapes.
 
 #pragma once
@@ -8,7 +8,7 @@
 namespace quire::cpu {
 
 struct Tables {
-  int32_t* data;  // [rows, columns], a row of block ids for each seat
+  int32_t* data;  // [rows, columns], a row of block ids for each slot
   int64_t stride, columns;
 };
 
@@ -18,16 +18,16 @@ void apply_edits(const int32_t* edits, int64_t count, Tables tables);
 struct DecodeInputs {
   int64_t* ids;
   int64_t* positions;
-  int64_t* slots;
+  int64_t* kv_indices;
   int32_t* rows;
   int32_t* lens;
 };
 
-// One decoding token of each seat.  A seat that is negative, or stands past its table, is padding: 0, 0, -1, 0, 0.
-void decode_inputs(const int32_t* seats, int64_t count, const int64_t* token, const int64_t* position, Tables tables,
+// One decoding token of each slot.  A slot that is negative, or stands past its table, is padding: 0, 0, -1, 0, 0.
+void decode_inputs(const int32_t* slots, int64_t count, const int64_t* token, const int64_t* position, Tables tables,
                    int64_t block_size, DecodeInputs out);
 
-// The sampled tokens become the seats' next ones, one position on.  Seats < 0 are padding.
-void decode_outputs(const int32_t* seats, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position);
+// The sampled tokens become the slots' next ones, one position on.  Slots < 0 are padding.
+void decode_outputs(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position);
 
 }  // namespace quire::cpu

@@ -13,9 +13,9 @@ constexpr int64_t kWorthSharing = 64 << 10;
 
 namespace {
 
-// store(to, from, head of 2 * kv_heads) for the key and value row of every head of every token that has a slot.
+// store(to, from, head of 2 * kv_heads) for the key and value row of every head of every token with kv_indices[t] >= 0.
 template <class Store>
-void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
                 int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads, const Store& store) {
   constexpr int64_t kTokensPerItem = 16;
   const int64_t items = (tokens + kTokensPerItem - 1) / kTokensPerItem;
@@ -24,8 +24,8 @@ void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, co
     for (int64_t item; tickets.take(item);) {
       const int64_t end = std::min(tokens, (item + 1) * kTokensPerItem);
       for (int64_t t = item * kTokensPerItem; t < end; ++t) {
-        if (slots[t] < 0) continue;
-        const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+        if (kv_indices[t] < 0) continue;
+        const int64_t block = kv_indices[t] / block_size, offset = kv_indices[t] % block_size;
         char* k = k_cache.data + block * k_cache.block_stride + offset * row_bytes;
         char* v = v_cache.data + block * v_cache.block_stride + offset * row_bytes;
         for (int64_t h = 0; h < kv_heads; ++h) {
@@ -40,15 +40,15 @@ void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, co
 
 }  // namespace
 
-void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads) {
-  write_rows(key, value, k_cache, v_cache, slots, tokens, kv_heads, block_size, row_bytes, threads,
+  write_rows(key, value, k_cache, v_cache, kv_indices, tokens, kv_heads, block_size, row_bytes, threads,
              [&](char* to, const char* from, int64_t) { std::memcpy(to, from, row_bytes); });
 }
 
 template <class T>
 void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
-                   const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                   const int64_t* kv_indices, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
                    int threads) {
   const auto store_row = [&](char* to, const char* from, int64_t head) {
     const Floats scale = broadcast(scales[head]);
@@ -61,7 +61,7 @@ void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache,
       std::memcpy(to + i, out, n);
     }
   };
-  write_rows(key, value, k_cache, v_cache, slots, tokens, kv_heads, block_size, head_size, threads, store_row);
+  write_rows(key, value, k_cache, v_cache, kv_indices, tokens, kv_heads, block_size, head_size, threads, store_row);
 }
 
 template void kv_write_e4m3<float>(TokenRows, TokenRows, Cache, Cache, const float*, const int64_t*, int64_t, int64_t,

@@ -20,16 +20,16 @@ struct TokenRows {
   int64_t token_stride, head_stride;  // bytes
 };
 
-// Writes token t to slot slots[t] = block * block_size + offset of both caches; slots[t] < 0: nowhere.
-// Two tokens must not share a slot.
-void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* slots, int64_t tokens,
+// Writes token t to place kv_indices[t] = block * block_size + offset of both caches; kv_indices[t] < 0: nowhere.
+// Two tokens must not share a place.
+void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
 
 // The same into e4m3 caches: number / scale, rounded to nearest, at most 448.  T: float, bf16 or fp16.
 // scales [2, Hkv], for keys and for values.
 template <class T>
 void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
-                   const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
+                   const int64_t* kv_indices, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
                    int threads);
 
 // In every cache copies block pairs[2i] to block pairs[2i + 1].  No block is written twice, or both read and written.

@@ -138,8 +138,8 @@ void rope_kv_write(const RopeArgs<T>& a) {
       if (a.q_norm) apply_norm(q, q, a.q_norm, norm_scale(sum_of_squares(q, size), size, a.eps), size);
       rotate(q, q, c, s, size, broadcast(1.0f));
     }
-    if (a.slots[t] < 0) return;
-    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+    if (a.kv_indices[t] < 0) return;
+    const int64_t block = a.kv_indices[t] / a.block_size, offset = a.kv_indices[t] % a.block_size;
     Stored* k = reinterpret_cast<Stored*>(a.k_cache.data + block * a.k_cache.block_stride) + offset * size;
     Stored* v = reinterpret_cast<Stored*>(a.v_cache.data + block * a.v_cache.block_stride) + offset * size;
     T normed[kMaxRope];

@@ -38,12 +38,12 @@ struct RopeArgs {
   float eps;
   Cache k_cache, v_cache;
   const float* scales;   // [2, kv_heads] for caches of e4m3
-  const int64_t* slots;  // [tokens]
+  const int64_t* kv_indices;  // [tokens]
   int64_t tokens, heads, kv_heads, size, block_size;
   int threads;
 };
 
-// Rotates the queries of qkv in place, writes the rotated keys and the values to their slots (slots[t] < 0: nowhere).
+// Rotates the queries of qkv in place; writes the rotated keys and the values to kv_indices[t] (< 0: nowhere).
 // Number i of a head turns with number i + size / 2.  With q_norm and k_norm queries and keys go through rms_norm first.
 // Stored: what the caches hold, T or e4m3.
 template <class T, class Stored>

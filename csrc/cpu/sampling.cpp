@@ -12,7 +12,7 @@
 namespace quire::cpu {
 namespace {
 
-using sampling::Seat;
+using sampling::Settings;
 
 constexpr int64_t kBlock = 1024;  // tokens whose kept weights are summed up before the draw walks through one block
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -31,7 +31,7 @@ uint64_t weight(float w) { return static_cast<uint64_t>(w * sampling::kOne + sam
 
 // x[0, size) = the adjusted logits, and kNever after them.
 template <class T>
-void adjust(const T* from, const Seat& seat, int64_t position, int64_t size, std::vector<float>& x) {
+void adjust(const T* from, const Settings& settings, int64_t position, int64_t size, std::vector<float>& x) {
   x.resize((size + kBlock - 1) / kBlock * kBlock);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: no -0
@@ -41,10 +41,11 @@ void adjust(const T* from, const Seat& seat, int64_t position, int64_t size, std
     store(&x[i], load(rest) + Floats{});
   }
   std::fill(x.begin() + size, x.end(), kNever);
-  if (!seat.marks && !seat.bias) return;
-  const bool early = position < seat.min_tokens;
+  if (!settings.marks && !settings.bias) return;
+  const bool early = position < settings.min_tokens;
   for (i = 0; i < size; ++i) {
-    x[i] = sampling::adjusted(x[i], seat.marks ? seat.marks[i] : 0, seat.bias ? seat.bias[i] : 0.0f, seat, early);
+    x[i] = sampling::adjusted(x[i], settings.marks ? settings.marks[i] : 0, settings.bias ? settings.bias[i] : 0.0f,
+                              settings, early);
   }
 }
 
@@ -116,29 +117,29 @@ class Histogram {
   uint64_t sums_[sampling::kBuckets] = {};
 };
 
-float floor_of(const Seat& seat, const std::vector<float>& w, std::vector<float>& in_bucket) {
+float floor_of(const Settings& settings, const std::vector<float>& w, std::vector<float>& in_bucket) {
   Upper kept{0.0f, 0};
-  if (seat.top_k > 0 || seat.top_p < 1) {
+  if (settings.top_k > 0 || settings.top_p < 1) {
     const Histogram histogram(w);
     kept.sum = histogram.total();
-    if (seat.top_k > 0) {
-      const uint64_t k = seat.top_k;
+    if (settings.top_k > 0) {
+      const uint64_t k = settings.top_k;
       kept = histogram.find([k](uint64_t count, uint64_t) { return count >= k; }, in_bucket);
     }
-    if (seat.top_p < 1) {
-      const uint64_t need = sampling::share(seat.top_p, kept.sum);
+    if (settings.top_p < 1) {
+      const uint64_t need = sampling::share(settings.top_p, kept.sum);
       const Upper nucleus = histogram.find([need](uint64_t, uint64_t sum) { return sum >= need; }, in_bucket);
       kept.floor = std::max(kept.floor, nucleus.floor);
     }
   }
-  return std::max(kept.floor, seat.min_p);  // the largest w is 1, so min_p is a floor as it stands
+  return std::max(kept.floor, settings.min_p);  // the largest w is 1, so min_p is a floor as it stands
 }
 
-int64_t draw(const Seat& seat, int64_t position, float peak, Space& space) {
+int64_t draw(const Settings& settings, int64_t position, float peak, Space& space) {
   std::vector<float>& w = space.x;
-  const Floats from = broadcast(peak), scale = broadcast(seat.scale);
+  const Floats from = broadcast(peak), scale = broadcast(settings.scale);
   for (size_t i = 0; i < w.size(); i += kLanes) store(&w[i], exp2((load(&w[i]) - from) * scale));
-  const float floor = floor_of(seat, w, space.in_bucket);
+  const float floor = floor_of(settings, w, space.in_bucket);
 
   space.sums.clear();
   uint64_t total = 0;
@@ -156,7 +157,7 @@ int64_t draw(const Seat& seat, int64_t position, float peak, Space& space) {
     total += sum;
   }
 
-  uint64_t left = sampling::goal(sampling::hash(seat.seed, seat.sibling, position), total);
+  uint64_t left = sampling::goal(sampling::hash(settings.seed, settings.sibling, position), total);
   size_t block = 0;
   while (left >= space.sums[block]) left -= space.sums[block++];
   int64_t token = block * kBlock;
@@ -182,7 +183,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
   if (!a.general) {
     plain(0, a.rows, threads);
     for (int64_t row = 0; row < a.rows; ++row) {
-      if (a.seats[row] < 0) a.tokens[row] = 0, a.outcome[row] = sampling::kChosen;
+      if (a.slots[row] < 0) a.tokens[row] = 0, a.outcome[row] = sampling::kChosen;
     }
     return;
   }
@@ -191,24 +192,25 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
     for (int64_t row; tickets.take(row);) {
       a.tokens[row] = 0;
       a.outcome[row] = sampling::kChosen;
-      if (a.seats[row] < 0) continue;
-      const Seat& seat = a.table[a.seats[row]];
-      if (seat.scale == 0 && !seat.marks && !seat.bias) {
+      if (a.slots[row] < 0) continue;
+      const Settings& settings = a.table[a.slots[row]];
+      if (settings.scale == 0 && !settings.marks && !settings.bias) {
         plain(row, 1, 1);
         continue;
       }
-      const int64_t position = a.known[row] - seat.prompt_len;
-      adjust(logits + row * a.row_stride, seat, position, a.size, space.x);
+      const int64_t position = a.known[row] - settings.prompt_len;
+      adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
         plain(row, 1, 1);  // once more, raw: whose fault is it?
-        if (a.outcome[row] == sampling::kChosen && (seat.marks || seat.bias)) a.outcome[row] = sampling::kNothingAllowed;
+        if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias))
+          a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;
         continue;
       }
-      a.tokens[row] = seat.scale == 0 ? std::find(space.x.begin(), space.x.end(), peak) - space.x.begin()
-                                      : draw(seat, position, peak, space);
-      if (seat.marks) seat.marks[a.tokens[row]] += 1;
+      a.tokens[row] = settings.scale == 0 ? std::find(space.x.begin(), space.x.end(), peak) - space.x.begin()
+                                      : draw(settings, position, peak, space);
+      if (settings.marks) settings.marks[a.tokens[row]] += 1;
     }
   });
 }

@@ -29,17 +29,17 @@ inline BatchSizes check_apply_edits(const at::Tensor& edits, const at::Tensor& t
   return sizes;
 }
 
-inline BatchSizes check_decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::Tensor& position,
+inline BatchSizes check_decode_inputs(const at::Tensor& slots, const at::Tensor& token, const at::Tensor& position,
                                       const at::Tensor& tables, int64_t block_size, const at::Tensor& ids,
-                                      const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& rows,
+                                      const at::Tensor& positions, const at::Tensor& kv_indices, const at::Tensor& rows,
                                       const at::Tensor& lens, const Place& place) {
-  BatchSizes sizes("seats");
+  BatchSizes sizes("slots");
   TORCH_CHECK_VALUE(block_size > 0, "block_size: ", block_size, " is not positive");
   expect_tables(tables, sizes, place);
   expect_plain("token", token, {sizes.max_rows}, at::kLong, place);
   expect_plain("position", position, {sizes.max_rows}, at::kLong, place);
-  expect_plain("seats", seats, {sizes.count}, at::kInt, place);
-  for (const auto& [who, t] : {std::pair{"ids", ids}, {"positions", positions}, {"slots", slots}}) {
+  expect_plain("slots", slots, {sizes.count}, at::kInt, place);
+  for (const auto& [who, t] : {std::pair{"ids", ids}, {"positions", positions}, {"kv_indices", kv_indices}}) {
     expect_plain(who, t, {sizes.count}, at::kLong, place);
   }
   for (const auto& [who, t] : {std::pair{"rows", rows}, {"lens", lens}}) {
@@ -48,12 +48,12 @@ inline BatchSizes check_decode_inputs(const at::Tensor& seats, const at::Tensor&
   return sizes;
 }
 
-inline BatchSizes check_decode_outputs(const at::Tensor& seats, const at::Tensor& tokens, const at::Tensor& token,
+inline BatchSizes check_decode_outputs(const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& token,
                                        const at::Tensor& position, const Place& place) {
-  BatchSizes sizes("seats");
+  BatchSizes sizes("slots");
   expect_plain("token", token, {sizes.max_rows}, at::kLong, place);
   expect_plain("position", position, {sizes.max_rows}, at::kLong, place);
-  expect_plain("seats", seats, {sizes.count}, at::kInt, place);
+  expect_plain("slots", slots, {sizes.count}, at::kInt, place);
   expect_plain("tokens", tokens, {sizes.count}, at::kLong, place);
   return sizes;
 }

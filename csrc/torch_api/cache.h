@@ -51,7 +51,7 @@ struct KvWriteSizes {
 };
 
 inline KvWriteSizes check_kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
-                                   const at::Tensor& v_cache, const at::Tensor& slots,
+                                   const at::Tensor& v_cache, const at::Tensor& kv_indices,
                                    const std::optional<at::Tensor>& scales, const Place& place) {
   KvWriteSizes sizes;
   expect_cache("k_cache", k_cache, sizes.cache, place);
@@ -64,7 +64,7 @@ inline KvWriteSizes check_kv_write(const at::Tensor& key, const at::Tensor& valu
     expect_dtype(who, t, key.scalar_type(), "key");
   }
   expect_cache_dtypes(k_cache, v_cache, "key", key.scalar_type());
-  expect_plain("slots", slots, {sizes.tokens}, at::kLong, place);
+  expect_plain("kv_indices", kv_indices, {sizes.tokens}, at::kLong, place);
   return sizes;
 }
 

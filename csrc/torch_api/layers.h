@@ -56,7 +56,7 @@ struct RopeSizes {
 };
 
 inline RopeSizes check_rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-                                     const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& slots,
+                                     const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& kv_indices,
                                      const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
                                      const std::optional<at::Tensor>& scales, int64_t max_head_size,
                                      const Place& place) {
@@ -85,7 +85,7 @@ inline RopeSizes check_rope_kv_write(const at::Tensor& qkv, const at::Tensor& co
       expect_plain(who, t, {head_size}, qkv.scalar_type(), place, "qkv");
     }
   }
-  expect_plain("slots", slots, {sizes.tokens}, at::kLong, place);
+  expect_plain("kv_indices", kv_indices, {sizes.tokens}, at::kLong, place);
   return sizes;
 }
 

@@ -12,7 +12,7 @@ from engine.core.batch import Batch
 from engine.core.blocks import AccountingError, BlockPool
 from engine.core.open_requests import OpenRequests
 from engine.core.policy.allocation import AllocationPolicy
-from engine.core.report import Report
+from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
@@ -29,7 +29,7 @@ class Auditor:
         waiting: WaitingQueue,
         swapping: Swapping,
         allocation: AllocationPolicy,
-        report: Report,
+        report: SchedulerReport,
     ) -> None:
         self._pool, self._requests, self._batch, self._waiting = pool, requests, batch, waiting
         self._swapping, self._allocation, self._report = swapping, allocation, report

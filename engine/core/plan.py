@@ -1,30 +1,32 @@
 """The interface between scheduler and executor: plain values, one step at a time, no pickle.
 
-A *row* is a slot of the executor's batch.  It moves through three states, and a plan lists only rows that move:
+A *slot* is a sequence's place in the executor's batch.  It moves through three states, and a plan lists only slots
+that move:
 
-    free --Start--> prompt --Slice(s)--> decoding --freed_rows--> free
+    free --Start--> prompt --Slice(s)--> decoding --freed_slots--> free
                                   \\-- Fork --> decoding
 
-  * `Start` puts a sequence into a row and gives it a block table (cached prefix included).
-  * A `Slice` computes given tokens of a row.  While prompt chunks remain `sampler` is None; the slice that carries a
-    `sampler` reaches the last known token, and the row samples its next token from that token's logits.
-  * From the next step on the row *decodes*: each step it computes the token it sampled last and samples one more,
+  * `Start` puts a sequence into a slot and gives it a block table (cached prefix included).
+  * A `Slice` computes given tokens of a slot.  While prompt chunks remain `sampler` is None; the slice that carries a
+    `sampler` reaches the last known token, and the slot samples its next token from that token's logits.
+  * From the next step on the slot *decodes*: each step it computes the token it sampled last and samples one more,
     without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
     step costs core and wire what changed, not what runs.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
   * `edits` set single table entries: growth (one past the end) and copy-on-write.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
-Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_rows, copies, starts, edits, slices,
-forks; then it computes.  Plans run one after another, so a block swapped out in plan N+1 holds what step N wrote even
-if plan N+1 was issued before result N was in.  The sequence that gets the block in plan N+1 writes it after the copy:
+Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_slots, copies, starts, edits,
+slices, forks; then it computes.  Plans run one after another, so a block swapped out in plan N+1 holds what step N
+wrote, even if plan N+1 was issued before result N arrived.  The sequence that gets the block in plan N+1 writes it
+after the copy:
 
-    step N (in flight)    row 3 computes token 41, its KV into the last block of its table; samples token 42
-    plan N+1              freed_rows [3] · swap_out: its table, 42 slots · the blocks go to older rows
-    result N              token 42 is appended: known 43, computed 42, as for any row that decodes
-    plan M                swap_in: into other blocks · Start(row 5, that table) · Slice(start 42, [token 42], sampler)
+    step N (in flight)    slot 3 computes token 41, its KV into the last block of its table; samples token 42
+    plan N+1              freed_slots [3] · swap_out: its table of 42 tokens · its blocks go to older sequences
+    result N              token 42 is appended: known 43, computed 42, as for any slot that decodes
+    plan M                swap_in: into other blocks · Start(slot 5, that table) · Slice(start 42, [token 42], sampler)
 
-A row is not reused before every step that may still report it has been committed, so a late token is never mistaken.
+A slot is not reused before every step that may still report it has been committed, so a late token is never mistaken.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from engine.wire.messages import Sampling, TokenLogprob
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    row: int
+    slot: int
     table: list[int]  # block ids, logical order
 
 
 class Sampler(msgspec.Struct, frozen=True, array_like=True):
-    """What a row needs to sample; sent once each time its sequence starts."""
+    """What a slot needs to sample; sent once each time its sequence starts."""
 
     sampling: Sampling
     prompt_len: int  # output position of a sample = its position in the sequence - prompt_len
@@ -50,9 +52,9 @@ class Sampler(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Compute `token_ids` at positions start, start+1, ... of `row`; write their keys and values."""
+    """Compute `token_ids` at positions start, start+1, ... of `slot`; write their keys and values."""
 
-    row: int
+    slot: int
     start: int
     token_ids: list[int]  # never empty
     sampler: Sampler | None = None
@@ -61,18 +63,18 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True):
-    row: int
-    parent: int  # a row that samples for the first time in this step
+    slot: int
+    parent: int  # a slot that samples for the first time in this step
     table: list[int]
     sampler: Sampler
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int  # 1, 2, 3, ...
-    freed_rows: list[int] = []
+    freed_slots: list[int] = []
     copies: list[tuple[int, int]] = []  # (from block, to block), all layers
     starts: list[Start] = []
-    edits: list[tuple[int, int, int]] = []  # (row, table index, block id)
+    edits: list[tuple[int, int, int]] = []  # (slot, table index, block id)
     slices: list[Slice] = []
     forks: list[Fork] = []
     poison: list[int] = []  # tests: blocks whose content is garbage now; filled with NaN
@@ -81,16 +83,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token for every row that sampled in `step`, in any order; `rows` and `tokens` run in parallel."""
+    """One sampled token for every slot that sampled in `step`, in any order; `slots` and `tokens` run in parallel."""
 
     step: int
-    rows: list[int]
+    slots: list[int]
     tokens: list[int]
-    logprobs: dict[int, TokenLogprob] = {}  # by row, where asked for
-    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by row, for this step's targets
-    failed: dict[int, str] = {}  # by row: the model's logits are not finite, so nothing it computed is to be trusted
+    logprobs: dict[int, TokenLogprob] = {}  # by slot, where asked for
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by slot, for this step's targets
+    failed: dict[int, str] = {}  # by slot: the model's logits are not finite, so nothing it computed is to be trusted
     step_s: float = 0.0  # seconds from when it could begin until it was done; 0: not measured
     device_s: float = 0.0  # seconds from the device's first work for it to its last; 0: not measured
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
-    impossible: dict[int, str] = {}  # by row: its request's own settings leave no token; what it computed is sound
+    impossible: dict[int, str] = {}  # by slot: its request's own settings leave no token; what it computed is sound

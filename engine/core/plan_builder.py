@@ -21,7 +21,7 @@ from engine.core.policy.admission import AdmissionPolicy
 from engine.core.policy.allocation import AllocationPolicy
 from engine.core.policy.fairness import Fairness
 from engine.core.preemption import Preemption
-from engine.core.report import Report
+from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
@@ -35,7 +35,7 @@ class PlanBuilder:
         pool: BlockPool,
         batch: Batch,
         waiting: WaitingQueue,
-        report: Report,
+        report: SchedulerReport,
         *,
         edits: PlanEdits,
         allocation: AllocationPolicy,

@@ -6,7 +6,7 @@ from engine.core.batch import Batch
 from engine.core.blocks import BlockPool
 from engine.core.plan_edits import PlanEdits
 from engine.core.policy.fairness import PREEMPTIBLE, Fairness
-from engine.core.report import Report
+from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
@@ -23,7 +23,7 @@ class Preemption:
         swapping: Swapping,
         fairness: Fairness,
         edits: PlanEdits,
-        report: Report,
+        report: SchedulerReport,
     ) -> None:
         self._pool, self._batch, self._waiting, self._swapping = pool, batch, waiting, swapping
         self._fairness, self._edits, self._report = fairness, edits, report

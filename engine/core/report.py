@@ -10,7 +10,7 @@ from engine.core.sequence import Sequence
 from engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
 
 
-class Report:
+class SchedulerReport:
     """Collects what happens until the engine loop takes it, and counts it."""
 
     def __init__(self, batch: Batch, block_size: int) -> None:

@@ -7,7 +7,7 @@ two.
     accept --> OpenRequests --> WaitingQueue --plan()--> Batch --StepPlan--> executor
                                      ^                     |                    |
                                      +----- preemption ----+                    v
-    outputs() <-- Report <------------------------------ commit() <------- StepResult
+    outputs() <-- SchedulerReport <--------------------- commit() <------- StepResult
 
 Cost: a steady decode step costs O(sequences that changed) to plan (see batch.py).  Committing costs O(tokens), since
 every token has to be delivered.
@@ -36,7 +36,7 @@ from engine.core.policy.fairness import Fairness
 from engine.core.policy.prompt_budget import prompt_budget
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.preemption import Preemption
-from engine.core.report import Report, full_delta
+from engine.core.report import SchedulerReport, full_delta
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
@@ -58,7 +58,7 @@ class Scheduler:
         self.requests = OpenRequests()
         self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_seqs, pool.block_size)
-        self.report = Report(self.batch, pool.block_size)
+        self.report = SchedulerReport(self.batch, pool.block_size)
         self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
@@ -181,7 +181,7 @@ class Scheduler:
             0,
         )
         self._end_failed(result)
-        for slot, token in zip(result.rows, result.tokens, strict=True):
+        for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
             if seq is None or seq.state is State.FINISHED:  # it ended while this step ran
                 continue

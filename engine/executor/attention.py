@@ -1,8 +1,8 @@
 """The attention function that transformers' models call in place of their own.
 
     model(..., step=step) ── unknown keywords travel down to ──> kv_blocks(module, q, k, v, ..., step=step)
-                                                                   1. write k, v of this step's tokens to their slots
-                                                                   2. attend from q over the row's block table
+                                                                   1. write k, v of this step's tokens to the cache
+                                                                   2. attend from q over the sequence's block table
 
 All inputs arrive with the `step` keyword: no globals, so two workers may live in one process.
 The name matters: transformers strips a `paged|` prefix, treats names containing `sdpa` or `flash` specially, and builds
@@ -44,7 +44,7 @@ def kv_blocks(
     """
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
-    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.slots, cache.scales)
+    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.kv_indices, cache.scales)
     return attend(step, q, cache, scaling, sliding_window or 0, softcap or 0.0)[None], None
 
 

@@ -25,7 +25,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class StepError(Exception):
-    """A step failed.  The executor has freed all rows and forgotten all tables.  Blocks that finished steps wrote keep
+    """A step failed.  The executor has freed all slots and forgotten all tables.  Blocks that finished steps wrote keep
     their content.  The message is for the log only: clients never see it."""
 
 
@@ -37,8 +37,8 @@ class Executor(Protocol):
     """Runs plans strictly in order.  Not thread-safe: one loop owns it."""
 
     info: ModelInfo
-    max_seqs: int  # rows and
-    step_tokens: int  # tokens that a step may have, where the configuration leaves it open
+    max_seqs: int  # slots of the batch, where the configuration leaves it open
+    step_tokens: int  # tokens of a step at most, likewise
     blocks: int  # KV blocks in the pool, fixed at start
     host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
     swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
@@ -79,7 +79,7 @@ class ScriptedExecutor:
         self.start_parts: dict[str, float] = {}
         self.step_seconds = step_seconds  # how long a step takes
         self._plans: deque[StepPlan] = deque()
-        self._decoding: dict[int, tuple[Sampler, int]] = {}  # row -> (sampler, next output position)
+        self._decoding: dict[int, tuple[Sampler, int]] = {}  # slot -> (sampler, next output position)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
@@ -105,23 +105,23 @@ class ScriptedExecutor:
         plan = self._plans.popleft()
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        for row in plan.freed_rows:
-            self._decoding.pop(row, None)
+        for slot in plan.freed_slots:
+            self._decoding.pop(slot, None)
         for piece in plan.slices:
             if piece.sampler is not None:
                 end = piece.start + len(piece.token_ids)
-                self._decoding[piece.row] = piece.sampler, end - piece.sampler.prompt_len
+                self._decoding[piece.slot] = piece.sampler, end - piece.sampler.prompt_len
         for fork in plan.forks:
-            self._decoding[fork.row] = fork.sampler, self._decoding[fork.parent][1]
-        rows, tokens = [], []
-        for row, (sampler, position) in self._decoding.items():
-            rows.append(row)
+            self._decoding[fork.slot] = fork.sampler, self._decoding[fork.parent][1]
+        slots, tokens = [], []
+        for slot, (sampler, position) in self._decoding.items():
+            slots.append(slot)
             tokens.append(self.token(sampler, position))
-            self._decoding[row] = sampler, position + 1
-        return StepResult(plan.step, rows, tokens, device_s=self.step_seconds)
+            self._decoding[slot] = sampler, position + 1
+        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds)
 
     def token(self, sampler: Sampler, position: int) -> int:
-        """The token of a row at an output position."""
+        """The token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     def catch_up(self) -> bool:

@@ -1,18 +1,18 @@
-"""StepPlan -> StepTensors, through a mirror of every row's block table and position.
+"""StepPlan -> StepTensors, through a mirror of every slot's block table and position.
 
-The mirror is what lets a plan list only changes.  For each row (seat) it keeps, on the device:
+The mirror is what lets a plan list only changes.  For each slot it keeps, on the device:
 
-    tables   [max_seqs, max_blocks] i32   block ids; entries past a row's length are stale and never read (host too)
-    position [max_seqs]             i64   position of the token that a decoding row computes next
+    tables   [max_seqs, max_blocks] i32   block ids; entries past a sequence's length are stale, never read (host too)
+    position [max_seqs]             i64   position of the token that a decoding slot computes next
     token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
-    seats    [max_seqs]             i32   the rows that decode, in the order of the step; -1 behind them
+    slots    [max_seqs]             i32   those that decode, in the order of the step; -1 behind them
 
-A steady decode step is two operators over the seats, whatever their number: `decode_inputs` gathers tokens, positions
-and slots, `decode_outputs` takes the sampled tokens back.  Python touches only rows that the plan names.
+A steady decode step is two operators over the slots, whatever their number: `decode_inputs` gathers tokens, positions
+and `kv_indices`, `decode_outputs` takes the sampled tokens back.  Python touches only slots that the plan names.
 
-Tokens of a step lie one sequence after another:   | one for each decoding row | slice | slice | ...
+Tokens of a step lie one sequence after another:   | one for each decoding slot | slice | slice | ...
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
-Those of a step with slices are made on the host, save what belongs to decoding rows, in one page of memory.
+Those of a step with slices are made on the host, save what belongs to decoding slots, in one page of memory.
 
 One plan at a time: `stage` (host only), then the owner of the Staging sends it, then `begin` (device only), then
 `decode_step` and `gather`, or `mixed_step`; compute; `finish`.
@@ -38,7 +38,7 @@ from engine.executor.staging import Array, Staging
 class Targets:
     """Prompt logprobs asked of one slice: of ids[i], by the logits of the step's token at[i]."""
 
-    row: int
+    slot: int
     at: Tensor  # [.] i64
     ids: Tensor  # [.] i64
     top: int
@@ -66,21 +66,20 @@ class Plans:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One step, ready to compute.  T tokens of S sequences; N rows sample; `targets` want logits of further tokens."""
+    """One step, ready to compute.  T tokens of S sequences; N slots sample; `targets` want logits of further tokens."""
 
     input_ids: Tensor  # [1, T] i64
     position_ids: Tensor  # [1, T] i64
-    slots: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
+    kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
     tables: Tensor  # [max_seqs, max_blocks] i32: the whole mirror, indexed by `rows`
-    rows: Tensor  # [S] i32: the table of each sequence
+    rows: Tensor  # [S] i32: the row of `tables` of each sequence, which is its slot
     q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
     lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
     decodes: int  # so many sequences, the first ones, have one token each
     caches: Caches
     plans: Plans
-    logits_at: Tensor | None  # [N] i64: tokens that the N rows sample after; None: all T
-    sample_rows: tuple[int, ...]  # N rows; the same object as long as the set does not change
-    sample_seats: Tensor  # [N] i64: the same rows, on the device; -1: padding
+    logits_at: Tensor | None  # [N] i64: tokens that the N slots sample after; None: all T
+    sample_slots: Tensor  # [N] i64; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now
     targets: list[Targets] = field(default_factory=list)
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
@@ -98,10 +97,10 @@ class StepTensors:
 class Shape(NamedTuple):
     """How large the tensors of a step with slices are."""
 
-    decodes: int  # rows that decode, one token each
+    decodes: int  # slots that decode, one token each
     tokens: int  # of all slices
     slices: int
-    samples: int  # rows that sample
+    samples: int  # slots that sample
     logits: int  # wanted, of theirs and of targets
 
     def holds(self, other: Shape) -> bool:
@@ -113,15 +112,15 @@ class Page(NamedTuple):
     """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
 
     One after another in one piece of memory, so that they travel in one copy and a graph finds them again.  What
-    belongs to decoding rows is left open: only the device has it.
+    belongs to decoding slots is left open: only the device has it.
     """
 
     ids: Any  # [T] i64
     positions: Any  # [T] i64
-    slots: Any  # [T] i64; -1: padding
+    kv_indices: Any  # [T] i64; -1: padding
     logits_at: Any  # [logits] i64
-    sample_seqs: Any  # [samples] i64: the sequence that each sampling row continues
-    seats: Any  # [decodes] i32; -1: padding
+    sample_seqs: Any  # [samples] i64: the sequence that each sampling slot continues
+    slots: Any  # [decodes] i32; -1: padding
     rows: Any  # [S] i32
     lens: Any  # [S] i32; 0: padding
     q_start: Any  # [S + 1] i32
@@ -154,7 +153,7 @@ class Mixed:
 
     shape: Shape
     page: Page
-    joined: tuple[Tensor, Tensor] | None  # rows i64 that begin to decode, and the position i64 of their last token
+    joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
 
 
@@ -162,8 +161,8 @@ class Mixed:
 class Staged:
     """A plan on its way to the device: what `Batch.begin` needs once it has arrived."""
 
-    seats: Tensor | None  # [max_seqs] i32, where the set changed
-    edits: Tensor | None  # [n, 3] i32: row, index, block
+    slots: Tensor | None  # [max_seqs] i32, where the set changed
+    edits: Tensor | None  # [n, 3] i32: slot, index, block
     mixed: Mixed | None  # None: no slices
 
 
@@ -179,33 +178,35 @@ class Batch:
         self.tables = torch.zeros(max_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self.seats = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
-        self._sample_seats = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # the same, i64 for sampling
-        self._ids, self._positions, self._slots, self._known = torch.zeros(
+        self.slots = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
+        self._sample_slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # the same, i64 for sampling
+        self._ids, self._positions, self._kv_indices, self._known = torch.zeros(
             4, max_seqs, dtype=torch.int64, device=device
         )
         self._rows, self._lens = torch.zeros(2, max_seqs, dtype=torch.int32, device=device)
         self._q_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        self._host_seats = np.full(max_seqs, -1, dtype=np.int32)
-        self._host_tables = np.zeros(self.tables.shape, dtype=np.int32)  # as `tables`, to find the slots of slices
+        self._host_slots = np.full(max_seqs, -1, dtype=np.int32)
+        self._host_tables = np.zeros(
+            self.tables.shape, dtype=np.int32
+        )  # as `tables`, to find where the keys of slices go
         self.shapes: list[Shape] = []  # steps with slices are padded to one of these where one holds them
         self.reset()
 
     def reset(self) -> None:
-        """Free every row."""
-        self._order: list[int] = []  # rows that decode, as in `seats`
-        self._place: dict[int, int] = {}  # row -> where it stands there
-        self.rows: tuple[int, ...] = ()  # the same, shared by all steps until it changes
-        self._host_seats[:] = -1
+        """Free every slot."""
+        self._order: list[int] = []  # slots that decode, as in `slots`
+        self._place: dict[int, int] = {}  # slot -> where it stands there
+        self.decoding_slots: tuple[int, ...] = ()  # the same, shared by all steps until it changes
+        self._host_slots[:] = -1
         self._changed = True
 
     def vacate(self) -> None:
-        """Empty every slot on the device until the next plan is staged.  Call it only while no row is in use.
+        """Empty every slot on the device until the next plan is staged.  Call it only while no slot is in use.
 
-        A step that runs meanwhile then reads and writes nothing of any row.
+        A step that runs meanwhile then reads and writes nothing of any slot.
         """
-        self.seats.fill_(-1)
-        self._sample_seats.fill_(-1)
+        self.slots.fill_(-1)
+        self._sample_slots.fill_(-1)
         self._changed = True
 
     # ---------------------------------------------------------------------------------------------------- on the host
@@ -216,59 +217,59 @@ class Batch:
         The page of a step with slices is put first: pages of one shape always lie at the same addresses.
         Raises ValueError, with the mirror in an undefined state, when the plan does not fit the buffers.
         """
-        for row in plan.freed_rows:
-            self._leave(row)
+        for slot in plan.freed_slots:
+            self._leave(slot)
         edits = self._edits(plan)
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
         decoding = len(self._order)
         for piece in plan.slices:
             if piece.sampler:
-                self._join(piece.row)
+                self._join(piece.slot)
         for fork in plan.forks:
-            self._join(fork.row)
+            self._join(fork.slot)
         mixed = self._mix(plan, decoding, staging) if plan.slices else None
-        seats = None
+        slots = None
         if self._changed:
             self._changed = False
-            self.rows = tuple(self._order)
-            seats = staging.put(self._host_seats)
-        if mixed is None and not decoding and seats is None and edits is None:
+            self.decoding_slots = tuple(self._order)
+            slots = staging.put(self._host_slots)
+        if mixed is None and not decoding and slots is None and edits is None:
             return None
-        return Staged(seats, staging.put(edits) if edits is not None else None, mixed)
+        return Staged(slots, staging.put(edits) if edits is not None else None, mixed)
 
-    def _join(self, row: int) -> None:
-        self._host_seats[len(self._order)] = row
-        self._place[row] = len(self._order)
-        self._order.append(row)
+    def _join(self, slot: int) -> None:
+        self._host_slots[len(self._order)] = slot
+        self._place[slot] = len(self._order)
+        self._order.append(slot)
         self._changed = True
 
-    def _leave(self, row: int) -> None:
-        """Remove a row from the order; the last row takes its place."""
-        if (at := self._place.pop(row, None)) is None:
+    def _leave(self, slot: int) -> None:
+        """Remove a slot from the order; the last one takes its place."""
+        if (at := self._place.pop(slot, None)) is None:
             return
         last = self._order.pop()
-        if last != row:
+        if last != slot:
             self._order[at] = last
-            self._host_seats[at] = last
+            self._host_slots[at] = last
             self._place[last] = at
-        self._host_seats[len(self._order)] = -1
+        self._host_slots[len(self._order)] = -1
         self._changed = True
 
     def _edits(self, plan: StepPlan) -> Array | None:
         """[n, 3] i32: every table entry that the plan sets."""
-        tables = [(start.row, start.table) for start in plan.starts if start.table]
-        tables += [(fork.row, fork.table) for fork in plan.forks]
+        tables = [(start.slot, start.table) for start in plan.starts if start.table]
+        tables += [(fork.slot, fork.table) for fork in plan.forks]
         if not tables and not plan.edits:
             return None
         sizes = [len(table) for _, table in tables]
-        for (row, _), size in zip(tables, sizes, strict=True):
+        for (slot, _), size in zip(tables, sizes, strict=True):
             if size > self.tables.shape[1]:
-                raise ValueError(f"row {row}: a table of {size} blocks, the mirror holds {self.tables.shape[1]}")
+                raise ValueError(f"slot {slot}: a table of {size} blocks, the mirror holds {self.tables.shape[1]}")
         total = sum(sizes)
         edits = np.empty((total + len(plan.edits), 3), dtype=np.int32)
         if tables:
-            edits[:total, 0] = np.repeat([row for row, _ in tables], sizes)
+            edits[:total, 0] = np.repeat([slot for slot, _ in tables], sizes)
             edits[:total, 1] = ramps(np.zeros(len(sizes), dtype=np.int64), sizes)
             edits[:total, 2] = np.fromiter(chain.from_iterable(table for _, table in tables), np.int32, total)
         if plan.edits:
@@ -280,33 +281,33 @@ class Batch:
         sizes = [len(piece.token_ids) for piece in slices]
         samples = len(self._order)
         exact = Shape(decoding, sum(sizes), len(slices), samples, samples + sum(len(piece.targets) for piece in slices))
-        if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.seats):
+        if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.slots):
             raise ValueError(
-                f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} rows, "
-                f"the buffers hold {self._most_tokens} in {len(self.seats)}"
+                f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
+                f"the buffers hold {self._most_tokens} in {len(self.slots)}"
             )
         fits = [shape for shape in self.shapes if shape.holds(exact)] if exact.logits == samples else []
         shape = min(fits, default=exact)
         memory, page = blank(shape)
-        page.seats[:decoding] = self._host_seats[:decoding]
+        page.slots[:decoding] = self._host_slots[:decoding]
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
-        rows = np.array([piece.row for piece in slices], dtype=np.int64)
+        slots = np.array([piece.slot for piece in slices], dtype=np.int64)
         positions = ramps(starts, sizes)
-        blocks = self._host_tables[np.repeat(rows, sizes), positions // self._block_size].astype(np.int64)
+        blocks = self._host_tables[np.repeat(slots, sizes), positions // self._block_size].astype(np.int64)
         fresh = slice(shape.decodes, shape.decodes + exact.tokens)
         page.ids[fresh] = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, exact.tokens)
         page.positions[fresh] = positions
-        page.slots[fresh] = blocks * self._block_size + positions % self._block_size
+        page.kv_indices[fresh] = blocks * self._block_size + positions % self._block_size
         sequences = slice(shape.decodes, shape.decodes + len(slices))
-        page.rows[sequences] = rows
+        page.rows[sequences] = slots
         page.lens[sequences] = starts + sizes
         ends = shape.decodes + np.cumsum(sizes)
         page.q_start[shape.decodes + 1 :] = ends[-1]
         page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
-        # Logits are computed for every row that samples, in the order of the seats: decoding rows, slices that reach
+        # Logits are computed for every slot that samples, in the order of `slots`: those that decode, slices that reach
         # their last known token, and forks, which read their parent's again.  Then for every token with a target.
-        number = {piece.row: i for i, piece in enumerate(slices) if piece.sampler}
+        number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)
         page.logits_at[decoding:samples] = ends[asking] - 1
@@ -321,7 +322,7 @@ class Batch:
         there = Page.over(staging.put(memory), shape, torch.int32)
         targets = [
             Targets(
-                piece.row,
+                piece.slot,
                 there.logits_at[at : at + len(piece.targets)],
                 staging.put(np.array(piece.targets, dtype=np.int64)),
                 piece.top,
@@ -338,23 +339,23 @@ class Batch:
 
     def begin(self, staged: Staged) -> None:
         """Bring the mirror up to date.  What was put must have been sent."""
-        if staged.seats is not None:
-            self.seats.copy_(staged.seats)
-            self._sample_seats.copy_(staged.seats)
+        if staged.slots is not None:
+            self.slots.copy_(staged.slots)
+            self._sample_slots.copy_(staged.slots)
         if staged.edits is not None:
             ops.apply_edits(staged.edits, self.tables)
         if staged.mixed is not None and staged.mixed.joined is not None:
             self.position.index_copy_(0, *staged.mixed.joined)
 
     def decode_step(self, size: int) -> StepTensors:
-        """A step of the first `size` seats only; seats past the decoding rows are padding.
+        """A step of the first `size` slots only; slots past the decoding ones are padding.
 
         Its tensors are valid after `gather`.
         """
         return StepTensors(
             input_ids=self._ids[None, :size],
             position_ids=self._positions[None, :size],
-            slots=self._slots[:size],
+            kv_indices=self._kv_indices[:size],
             tables=self.tables,
             rows=self._rows[:size],
             q_start=self._q_start[: size + 1],
@@ -363,28 +364,27 @@ class Batch:
             caches=self._caches,
             plans=self._plans,
             logits_at=None,
-            sample_rows=self.rows,
-            sample_seats=self._sample_seats[:size],
+            sample_slots=self._sample_slots[:size],
             known=self._known[:size],
         )
 
     def gather(self, step: StepTensors) -> None:
         """Fill a decode_step."""
         ids, positions = step.input_ids[0], step.position_ids[0]
-        self._decode_inputs(self.seats[: step.decodes], ids, positions, step.slots, step.rows, step.lens)
+        self._decode_inputs(self.slots[: step.decodes], ids, positions, step.kv_indices, step.rows, step.lens)
         torch.add(positions, 1, out=step.known)
 
     def mixed_step(self, mixed: Mixed) -> StepTensors:
         """A step with slices, filled."""
         shape, page = mixed.shape, mixed.page
         if shape.decodes:
-            self._decode_inputs(page.seats, page.ids, page.positions, page.slots, page.rows, page.lens)
+            self._decode_inputs(page.slots, page.ids, page.positions, page.kv_indices, page.rows, page.lens)
         known = self._known[: shape.samples]
         known.copy_(page.lens.index_select(0, page.sample_seqs))
         return StepTensors(
             input_ids=page.ids[None],
             position_ids=page.positions[None],
-            slots=page.slots,
+            kv_indices=page.kv_indices,
             tables=self.tables,
             rows=page.rows,
             q_start=page.q_start,
@@ -393,36 +393,35 @@ class Batch:
             caches=self._caches,
             plans=self._plans,
             logits_at=page.logits_at[: shape.samples],
-            sample_rows=self.rows,
-            sample_seats=self._sample_seats[: shape.samples],
+            sample_slots=self._sample_slots[: shape.samples],
             known=known,
             targets=mixed.targets,
         )
 
     def idle_step(self, shape: Shape, staging: Staging) -> Mixed:
-        """A step of that shape and of no effect: it writes to no slot and attends to nothing."""
+        """A step of that shape and of no effect: it writes no key and attends to nothing."""
         staging.begin()
         page = Page.over(staging.put(blank(shape)[0]), shape, torch.int32)
         staging.send()
         return Mixed(shape, page, None, [])
 
     def finish(self, tokens: Tensor) -> None:
-        """Store the tokens [N] i64 that the first N seats sampled, as the next step's input."""
-        ops.decode_outputs(self.seats[: len(tokens)], tokens, self.token, self.position)
+        """Store the tokens [N] i64 that the first N slots sampled, as the next step's input."""
+        ops.decode_outputs(self.slots[: len(tokens)], tokens, self.token, self.position)
 
     def _decode_inputs(
-        self, seats: Tensor, ids: Tensor, positions: Tensor, slots: Tensor, rows: Tensor, lens: Tensor
+        self, slots: Tensor, ids: Tensor, positions: Tensor, kv_indices: Tensor, rows: Tensor, lens: Tensor
     ) -> None:
-        count = len(seats)
+        count = len(slots)
         ops.decode_inputs(
-            seats,
+            slots,
             self.token,
             self.position,
             self.tables,
             self._block_size,
             ids=ids[:count],
             positions=positions[:count],
-            slots=slots[:count],
+            kv_indices=kv_indices[:count],
             rows=rows[:count],
             lens=lens[:count],
         )
@@ -432,8 +431,8 @@ def blank(shape: Shape) -> tuple[Array, Page]:
     """A page of nothing but padding, and the memory it lies in."""
     memory = np.zeros(Page.words(shape), dtype=np.int64)
     page = Page.over(memory, shape, np.int32)
+    page.kv_indices[:] = -1
     page.slots[:] = -1
-    page.seats[:] = -1
     page.q_start[:] = np.minimum(np.arange(len(page.q_start)), shape.decodes)
     return memory, page
 

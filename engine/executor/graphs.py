@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch by the host in place of hundreds.
 
-    rows that decode   1   2   4   8   16  24  ...  max_seqs       a ladder; a step takes the next rung up, and the rows
-    model      graph   o   o   o   o   o   o         o             that it does not need are padding: no slot, length 0
-    sampling   graph   o   o   o   o   o   o         o             greedy rows only
+    slots that decode  1   2   4   8   16  24  ...  max_seqs     a ladder; a step takes the next rung up, and the slots
+    model      graph   o   o   o   o   o   o         o           that it does not need are padding: slot -1, length 0
+    sampling   graph   o   o   o   o   o   o         o           greedy rows only
                graph   o   o   o   o   o   o         o             any wish
 
 Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with

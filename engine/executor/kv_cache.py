@@ -4,7 +4,7 @@ k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 
                         |     |        |       └ one head's vector, contiguous
                         |     |        └ token in the block, so a head's block is one contiguous run to read
                         |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
-                        └ block id, what tables hold;  slot = block id * block_size + offset
+                        └ block id, what tables hold;  kv_index = block id * block_size + offset
 """
 
 from __future__ import annotations

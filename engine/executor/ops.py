@@ -64,17 +64,17 @@ def kv_write(
     value: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    kv_indices: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Store the step's keys and values in their slots of one layer's cache.
+    """Store the step's keys and values in their places in one layer's cache.
 
     key, value  [T, Hkv, D], any strides as long as rows of D are contiguous; dtype of the cache
     caches      [blocks, Hkv, block_size, D]
-    slots       [T] int64: block * block_size + offset, all different; -1 stores the token nowhere
+    kv_indices  [T] int64: block * block_size + offset, all different; -1 stores the token nowhere
     scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: stored = number / scale
     """
-    torch.ops.quire.kv_write.default(key, value, k_cache, v_cache, slots, scales)
+    torch.ops.quire.kv_write.default(key, value, k_cache, v_cache, kv_indices, scales)
 
 
 def paged_attention(
@@ -224,7 +224,7 @@ def rope_kv_write(
     sin: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    kv_indices: torch.Tensor,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
@@ -236,10 +236,10 @@ def rope_kv_write(
     qkv         [T, H + 2 * Hkv, D]: query, key and value heads; key heads are left as they were
     cos, sin    [T, D], rows contiguous (say, halves of a table's [positions, 2 * D]): head[i] becomes
                 head[i] * cos[i] - head[i + D / 2] * sin[i], and the second half likewise with +
-    caches, slots, scales  as in `kv_write`
+    caches, kv_indices, scales  as in `kv_write`
     q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before it turns
     """
-    torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps, scales)
+    torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, eps, scales)
 
 
 def apply_edits(edits: torch.Tensor, tables: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ def apply_edits(edits: torch.Tensor, tables: torch.Tensor) -> None:
 
 
 def decode_inputs(
-    seats: torch.Tensor,
+    slots: torch.Tensor,
     token: torch.Tensor,
     position: torch.Tensor,
     tables: torch.Tensor,
@@ -259,34 +259,36 @@ def decode_inputs(
     *,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_indices: torch.Tensor,
     rows: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
     """Prepare the inputs of the next token of each decoding slot, in one launch.
 
-    seats                   [n] int32: slots, which are rows of the tables, in the order of the step; -1 is padding
-    token, position         [max_rows] int64: the token that each slot computes next, and its position
-    tables                  [max_rows, max_blocks] int32
-    ids, positions, slots   [n] int64, written: the inputs of the model and of `kv_write`
-    rows, lens              [n] int32, written: the inputs of `paged_attention`
+    slots                       [n] int32: rows of the tables, in the order of the step; -1 is padding
+    token, position             [max_rows] int64: the token that each slot computes next, and its position
+    tables                      [max_rows, max_blocks] int32
+    ids, positions, kv_indices  [n] int64, written: the inputs of the model and of `kv_write`
+    rows, lens                  [n] int32, written: the inputs of `paged_attention`
 
-    Padding, and a slot past the end of its table, becomes id 0, position 0, slot -1, row 0, lens 0.
+    Padding, and a slot past the end of its table, becomes id 0, position 0, kv_index -1, row 0, lens 0.
     """
-    torch.ops.quire.decode_inputs.default(seats, token, position, tables, block_size, ids, positions, slots, rows, lens)
+    torch.ops.quire.decode_inputs.default(
+        slots, token, position, tables, block_size, ids, positions, kv_indices, rows, lens
+    )
 
 
-def decode_outputs(seats: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> None:
-    """Feed sampled tokens [n] int64 back: token[seats[i]] = tokens[i], position[seats[i]] += 1; -1 is padding.
+def decode_outputs(slots: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> None:
+    """Feed sampled tokens [n] int64 back: token[slots[i]] = tokens[i], position[slots[i]] += 1; -1 is padding.
 
     No slot may be named twice.
     """
-    torch.ops.quire.decode_outputs.default(seats, tokens, token, position)
+    torch.ops.quire.decode_outputs.default(slots, tokens, token, position)
 
 
 def sample(
     logits: torch.Tensor,
-    seats: torch.Tensor,
+    slots: torch.Tensor,
     known: torch.Tensor,
     table: torch.Tensor,
     general: bool,
@@ -297,13 +299,13 @@ def sample(
 
     csrc/sampling_rules.h has the rules.
 
-    seats, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
+    slots, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
     table         [max_seqs, 8] int64: each slot's settings, and where its tokens are counted; `SamplerBank` owns it
     general       False: the likeliest token of each row, with one pass over the logits; `table` is not read
     tokens        [N] int64, out; 0 where none is chosen
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
     """
-    torch.ops.quire.sample.default(logits, seats, known, table, general, tokens, outcome)
+    torch.ops.quire.sample.default(logits, slots, known, table, general, tokens, outcome)
 
 
 # Products on a CPU with a weight that is packed once, at load.  torch's own linear converts the weight in every call;

@@ -16,8 +16,8 @@ seed, sibling, position): preemption, batch mates, crashes and the kind of devic
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
-    table [max_seqs, 8] i64      a RECORD for each seat, on the device
-      seat 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
+    table [max_seqs, 8] i64      a RECORD for each slot, on the device
+      slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
                        bias ───> line [V] f32   logit_bias, only where asked for
 
 Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
@@ -43,7 +43,7 @@ from engine.wire.messages import Sampling, TokenLogprob
 # tokens take 0.3 GB, while a head that is read again for every 128 rows costs a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
-# sampling::Seat of csrc/sampling_rules.h
+# sampling::Settings of csrc/sampling_rules.h
 RECORD = np.dtype(
     [
         ("seed", "<i8"),
@@ -108,9 +108,9 @@ def send(values: Tensor, to: Tensor) -> None:
 
 
 class SamplerBank:
-    """The sampling settings of each slot.  Call `seat` before a slot's first sample, `free` when its sequence ends.
+    """The sampling settings of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `seat` and `free`, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so a CUDA
+    A step: `assign` and `free`, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so a CUDA
     graph may record it: one for `general` false and one for true, for each N.  A recorded graph also serves slots that
     are filled later.  `general` chooses between the two; where it is false, both give the same tokens.
     """
@@ -128,9 +128,9 @@ class SamplerBank:
         self.reset()
 
     def reset(self) -> None:
-        """Free every row."""
-        for row in list(self._held):
-            self._give_back(row)
+        """Free every slot."""
+        for slot in list(self._held):
+            self._give_back(slot)
         self._general: set[int] = set()
         self._top_logprobs: dict[int, int] = {}
         self._changed: set[int] = set()
@@ -145,11 +145,11 @@ class SamplerBank:
         """Whether any slot reports logprobs.  Constant time."""
         return bool(self._top_logprobs)
 
-    def seat(self, row: int, sampler: Sampler) -> None:
-        """Takes effect with the next `flush`."""
-        self.free(row)
+    def assign(self, slot: int, sampler: Sampler) -> None:
+        """Give a slot the settings of the sequence that starts in it.  Takes effect with the next `flush`."""
+        self.free(slot)
         s = sampler.sampling
-        record = self._records[row]
+        record = self._records[slot]
         record["seed"], record["sibling"], record["prompt_len"] = s.seed, sampler.sibling, sampler.prompt_len
         record["top_k"] = s.top_k if s.top_k < self._vocab else 0
         record["min_tokens"] = s.min_tokens
@@ -169,21 +169,21 @@ class SamplerBank:
             lines.append((self._biases, self._biases.take(bias)))
             record["bias"] = lines[-1][1].data_ptr()
         if lines:
-            self._held[row] = lines
+            self._held[slot] = lines
         if s.temperature > 0 or lines:
-            self._general.add(row)
+            self._general.add(slot)
         if s.logprobs >= 0:
-            self._top_logprobs[row] = min(s.logprobs, self._vocab)
-        self._changed.add(row)
+            self._top_logprobs[slot] = min(s.logprobs, self._vocab)
+        self._changed.add(slot)
 
-    def free(self, row: int) -> None:
-        """Forget a row; harmless when it never sampled."""
-        self._give_back(row)
-        self._general.discard(row)
-        self._top_logprobs.pop(row, None)
+    def free(self, slot: int) -> None:
+        """Forget the settings of a slot; harmless when it never sampled."""
+        self._give_back(slot)
+        self._general.discard(slot)
+        self._top_logprobs.pop(slot, None)
 
-    def _give_back(self, row: int) -> None:
-        for lines, line in self._held.pop(row, ()):
+    def _give_back(self, slot: int) -> None:
+        for lines, line in self._held.pop(slot, ()):
             lines.give(line)
 
     def _mark(self, sampler: Sampler) -> npt.NDArray[np.int32]:
@@ -202,35 +202,38 @@ class SamplerBank:
         return marks.view(np.int32)
 
     def flush(self) -> None:
-        """Tell the device what `seat` changed: one copy and one scatter, if anything changed; never waits."""
+        """Tell the device what `assign` changed: one copy and one scatter, if anything changed; never waits."""
         if self._changed and self._table.is_cuda:
-            rows = torch.tensor(sorted(self._changed), dtype=torch.int64)
-            staged = torch.empty(len(rows), 1 + WORDS, dtype=torch.int64, device=self._device)
-            send(torch.cat([rows[:, None], self._words[rows]], 1), staged)
+            slots = torch.tensor(sorted(self._changed), dtype=torch.int64)
+            staged = torch.empty(len(slots), 1 + WORDS, dtype=torch.int64, device=self._device)
+            send(torch.cat([slots[:, None], self._words[slots]], 1), staged)
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
 
-    def run(self, logits: Tensor, seats: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
+    def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.
 
-        logits [N, V] of the model's dtype, not changed; seats [N] i64, the row each samples for, -1 where N is padded
-        (then the token is 0 and the outcome CHOSEN); known [N] i64, tokens before the one chosen now; tokens [N] i64
-        and outcome [N] u8 are written.  `general` may be true for any rows and must be if `self.general` is.
+        logits   [N, V] of the model's dtype, not changed
+        slots    [N] i64, the slot that each row samples for; -1: padding, whose token is 0 and whose outcome is CHOSEN
+        known    [N] i64, tokens before the one chosen now
+        tokens   [N] i64, written
+        outcome  [N] u8, written
+        general  may be true for any rows, and must be true if `self.general` is
         """
         if logits.shape[1] != self._vocab:
             raise ValueError(f"logits of {logits.shape[1]} tokens, the vocabulary has {self._vocab}")
-        ops.sample(logits, seats, known, self._table, general, tokens, outcome)
+        ops.sample(logits, slots, known, self._table, general, tokens, outcome)
 
-    def logprobs(self, logits: Tensor, rows: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
-        """Logprobs of the sampled tokens [N], for the rows that report them; None where no row does."""
+    def logprobs(self, logits: Tensor, slots: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
+        """Logprobs of the sampled tokens [N], for the slots that report them; None where none does."""
         if not self.reporting:
             return None
-        asked = [(i, row, self._top_logprobs[row]) for i, row in enumerate(rows) if row in self._top_logprobs]
+        asked = [(i, slot, self._top_logprobs[slot]) for i, slot in enumerate(slots) if slot in self._top_logprobs]
         if not asked:
             return None
         at = torch.empty(len(asked), dtype=torch.int64, device=self._device)
         send(torch.tensor([i for i, _, _ in asked], dtype=torch.int64), at)
-        return logprobs_of(logits, tokens[at], [(row, top) for _, row, top in asked], at)
+        return logprobs_of(logits, tokens[at], [(slot, top) for _, slot, top in asked], at)
 
 
 def has_penalty(s: Sampling) -> bool:
@@ -244,7 +247,7 @@ class Logprobs:
     On the host, or on their way there: read them once the step that they belong to is done.
     """
 
-    asked: list[tuple[int, int]]  # [L]: row, and how many of the likeliest tokens to report
+    asked: list[tuple[int, int]]  # [L]: slot, and how many of the likeliest tokens to report
     chosen: list[Tensor]  # all of them, in pieces: [.] f32
     likeliest: list[tuple[Tensor, Tensor]]  # in the same pieces: token ids [., most] i64, log-probabilities f32
 
@@ -258,8 +261,8 @@ class Logprobs:
         ]
         return [TokenLogprob(p, top[:count]) for p, top, (_, count) in zip(own, tops, self.asked, strict=True)]
 
-    def by_row(self) -> dict[int, TokenLogprob]:
-        return {row: entry for (row, _), entry in zip(self.asked, self.entries(), strict=True)}
+    def by_slot(self) -> dict[int, TokenLogprob]:
+        return {slot: entry for (slot, _), entry in zip(self.asked, self.entries(), strict=True)}
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, asked: list[tuple[int, int]], rows: Tensor | None = None) -> Logprobs:

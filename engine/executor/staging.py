@@ -1,8 +1,8 @@
 """What a step brings to the device, gathered in pinned memory and sent in one copy.
 
-    host    | seats | edits | ids | positions | ...     pinned; one such buffer for each step in flight, and one to fill
+    host    | slots | edits | ids | positions | ...     pinned; one such buffer for each step in flight, and one to fill
                | send(): one asynchronous copy
-    device  | seats | edits | ids | positions | ...     one buffer: stream order keeps the next copy behind its readers
+    device  | slots | edits | ids | positions | ...     one buffer: stream order keeps the next copy behind its readers
 
 A copy from ordinary memory would wait until the device is done with every step before: that is what this avoids.
 On a CPU both are the same memory and nothing is copied.

@@ -52,11 +52,11 @@ class Pending:
     """A launched step.  Its host memory may be read after the step, until GPU_DEPTH further launches."""
 
     step: int
-    rows: tuple[int, ...] = ()  # that sample
-    output: StepOutput | None = None  # of the rows, in their order
+    slots: tuple[int, ...] = ()  # that sample
+    output: StepOutput | None = None  # of these slots, in their order
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one row
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
 
 
 class Worker:
@@ -161,7 +161,7 @@ class Worker:
             self._capture(self._config.graph_seconds)
 
     def reset(self) -> None:
-        """Free every row.  KV contents stay, because a new owner of a block writes it before reading it.
+        """Free every slot.  KV contents stay, because a new owner of a block writes it before reading it.
 
         Raises RuntimeError when the device no longer answers.
         """
@@ -177,13 +177,13 @@ class Worker:
         """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
         self._clocks[self._next()].start()
-        for row in plan.freed_rows:
-            samplers.free(row)
+        for slot in plan.freed_slots:
+            samplers.free(slot)
         for piece in plan.slices:
             if piece.sampler:
-                samplers.seat(piece.row, piece.sampler)
+                samplers.assign(piece.slot, piece.sampler)
         for fork in plan.forks:
-            samplers.seat(fork.row, fork.sampler)
+            samplers.assign(fork.slot, fork.sampler)
         staging.begin()
         staged = batch.stage(plan, staging)
         poison = staging.put(np.array(plan.poison, dtype=np.int64)) if plan.poison else None
@@ -204,25 +204,25 @@ class Worker:
         batch.begin(staged)
         if staged.mixed is not None:
             return self._mixed(plan.step, staged.mixed)
-        return self._decode(plan.step) if batch.rows else Pending(plan.step)
+        return self._decode(plan.step) if batch.decoding_slots else Pending(plan.step)
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
         seconds = pending.clock.wait() if pending.clock is not None else 0.0
         prompt_logprobs = {found.asked[0][0]: found.entries() for found in pending.prompt_logprobs}
-        rows, output = pending.rows, pending.output
+        slots, output = pending.slots, pending.output
         if output is None:
             return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs, device_s=seconds)
-        tokens, outcomes = output.tokens.numpy()[: len(rows)], output.outcomes.numpy()[: len(rows)]
+        tokens, outcomes = output.tokens.numpy()[: len(slots)], output.outcomes.numpy()[: len(slots)]
         failed, impossible = {}, {}
         if outcomes.any():
-            failed = {rows[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
-            impossible = {rows[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
+            failed = {slots[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
+            impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
         return StepResult(
             pending.step,
-            list(rows),
+            list(slots),
             tokens.tolist(),
-            logprobs=pending.logprobs.by_row() if pending.logprobs else {},
+            logprobs=pending.logprobs.by_slot() if pending.logprobs else {},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             impossible=impossible,
@@ -230,8 +230,8 @@ class Worker:
         )
 
     def _decode(self, number: int) -> Pending:
-        """Compute one more token for every row, with two graph launches where there are graphs."""
-        size = self._padded(len(self._batch.rows))
+        """Compute one more token for every slot, with two graph launches where there are graphs."""
+        size = self._padded(len(self._batch.decoding_slots))
         if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
             self._sample_padded(size)
@@ -243,8 +243,8 @@ class Worker:
         return self._pending(number, logits)
 
     def _mixed(self, number: int, mixed: Mixed) -> Pending:
-        """Compute prompt slices together with the rows that decode."""
-        count = len(self._batch.rows)
+        """Compute prompt slices together with the slots that decode."""
+        count = len(self._batch.decoding_slots)
         if mixed.shape in self._batch.shapes and (self._captured or self._recorded_mixed(number, mixed)):
             self._mixed_graphs.replay(mixed.shape)
             if count:
@@ -310,25 +310,25 @@ class Worker:
 
     def _score(self, forward: Forward, asked: Targets) -> Logprobs:
         """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
-        entries = [(asked.row, asked.top)] * len(asked.ids)
+        entries = [(asked.slot, asked.top)] * len(asked.ids)
         return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
         """Choose a token for each row, logits [N, V], and make it the next step's input."""
-        count = len(step.sample_seats)
+        count = len(step.sample_slots)
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
-        self._samplers.run(logits, step.sample_seats, step.known, tokens, outcomes, general)
+        self._samplers.run(logits, step.sample_slots, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
 
     def _pending(self, number: int, logits: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> Pending:
         """Copy the step's output to the host, in the background."""
-        rows = self._batch.rows
-        logprobs = self._samplers.logprobs(logits, rows, self._output.tokens)
+        slots = self._batch.decoding_slots
+        logprobs = self._samplers.logprobs(logits, slots, self._output.tokens)
         at = self._launches = self._next()
         output, clock = self._host_outputs[at], self._clocks[at]
         output.all.copy_(self._output.all, non_blocking=True)
         clock.stop()
-        return Pending(number, rows, output, clock, logprobs, prompt_logprobs)
+        return Pending(number, slots, output, clock, logprobs, prompt_logprobs)
 
     def _next(self) -> int:
         """Index of the output buffer that the next step uses."""
@@ -340,11 +340,11 @@ class Worker:
     def _activation_bytes(self) -> int:
         """Bytes that the largest step takes besides weights and KV cache, measured on an empty step.
 
-        All rows sample, and a prompt is scored."""
+        All slots sample, and a prompt is scored."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        rows = self._max_seqs
-        shape = Shape(rows - 1, self._step_tokens - rows + 1, 1, rows, rows)
+        seqs = self._max_seqs
+        shape = Shape(seqs - 1, self._step_tokens - seqs + 1, 1, seqs, seqs)
         step = self._batch.mixed_step(self._batch.idle_step(shape, self._staging))
         forward = Forward(self._model, step)
         logits = self._logits(forward, step.logits_at)
@@ -469,14 +469,14 @@ class Stopwatch:
 
 
 class StepOutput:
-    """Tokens and outcomes of a step's rows, in their order, as views of one buffer, so that one copy moves both."""
+    """Tokens and outcomes of a step's slots, in their order, as views of one buffer, so that one copy moves both."""
 
-    def __init__(self, buffer: Tensor, rows: int) -> None:
-        self.all = buffer  # [9 * rows] u8
-        self.tokens = buffer[: 8 * rows].view(torch.int64)  # [rows]
-        self.outcomes = buffer[8 * rows :]  # [rows] u8, values of engine/executor/sampling.py
+    def __init__(self, buffer: Tensor, count: int) -> None:
+        self.all = buffer  # [9 * count] u8
+        self.tokens = buffer[: 8 * count].view(torch.int64)  # [count]
+        self.outcomes = buffer[8 * count :]  # [count] u8, values of engine/executor/sampling.py
 
     @classmethod
-    def allocate(cls, rows: int, *, device: torch.device | str = "cpu", pinned: bool = False) -> StepOutput:
+    def allocate(cls, count: int, *, device: torch.device | str = "cpu", pinned: bool = False) -> StepOutput:
         """An output of zeros.  pinned: in memory that a GPU can copy to in the background."""
-        return cls(torch.zeros(9 * rows, dtype=torch.uint8, device=device, pin_memory=pinned), rows)
+        return cls(torch.zeros(9 * count, dtype=torch.uint8, device=device, pin_memory=pinned), count)

@@ -81,17 +81,17 @@ class RecordedExecutor(ScriptedExecutor):
             self._plans.clear()
             self._decoding.clear()
             raise StepError("lost, as recorded")
-        # A result names its rows in any order; the log knows the order of first and last tokens.
+        # A result names its slots in any order; the log knows the order of first and last tokens.
         ordered = [(entry.number, entry.index) for entry in turn.events if entry.kind in ("first", "ended")]
         places = {key: place for place, key in reversed(list(enumerate(ordered)))}
         result = super().collect()
         sampled = sorted(
-            zip(result.rows, result.tokens, strict=True),
+            zip(result.slots, result.tokens, strict=True),
             key=lambda sample: places.get(self._key(self._decoding[sample[0]][0]), len(ordered)),
         )
         return msgspec.structs.replace(
             result,
-            rows=[row for row, _ in sampled],
+            slots=[slot for slot, _ in sampled],
             tokens=[token for _, token in sampled],
             failed=dict.fromkeys(turn.bad_rows, "not usable, as recorded"),
             impossible=dict.fromkeys(turn.impossible_rows, "impossible, as recorded"),

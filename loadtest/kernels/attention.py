@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.executor import ops
-from loadtest.kernels import bars
+from loadtest.kernels import peer_figures
 from loadtest.kernels.timing import Call, Ceilings, graph_us, sets_for
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ DECODES = [(32, 8, batch, context) for context in CONTEXTS for batch in BATCHES]
     *((64, 8, *point) for point in ((1, 2048), (1, 32768), (32, 2048), (32, 8192), (128, 8192))),
     *((40, 40, *point) for point in ((1, 2048), (32, 2048), (32, 8192), (128, 2048))),
 ]
-PREFILLS = list(bars.PREFILL)
+PREFILLS = list(peer_figures.PREFILL)
 
 
 class Memory:
@@ -200,10 +200,10 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
         row = _decode_row(f"{heads}/{kv_heads} {batch} x {context}", case, us, top)
         if not quick:
             row["cudnn_flat_us"] = cudnn_us(case, memory, sets)
-        bar = bars.DECODE.get((heads, kv_heads, batch, context)) if peers else None
-        if bar and case.kv_bytes * 8 < 128 << 20:
+        figures = peer_figures.DECODE.get((heads, kv_heads, batch, context)) if peers else None
+        if figures and case.kv_bytes * 8 < 128 << 20:
             row["warm_us"] = graph_us(paged(case, memory, 8))  # the peers took 8 regions in turn: the L2 kept them
-        yield row | _beside(us, row.get("warm_us"), bar)
+        yield row | _beside(us, row.get("warm_us"), figures)
 
 
 def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
@@ -248,7 +248,7 @@ def prefill(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Itera
         }
         if not quick and not before:
             row["cudnn_flat_us"] = cudnn_us(case, memory, sets)
-        yield row | _beside(us, None, bars.PREFILL[heads, kv_heads, batch, queries, before] if peers else None)
+        yield row | _beside(us, None, peer_figures.PREFILL[heads, kv_heads, batch, queries, before] if peers else None)
 
 
 def _with(case: Case, **changes: Any) -> Case:
@@ -266,13 +266,13 @@ def _decode_row(name: str, case: Case, us: float, top: Ceilings) -> Row:
     }
 
 
-def _beside(us: float, warm_us: float | None, bar: tuple[float | None, ...] | None) -> Row:
+def _beside(us: float, warm_us: float | None, figures: tuple[float | None, ...] | None) -> Row:
     """The best of the peers, and our time over it (below 1: we are faster)."""
-    best = bars.best_paged(bar)
+    best = peer_figures.best_paged(figures)
     if best is None:
         return {}
     return {
         "best_paged_us": best,
-        "best_flat_us": bars.best_flat(bar),
+        "best_flat_us": peer_figures.best_flat(figures),
         "time_over_best": (warm_us or us) / best,
     }

@@ -60,17 +60,17 @@ def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE)
         cos, sin = random(tokens, HEAD_SIZE), random(tokens, HEAD_SIZE)
         k_cache, v_cache = (random(-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(2))
-        slots = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
+        kv_indices = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
         norms: dict[str, Any] = (
             {"q_norm": random(HEAD_SIZE), "k_norm": random(HEAD_SIZE), "eps": 1e-6} if normed else {}
         )
-        return lambda: ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots, **norms)
+        return lambda: ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, **norms)
 
     def write(tokens: int) -> Call:
         key, value = (random(tokens, KV_HEADS, HEAD_SIZE) for _ in range(2))
         k_cache, v_cache = (random(-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(2))
-        slots = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
-        return lambda: ops.kv_write(key, value, k_cache, v_cache, slots)
+        kv_indices = torch.randperm(k_cache.shape[0] * BLOCK, device="cuda")[:tokens]
+        return lambda: ops.kv_write(key, value, k_cache, v_cache, kv_indices)
 
     for n in (1, 256, 8192) if quick else (1, 8, 32, 256, 1024, 8192):
         yield row(f"rms_norm {n} x {hidden}", 4 * n * hidden, partial(norm, n), partial(torch_norm, n), top)
@@ -165,8 +165,8 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             yield {"case": f"{name} {tokens} x {size[1]} -> {size[0]}"} | found
 
 
-def seats(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
-    """A table of `count` seats that ask for the same: [count, 8] i64, each a Seat of csrc/sampling_rules.h."""
+def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
+    """A table of `count` slots that ask for the same: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
     scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
     records = b"".join(
@@ -197,7 +197,7 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         if "repetition" in wish:
             marks = torch.randint(0, 50, (count, vocab), device="cuda", dtype=torch.int32)
             marks = marks.eq(1).int()  # one token in fifty was said before
-        table = seats(count, marks=marks, **wish)
+        table = slot_settings(count, marks=marks, **wish)
         who = torch.arange(count, device="cuda")
         known = torch.full_like(who, 100)
         tokens, outcome = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.uint8)

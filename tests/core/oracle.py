@@ -42,16 +42,16 @@ class OracleExecutor:
         self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: nobody's
         self.size = block_size
         self.plans: deque[StepPlan] = deque()
-        self.slots: list[int | None] = [None] * (blocks * block_size)  # None: garbage
+        self.kv: list[int | None] = [None] * (blocks * block_size)  # None: garbage
         self.tables: dict[int, list[int]] = {}
-        self.decoding: dict[int, tuple[Sampler, int, int]] = {}  # row -> (sampler, position to compute, token)
+        self.decoding: dict[int, tuple[Sampler, int, int]] = {}  # slot -> (sampler, position to compute, token)
         self.max_seqs = max_seqs
         self.forward_tokens = 0
         self.copied = 0
         self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails
 
     def reset(self) -> None:
-        """After a failed step: no plan, no row and no table is left.  Blocks keep their content."""
+        """After a failed step: no plan, no slot and no table is left.  Blocks keep their content."""
         self.plans.clear()
         self.tables.clear()
         self.decoding.clear()
@@ -61,68 +61,68 @@ class OracleExecutor:
 
     def collect(self) -> StepResult:
         plan = self.plans.popleft()
-        size, before = self.size, list(self.slots)
+        size, before = self.size, list(self.kv)
         assert len({there for _, there in plan.swap_out}) == len(plan.swap_out)
         assert len({block for _, block in plan.swap_in}) == len(plan.swap_in)
         for block, there in plan.swap_out:
-            self.host[there] = self.slots[block * size : (block + 1) * size]
+            self.host[there] = self.kv[block * size : (block + 1) * size]
         for block in plan.poison:
-            self.slots[block * size : (block + 1) * size] = [None] * size
+            self.kv[block * size : (block + 1) * size] = [None] * size
         for there, block in plan.swap_in:
             content = self.host[there]
             assert content is not None, f"host block {there} was never written"
-            self.slots[block * size : (block + 1) * size] = content
+            self.kv[block * size : (block + 1) * size] = content
             self.host[there] = None
-        for row in plan.freed_rows:
-            del self.tables[row]
-            self.decoding.pop(row, None)
+        for slot in plan.freed_slots:
+            del self.tables[slot]
+            self.decoding.pop(slot, None)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert not {target for _, target in plan.copies} & {source for source, _ in plan.copies}
         for source, target in plan.copies:
-            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+            self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
             self.copied += 1
         for start in plan.starts:
-            assert 0 <= start.row < self.max_seqs
-            assert start.row not in self.tables
-            self.tables[start.row] = list(start.table)
-        for row, index, block in plan.edits:
-            table = self.tables[row]
+            assert 0 <= start.slot < self.max_seqs
+            assert start.slot not in self.tables
+            self.tables[start.slot] = list(start.table)
+        for slot, index, block in plan.edits:
+            table = self.tables[slot]
             assert index <= len(table)
             table[index : index + 1] = [block]
-        work = [(row, position, [token]) for row, (_, position, token) in self.decoding.items()]
-        work += [(piece.row, piece.start, list(piece.token_ids)) for piece in plan.slices]
-        for row, position, tokens in work:
+        work = [(slot, position, [token]) for slot, (_, position, token) in self.decoding.items()]
+        work += [(piece.slot, piece.start, list(piece.token_ids)) for piece in plan.slices]
+        for slot, position, tokens in work:
             for i, token in enumerate(tokens, position):
-                self.slots[self.tables[row][i // size] * size + i % size] = token
+                self.kv[self.tables[slot][i // size] * size + i % size] = token
                 self.forward_tokens += 1
-        ends = {row: position + len(tokens) for row, position, tokens in work}
-        samplers = {row: sampler for row, (sampler, _, _) in self.decoding.items()}
-        samplers |= {piece.row: piece.sampler for piece in plan.slices if piece.sampler is not None}
+        ends = {slot: position + len(tokens) for slot, position, tokens in work}
+        samplers = {slot: sampler for slot, (sampler, _, _) in self.decoding.items()}
+        samplers |= {piece.slot: piece.sampler for piece in plan.slices if piece.sampler is not None}
         for fork in plan.forks:
             assert samplers[fork.parent] is not None
-            assert fork.row not in self.tables
-            self.tables[fork.row] = list(fork.table)
-            samplers[fork.row], ends[fork.row] = fork.sampler, ends[fork.parent]
-        for row, sampler in samplers.items():
-            if ends[row] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.slots)):
+            assert fork.slot not in self.tables
+            self.tables[fork.slot] = list(fork.table)
+            samplers[fork.slot], ends[fork.slot] = fork.sampler, ends[fork.parent]
+        for slot, sampler in samplers.items():
+            if ends[slot] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.kv)):
                 if plan.step % 2:  # it failed before it computed anything
-                    self.slots = before
+                    self.kv = before
                 raise StepFails
-        rows, sampled = [], []
-        for row, sampler in samplers.items():
-            token = next_token(self.context(row, ends[row]), sampler.sampling.seed, sampler.sibling)
-            rows.append(row)
+        slots, sampled = [], []
+        for slot, sampler in samplers.items():
+            token = next_token(self.context(slot, ends[slot]), sampler.sampling.seed, sampler.sibling)
+            slots.append(slot)
             sampled.append(token)
-            self.decoding[row] = sampler, ends[row], token
+            self.decoding[slot] = sampler, ends[slot], token
         scored = {
-            piece.row: [TokenLogprob(-float(token)) for token in piece.targets]
+            piece.slot: [TokenLogprob(-float(token)) for token in piece.targets]
             for piece in plan.slices
             if piece.targets
         }
-        return StepResult(plan.step, rows, sampled, prompt_logprobs=scored)
+        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored)
 
-    def context(self, row: int, end: int) -> list[int]:
-        table = self.tables[row]
-        context = [self.slots[table[i // self.size] * self.size + i % self.size] for i in range(end)]
-        assert None not in context, f"row {row} reads a slot nobody wrote"
+    def context(self, slot: int, end: int) -> list[int]:
+        table = self.tables[slot]
+        context = [self.kv[table[i // self.size] * self.size + i % self.size] for i in range(end)]
+        assert None not in context, f"slot {slot} reads a place of the cache that nothing wrote"
         return context  # type: ignore[return-value]

@@ -147,14 +147,14 @@ class Rig:
         self.collect_outputs()
         if plan is None:
             return False
-        self.decoding -= set(plan.freed_rows)
+        self.decoding -= set(plan.freed_slots)
         given = sum(len(piece.token_ids) for piece in plan.slices)
         assert given + len(self.decoding) <= self.limits.step_tokens
         assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
-        named = {piece.row for piece in plan.slices} | {fork.row for fork in plan.forks}
+        named = {piece.slot for piece in plan.slices} | {fork.slot for fork in plan.forks}
         assert not named & self.decoding
         assert len(self.decoding | named) <= self.limits.max_seqs
-        self.decoding |= {piece.row for piece in plan.slices if piece.sampler} | {fork.row for fork in plan.forks}
+        self.decoding |= {piece.slot for piece in plan.slices if piece.sampler} | {fork.slot for fork in plan.forks}
         self.plans.append(plan)
         self.executor.submit(plan)
         return True
@@ -809,7 +809,7 @@ def test_abort_frees_blocks_at_once_and_a_failed_row_ends_its_request_alone() ->
     rig.submit()
     result = rig.executor.collect()
     row = next(seq.slot for seq in rig.core.live() if seq.request.id == bad)
-    rig.core.commit(StepResult(result.step, result.rows, result.tokens, failed={row: "not a number"}))
+    rig.core.commit(StepResult(result.step, result.slots, result.tokens, failed={row: "not a number"}))
     rig.collect_outputs()
     rig.run()
     assert rig.finishes[gone, 0].reason == rig.finishes[gone, 1].reason == "cancelled"

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class RecordingWorker(Worker):
-    """Keeps the logits of the step it ran last: of the rows that sampled, then of its targets."""
+    """Keeps the logits of the step it ran last: of the slots that sampled, then of its targets."""
 
     pieces: list[torch.Tensor]
 
@@ -39,7 +39,9 @@ class RecordingWorker(Worker):
 
 
 @dataclass
-class Row:
+class Running:
+    """A sequence in a slot."""
+
     tokens: list[int]  # known: prompt and output
     prompt_len: int
     chunk: int
@@ -65,7 +67,7 @@ class Driver:
             self.config, model, max_seqs=self.config.max_seqs, step_tokens=self.config.step_tokens
         )
         self.free_blocks = random.Random(seed).sample(range(blocks), blocks)
-        self.rows: dict[int, Row] = {}
+        self.running: dict[int, Running] = {}
         self.steps = 0
         self.plans: list[StepPlan] = []
         self._left: list[int] = []
@@ -86,11 +88,11 @@ class Driver:
         stop_ids: list[int] | None = None,
         output: list[int] | None = None,
     ) -> list[int]:
-        """Seat a prompt (and `output` tokens of it already known) with n continuations; returns their rows.
+        """Start a prompt (and `output` tokens of it already known) with n continuations; returns their slots.
 
         The continuations are numbered from `sibling`.
         """
-        rows = [row for row in range(self.config.max_seqs) if row not in self.rows][:n]
+        slots = [slot for slot in range(self.config.max_seqs) if slot not in self.running][:n]
         known = tokens + (output or [])
         table = [self.free_blocks.pop() for _ in range(-(-len(known) // self.config.block_size))]
         samplers: list[Sampler] = []
@@ -98,18 +100,18 @@ class Driver:
             samplers = [
                 Sampler(sampling, len(tokens), stop_ids or [], list(known), sibling=sibling + i) for i in range(n)
             ]
-        row = Row(list(known), len(tokens), chunk, samplers[0] if samplers else None, table, targets=targets)
-        row.siblings = list(zip(rows[1:], samplers[1:], strict=True))
-        self.rows[rows[0]] = row
-        for other, sampler in row.siblings:
-            self.rows[other] = Row(list(known), len(tokens), chunk, sampler, [], computed=-1)
-        self._starting.append(rows[0])
-        return rows
+        seq = Running(list(known), len(tokens), chunk, samplers[0] if samplers else None, table, targets=targets)
+        seq.siblings = list(zip(slots[1:], samplers[1:], strict=True))
+        self.running[slots[0]] = seq
+        for other, sampler in seq.siblings:
+            self.running[other] = Running(list(known), len(tokens), chunk, sampler, [], computed=-1)
+        self._starting.append(slots[0])
+        return slots
 
-    def free(self, row: int) -> None:
-        gone = self.rows.pop(row)
-        self._left.append(row)
-        shared = {block for other in self.rows.values() for block in other.table}
+    def free(self, slot: int) -> None:
+        gone = self.running.pop(slot)
+        self._left.append(slot)
+        shared = {block for other in self.running.values() for block in other.table}
         mine = [block for block in gone.table if block not in shared]
         self.free_blocks += mine
         self._poison += mine
@@ -118,53 +120,53 @@ class Driver:
         """The next plan: one chunk of every unfinished prompt, one token of everybody else."""
         size = self.config.block_size
         slices, forks = [], []
-        for number, row in self.rows.items():
-            if row.computed < 0 or row.computed == len(row.tokens):
+        for number, seq in self.running.items():
+            if seq.computed < 0 or seq.computed == len(seq.tokens):
                 continue  # a sibling before its fork or in its very step, or a prompt nobody continues
-            want = len(row.tokens) - row.computed
-            decodes = row.sampler and len(row.tokens) > row.prompt_len and want == 1 and number not in self._starting
+            want = len(seq.tokens) - seq.computed
+            decodes = seq.sampler and len(seq.tokens) > seq.prompt_len and want == 1 and number not in self._starting
             if decodes:
-                if row.computed // size == len(row.table):
-                    row.table.append(self.free_blocks.pop())
-                    self._edits.append((number, len(row.table) - 1, row.table[-1]))
-                row.computed += 1
+                if seq.computed // size == len(seq.table):
+                    seq.table.append(self.free_blocks.pop())
+                    self._edits.append((number, len(seq.table) - 1, seq.table[-1]))
+                seq.computed += 1
                 continue
-            end = min(row.computed + row.chunk, len(row.tokens))
-            last = end == len(row.tokens)
-            following = row.tokens[row.computed + 1 : end + 1] if row.targets else []
+            end = min(seq.computed + seq.chunk, len(seq.tokens))
+            last = end == len(seq.tokens)
+            following = seq.tokens[seq.computed + 1 : end + 1] if seq.targets else []
             slices.append(
                 Slice(
                     number,
-                    row.computed,
-                    row.tokens[row.computed : end],
-                    row.sampler if last else None,
+                    seq.computed,
+                    seq.tokens[seq.computed : end],
+                    seq.sampler if last else None,
                     following,
                     5 if following else 0,
                 )
             )
-            row.computed = end
+            seq.computed = end
             if last:
-                for other, sampler in row.siblings:
-                    table = list(row.table)
+                for other, sampler in seq.siblings:
+                    table = list(seq.table)
                     forks.append(Fork(other, number, table, sampler))
-                    self.rows[other].table, self.rows[other].computed = table, end
-        starts = [Start(number, self.rows[number].table) for number in self._starting]
+                    self.running[other].table, self.running[other].computed = table, end
+        starts = [Start(number, self.running[number].table) for number in self._starting]
         self.steps += 1
         plan = StepPlan(self.steps, self._left, self._copies, starts, self._edits, slices, forks, poison=self._poison)
         self._left, self._copies, self._edits, self._starting, self._poison = [], [], [], [], []
         for fork in forks:  # whoever writes first into a shared block copies it: at the next step, all but the parent
-            if (row := self.rows[fork.row]).computed % size:
+            if (seq := self.running[fork.slot]).computed % size:
                 mine = self.free_blocks.pop()
-                self._copies.append((row.table[-1], mine))
-                self._edits.append((fork.row, len(row.table) - 1, mine))
-                row.table[-1] = mine
+                self._copies.append((seq.table[-1], mine))
+                self._edits.append((fork.slot, len(seq.table) - 1, mine))
+                seq.table[-1] = mine
         self.plans.append(plan)
         return plan
 
     def commit(self, result: StepResult) -> StepResult:
-        for row, token in zip(result.rows, result.tokens, strict=True):
-            if row in self.rows:
-                self.rows[row].tokens.append(token)
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            if slot in self.running:
+                self.running[slot].tokens.append(token)
         return result
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -175,8 +177,8 @@ class Driver:
         assert not result.failed
         return self.commit(result)
 
-    def generate(self, rows: list[int], count: int) -> list[list[int]]:
-        """Step until each of the rows has `count` outputs."""
-        while any(len(self.rows[row].output) < count for row in rows):
+    def generate(self, slots: list[int], count: int) -> list[list[int]]:
+        """Step until each of the slots has `count` outputs."""
+        while any(len(self.running[slot].output) < count for slot in slots):
             self.step()
-        return [self.rows[row].output[:count] for row in rows]
+        return [self.running[slot].output[:count] for slot in slots]

@@ -37,13 +37,13 @@ def begun(b: Batch, plan: StepPlan) -> StepTensors:
     b.begin(staged)
     if staged.mixed:
         return b.mixed_step(staged.mixed)
-    step = b.decode_step(len(b.rows))
+    step = b.decode_step(len(b.decoding_slots))
     b.gather(step)
     return step
 
 
 def finish(b: Batch, step: StepTensors, tokens: list[int]) -> None:
-    assert len(tokens) == len(step.sample_seats)
+    assert len(tokens) == len(step.sample_slots)
     b.finish(torch.tensor(tokens))
 
 
@@ -53,39 +53,40 @@ def test_a_prompt_then_decode_then_growth() -> None:
     step = begun(b, StepPlan(1, starts=[Start(2, [9])], slices=[Slice(2, 0, tokens, SAMPLER)]))
     assert step.input_ids.tolist() == [tokens]
     assert step.position_ids.tolist() == [list(range(7))]
-    assert step.slots.tolist() == list(range(72, 79))
+    assert step.kv_indices.tolist() == list(range(72, 79))
     assert (step.rows.tolist(), step.q_start.tolist(), step.lens.tolist()) == ([2], [0, 7], [7])
     assert step.logits_at is not None
-    assert (step.logits_at.tolist(), step.sample_rows, step.known.tolist()) == ([6], (2,), [7])
+    assert (step.logits_at.tolist(), b.decoding_slots, step.known.tolist()) == ([6], (2,), [7])
     finish(b, step, [55])
-    step = begun(b, StepPlan(2))  # nothing named: row 2 decodes
+    step = begun(b, StepPlan(2))  # nothing named: slot 2 decodes
     assert (step.input_ids.tolist(), step.position_ids.tolist()) == ([[55]], [[7]])
-    assert (step.slots.tolist(), step.lens.tolist(), step.known.tolist()) == ([79], [8], [8])
+    assert (step.kv_indices.tolist(), step.lens.tolist(), step.known.tolist()) == ([79], [8], [8])
     assert step.logits_at is None
     finish(b, step, [56])
     step = begun(b, StepPlan(3, edits=[(2, 1, 4)]))
-    assert (step.input_ids.tolist(), step.slots.tolist(), step.lens.tolist()) == ([[56]], [32], [9])
+    assert (step.input_ids.tolist(), step.kv_indices.tolist(), step.lens.tolist()) == ([[56]], [32], [9])
     finish(b, step, [57])
-    assert begun(b, StepPlan(4, freed_rows=[2])).sample_rows == ()
+    begun(b, StepPlan(4, freed_slots=[2]))
+    assert b.decoding_slots == ()
 
 
-def test_chunks_join_rows_that_decode() -> None:
+def test_chunks_join_slots_that_decode() -> None:
     b = batch()
     finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])), [8])
     starts, slices = [Start(1, [2, 3]), Start(5, [6])], [Slice(1, 0, [10, 11]), Slice(5, 4, [20, 21], SAMPLER)]
     step = begun(b, StepPlan(2, starts=starts, slices=slices))
     assert step.input_ids.tolist() == [[8, 10, 11, 20, 21]]
     assert step.position_ids.tolist() == [[3, 0, 1, 4, 5]]
-    assert step.slots.tolist() == [11, 16, 17, 52, 53]
+    assert step.kv_indices.tolist() == [11, 16, 17, 52, 53]
     assert (step.rows.tolist(), step.q_start.tolist()) == ([0, 1, 5], [0, 1, 3, 5])
     assert step.lens.tolist() == [4, 2, 6]
     assert step.logits_at is not None
-    assert step.logits_at.tolist() == [0, 4]  # row 1 is not through its prompt
-    assert (step.sample_rows, step.known.tolist()) == ((0, 5), [4, 6])
+    assert step.logits_at.tolist() == [0, 4]  # slot 1 is not through its prompt
+    assert (b.decoding_slots, step.known.tolist()) == ((0, 5), [4, 6])
     finish(b, step, [30, 31])
     step = begun(b, StepPlan(3, slices=[Slice(1, 2, [12], SAMPLER)]))
     assert step.input_ids.tolist() == [[30, 31, 12]]
-    assert step.sample_rows == (0, 5, 1)
+    assert b.decoding_slots == (0, 5, 1)
     finish(b, step, [40, 41, 42])
     assert begun(b, StepPlan(4)).input_ids.tolist() == [[40, 41, 42]]
 
@@ -93,11 +94,11 @@ def test_chunks_join_rows_that_decode() -> None:
 def test_steady_steps_share_what_does_not_change() -> None:
     b = batch()
     finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), [8])
-    one = begun(b, StepPlan(2))
+    one, slots = begun(b, StepPlan(2)), b.decoding_slots
     finish(b, one, [9])
     two = begun(b, StepPlan(3))
-    assert one.sample_rows is two.sample_rows
-    for name in ("input_ids", "position_ids", "slots", "rows", "lens", "tables"):  # a captured graph reads these
+    assert b.decoding_slots is slots
+    for name in ("input_ids", "position_ids", "kv_indices", "rows", "lens", "tables"):  # a captured graph reads these
         assert getattr(one, name).data_ptr() == getattr(two, name).data_ptr()
 
 
@@ -111,11 +112,11 @@ def test_forks_read_their_parents_logits() -> None:
     )
     step = begun(b, plan)
     assert step.logits_at is not None
-    assert (step.sample_rows, step.logits_at.tolist()) == ((0, 1, 2, 3), [1, 2, 2, 1])
+    assert (b.decoding_slots, step.logits_at.tolist()) == ((0, 1, 2, 3), [1, 2, 2, 1])
     assert step.known.tolist() == [2, 1, 1, 2]
     finish(b, step, [50, 51, 52, 53])
     step = begun(b, StepPlan(2, edits=[(2, 0, 8), (3, 0, 9)]))
-    assert (step.input_ids.tolist(), step.slots.tolist()) == ([[50, 51, 52, 53]], [10, 17, 65, 74])
+    assert (step.input_ids.tolist(), step.kv_indices.tolist()) == ([[50, 51, 52, 53]], [10, 17, 65, 74])
 
 
 def test_targets_come_with_their_logits() -> None:
@@ -124,22 +125,22 @@ def test_targets_come_with_their_logits() -> None:
     step = begun(b, StepPlan(1, starts=[Start(0, [1]), Start(1, [2])], slices=slices))
     assert step.logits_at is not None
     assert step.logits_at.tolist() == [2, 5]
-    asked = [(t.row, t.at.tolist(), t.ids.tolist(), t.top) for t in step.targets]
+    asked = [(t.slot, t.at.tolist(), t.ids.tolist(), t.top) for t in step.targets]
     assert asked == [(0, [0, 1, 2], [6, 7, 8], 2), (1, [3, 4], [6, 7], 1)]
 
 
-def test_a_freed_row_starts_afresh() -> None:
+def test_a_freed_slot_starts_afresh() -> None:
     b = batch()
     finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7], SAMPLER)])), [8])
-    plan = StepPlan(2, freed_rows=[0], starts=[Start(0, [3])], slices=[Slice(0, 0, [4, 5], SAMPLER)])
+    plan = StepPlan(2, freed_slots=[0], starts=[Start(0, [3])], slices=[Slice(0, 0, [4, 5], SAMPLER)])
     step = begun(b, plan)
-    assert (step.input_ids.tolist(), step.slots.tolist()) == ([[4, 5]], [24, 25])
+    assert (step.input_ids.tolist(), step.kv_indices.tolist()) == ([[4, 5]], [24, 25])
 
 
 def test_plans_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="a step of 21 tokens in 1 rows, the buffers hold 20 in 6"):
+    with pytest.raises(ValueError, match="a step of 21 tokens in 1 sequences, the buffers hold 20 in 6"):
         begun(batch(), StepPlan(1, starts=[Start(0, [1, 2, 3])], slices=[Slice(0, 0, [1] * 21)]))
-    with pytest.raises(ValueError, match="row 3: a table of 6 blocks, the mirror holds 5"):
+    with pytest.raises(ValueError, match="slot 3: a table of 6 blocks, the mirror holds 5"):
         begun(batch(), StepPlan(1, starts=[Start(3, [1] * 6)]))
 
 
@@ -153,9 +154,9 @@ def test_padding_has_no_effect() -> None:
     assert step.decodes == 2
     assert step.input_ids.tolist() == [[8, 0, 10, 11, 20, 21, 0, 0, 0, 0]]
     assert step.position_ids.tolist() == [[3, 0, 0, 1, 4, 5, 0, 0, 0, 0]]
-    assert step.slots.tolist() == [11, -1, 16, 17, 52, 53, -1, -1, -1, -1]
+    assert step.kv_indices.tolist() == [11, -1, 16, 17, 52, 53, -1, -1, -1, -1]
     assert (step.rows.tolist(), step.lens.tolist()) == ([0, 0, 1, 5, 0], [4, 0, 2, 6, 0])
     assert step.q_start.tolist() == [0, 1, 2, 4, 6, 6]
     assert step.logits_at is not None
     assert (step.logits_at.tolist(), step.known.tolist()) == ([0, 5, 0, 0, 0], [4, 6, 4, 4, 4])
-    assert (step.sample_rows, step.sample_seats.tolist()) == ((0, 5), [0, 5, -1, -1, -1])
+    assert (b.decoding_slots, step.sample_slots.tolist()) == ((0, 5), [0, 5, -1, -1, -1])

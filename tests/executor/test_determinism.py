@@ -38,7 +38,7 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(checkpoint: Checkpoint, 
         for mate in range(mates):
             driver.add(words(5 + 9 * mate, mate), Sampling(temperature=1.0, seed=mate), chunk=3 + mate)
         found: list[torch.Tensor] = []
-        while driver.rows[0].computed < len(prompt):
+        while driver.running[0].computed < len(prompt):
             driver.step()
             count = min(chunk, len(prompt) - 1 - sum(len(logits) for logits in found))
             samples = len(driver.worker.logits) - count

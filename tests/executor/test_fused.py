@@ -73,7 +73,7 @@ def test_swapped_decoders_compute_what_the_plain_ones_do(
         driver = Driver(checkpoint(family))
         driver.add(words(61), None, chunk=chunk, targets=True)
         got = []
-        while driver.rows[0].computed < 61:
+        while driver.running[0].computed < 61:
             driver.step()
             got.append(driver.worker.logits)
         return torch.cat(got)

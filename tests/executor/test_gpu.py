@@ -63,7 +63,7 @@ def test_logits_stay_within_the_noise_of_bfloat16(checkpoint: Checkpoint, refere
     driver = Driver(load_model(str(checkpoint(family)), dtype="bfloat16", device=device), graph_seconds=0)
     driver.add(prompt, None, targets=True, chunk=64)
     got = []
-    while driver.rows[0].computed < len(prompt):
+    while driver.running[0].computed < len(prompt):
         driver.step()
         got.append(driver.worker.logits)
     error = (torch.cat(got).float().cpu() - exact).pow(2).mean().sqrt()
@@ -133,18 +133,18 @@ def test_scoring_stays_within_the_memory_plan(tmp_path: Path, family: str) -> No
     worker = driver.worker
     worker._logits = lambda forward, at: forward.logits(at)  # type: ignore[method-assign]  # without its copies
     planned = worker._activation_bytes()
-    rows = [driver.add(words(1000, i), chunk=1000, targets=True)[0] for i in range(2)]
+    slots = [driver.add(words(1000, i), chunk=1000, targets=True)[0] for i in range(2)]
     plan = driver.plan()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = driver.run(plan)
     assert torch.cuda.max_memory_allocated() - before <= planned + (1 << 20)
-    assert [len(result.prompt_logprobs[row]) for row in rows] == [999, 999]
+    assert [len(result.prompt_logprobs[slot]) for slot in slots] == [999, 999]
 
 
 def test_ten_thousand_steps_allocate_nothing(checkpoint: Checkpoint) -> None:
-    """Counted by torch's allocator, host side included, while all rows decode."""
+    """Counted by torch's allocator, host side included, while all slots decode."""
     engine = llm(checkpoint("llama"), max_model_len=1024, kv_blocks=2600)
     steps = 0
     while steps < 10_000:
@@ -193,7 +193,7 @@ def test_a_failed_step_leaves_the_executor_usable(checkpoint: Checkpoint) -> Non
     executor.submit(prompt(1))
     executor.submit(StepPlan(2))
     before = executor.collect().tokens, executor.collect().tokens
-    executor.submit(StepPlan(3, freed_rows=[0], slices=[Slice(0, 0, [5] * 300, sampler)]))  # more than a step holds
+    executor.submit(StepPlan(3, freed_slots=[0], slices=[Slice(0, 0, [5] * 300, sampler)]))  # more than a step holds
     executor.submit(StepPlan(4))
     with pytest.raises(StepError, match="a step of 300 tokens"):
         executor.collect()

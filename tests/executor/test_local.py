@@ -27,8 +27,8 @@ def executor(checkpoint: Callable[[str], Path]) -> Iterator[Executor]:
     made.close()  # harmless
 
 
-def prompt(step: int, row: int = 0, block: int = 0) -> StepPlan:
-    return StepPlan(step, starts=[Start(row, [block])], slices=[Slice(row, 0, PROMPT, SAMPLER)])
+def prompt(step: int, slot: int = 0, block: int = 0) -> StepPlan:
+    return StepPlan(step, starts=[Start(slot, [block])], slices=[Slice(slot, 0, PROMPT, SAMPLER)])
 
 
 def test_what_it_says_of_itself(executor: Executor, checkpoint: Callable[[str], Path]) -> None:
@@ -52,8 +52,8 @@ def test_two_plans_in_flight_equal_one_at_a_time(executor: Executor) -> None:
         ahead += executor.collect().tokens
     ahead += executor.collect().tokens
     alone = []
-    executor.submit(StepPlan(9, freed_rows=[0]))
-    assert executor.collect().rows == []
+    executor.submit(StepPlan(9, freed_slots=[0]))
+    assert executor.collect().slots == []
     executor.submit(prompt(10))
     alone += executor.collect().tokens
     for step in range(11, 18):
@@ -84,7 +84,7 @@ def test_a_failed_step_voids_all_in_flight_and_nothing_else(executor: Executor) 
     with pytest.raises(RuntimeError, match=r"no step in flight"):
         executor.collect()
     executor.submit(StepPlan(4))
-    assert executor.collect().rows == []  # all rows are free
+    assert executor.collect().slots == []  # all slots are free
     executor.submit(prompt(5))
     assert executor.collect().tokens == before
 

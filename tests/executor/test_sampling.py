@@ -33,8 +33,8 @@ def logits_of(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 3.0) 
 
 def bank_of(samplers: dict[int, Sampler], vocab: int = VOCAB) -> SamplerBank:
     bank = SamplerBank(max_seqs=max(samplers, default=0) + 1, vocab_size=vocab, device=torch.device("cpu"))
-    for row, sampler in samplers.items():
-        bank.seat(row, sampler)
+    for slot, sampler in samplers.items():
+        bank.assign(slot, sampler)
     return bank
 
 
@@ -44,12 +44,12 @@ class Sampled(NamedTuple):
     logprobs: dict[int, TokenLogprob]
 
 
-def sample(bank: SamplerBank, logits: Tensor, rows: tuple[int, ...], seats: Tensor, known: Tensor) -> Sampled:
+def sample(bank: SamplerBank, logits: Tensor, who: tuple[int, ...], slots: Tensor, known: Tensor) -> Sampled:
     bank.flush()
-    tokens, outcome = torch.empty_like(seats), torch.empty_like(seats, dtype=torch.uint8)
-    bank.run(logits, seats, known, tokens, outcome, bank.general)
-    found = bank.logprobs(logits, rows, tokens)
-    return Sampled(tokens, outcome, found.by_row() if found else {})
+    tokens, outcome = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.uint8)
+    bank.run(logits, slots, known, tokens, outcome, bank.general)
+    found = bank.logprobs(logits, who, tokens)
+    return Sampled(tokens, outcome, found.by_slot() if found else {})
 
 
 def choose(
@@ -179,7 +179,7 @@ def test_penalties_equal_transformers_and_the_formula() -> None:
         for i, token in enumerate(tokens):
             adjusted[i][token] = -math.inf
             s[i] = msgspec.structs.replace(s[i], logit_bias=[*s[i].logit_bias, (token, -1e6)])
-            bank.seat(i, Sampler(s[i], PROMPT, [], history))
+            bank.assign(i, Sampler(s[i], PROMPT, [], history))
 
 
 def test_counts_grow_with_what_is_sampled_and_rows_are_recycled() -> None:
@@ -187,7 +187,7 @@ def test_counts_grow_with_what_is_sampled_and_rows_are_recycled() -> None:
     logits = torch.arange(0, -VOCAB, -1).float()[None] * 0.1
     s = Sampling(temperature=0, frequency_penalty=2.0)
     bank = SamplerBank(max_seqs=11, vocab_size=VOCAB, device=torch.device("cpu"))
-    bank.seat(0, Sampler(s, PROMPT, [], list(range(900, 910))))
+    bank.assign(0, Sampler(s, PROMPT, [], list(range(900, 910))))
     known, want, counts = PROMPT, [], torch.zeros(VOCAB)
     got = []
     rows = (0,)
@@ -198,10 +198,10 @@ def test_counts_grow_with_what_is_sampled_and_rows_are_recycled() -> None:
         got += sample(bank, logits, rows, torch.tensor(rows), torch.tensor([known])).tokens.tolist()
         known += 1
     assert got == want
-    for row in (5, 6, 7, 8, 9, 10):  # more than the pool's first size; the last reuses the place of row 0
-        bank.free(row - 5)
-        bank.seat(row, Sampler(s, PROMPT, [], list(range(PROMPT))))
-        assert sample(bank, logits, (row,), torch.tensor([row]), torch.tensor([PROMPT])).tokens.tolist() == [0]
+    for slot in (5, 6, 7, 8, 9, 10):  # more than the pool's first size; the last reuses the place of slot 0
+        bank.free(slot - 5)
+        bank.assign(slot, Sampler(s, PROMPT, [], list(range(PROMPT))))
+        assert sample(bank, logits, (slot,), torch.tensor([slot]), torch.tensor([PROMPT])).tokens.tolist() == [0]
 
 
 def test_masks_and_bias() -> None:

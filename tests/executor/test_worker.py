@@ -52,7 +52,7 @@ def test_logits_of_every_position(checkpoint: Checkpoint, reference: Reference, 
     driver = Driver(checkpoint(family))
     driver.add(prompt, None, chunk=chunk, targets=True)
     got = []
-    while driver.rows[0].computed < len(prompt):
+    while driver.running[0].computed < len(prompt):
         driver.step()
         got.append(driver.worker.logits)
     exact = own_logits(copy.deepcopy(reference(family)).double(), prompt)
@@ -96,7 +96,7 @@ def test_eight_bit_cache(checkpoint: Checkpoint, reference: Reference, family: s
     driver = Driver(checkpoint(family), kv_dtype="e4m3")
     driver.add(prompt, None, chunk=chunk, targets=True)
     got = []
-    while driver.rows[0].computed < len(prompt):
+    while driver.running[0].computed < len(prompt):
         driver.step()
         got.append(driver.worker.logits)
     model = copy.deepcopy(reference(family)).double()
@@ -112,25 +112,25 @@ def test_eight_bit_cache(checkpoint: Checkpoint, reference: Reference, family: s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_in_a_mixed_batch(checkpoint: Checkpoint, reference: Reference, family: str) -> None:
-    """Six prompts of different lengths and chunk sizes, joining while others decode, leaving early, rows reused."""
+    """Six prompts of different lengths and chunk sizes, joining while others decode, leaving early, slots reused."""
     driver = Driver(checkpoint(family), block_size=8)
     model = reference(family)
     prompts = [words(n, n) for n in (1, 5, 16, 33, 48, 70)]
-    rows, wanted = [], []
+    slots, wanted = [], []
     for prompt, chunk in zip(prompts, (1, 2, 7, 16, 512, 9), strict=True):
-        rows += driver.add(prompt, chunk=chunk)
+        slots += driver.add(prompt, chunk=chunk)
         wanted.append(own_text(model, prompt, 12))
         driver.step()
-    assert driver.generate(rows, 12) == wanted
-    driver.free(rows[0])
-    driver.free(rows[3])
+    assert driver.generate(slots, 12) == wanted
+    driver.free(slots[0])
+    driver.free(slots[3])
     again = driver.add(prompts[4], chunk=20)
-    assert again[0] in (rows[0], rows[3])
+    assert again[0] in (slots[0], slots[3])
     assert driver.generate(again, 12) == [wanted[4]]
     # The survivors went on meanwhile; each token of theirs is the argmax after what came before it.
-    for row, prompt in zip(rows, prompts, strict=True):
-        if row in driver.rows and row not in again:
-            known = driver.rows[row].tokens
+    for slot, prompt in zip(slots, prompts, strict=True):
+        if slot in driver.running and slot not in again:
+            known = driver.running[slot].tokens
             best = own_logits(model, known[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
             assert known[len(prompt) :] == best
 
@@ -147,9 +147,9 @@ def test_permuted_blocks_give_the_same_logits(checkpoint: Checkpoint) -> None:
     found = []
     for seed in (1, 2):
         driver = Driver(checkpoint("mistral"), seed=seed)
-        rows = driver.add(words(45), chunk=16)
-        driver.generate(rows, 8)
-        found.append((driver.worker.logits, driver.rows[rows[0]].table))
+        slots = driver.add(words(45), chunk=16)
+        driver.generate(slots, 8)
+        found.append((driver.worker.logits, driver.running[slots[0]].table))
     assert found[0][1] != found[1][1]
     assert torch.equal(found[0][0], found[1][0])
 
@@ -159,8 +159,8 @@ def test_forked_siblings(checkpoint: Checkpoint, length: int) -> None:
     """n continuations of one prefill equal n separate requests with the same seed and sibling numbers."""
     prompt, sampling = words(length), Sampling(temperature=0.9, seed=7)
     driver = Driver(checkpoint("llama"))
-    rows = driver.add(prompt, sampling, n=4, chunk=16)
-    together = driver.generate(rows, 20)
+    slots = driver.add(prompt, sampling, n=4, chunk=16)
+    together = driver.generate(slots, 20)
     copies = sum(len(plan.copies) for plan in driver.plans)
     assert copies == (0 if length == 32 else 3)
     assert sum(len(plan.slices) for plan in driver.plans) == -(-length // 16)  # one prefill
@@ -174,10 +174,10 @@ def test_first_sibling_to_finish_leaves_the_others_alone(checkpoint: Checkpoint)
     """Freed blocks are NaN: had the survivors lost a shared block, their logits would not be finite."""
     sampling = Sampling(temperature=0.9, seed=3)
     driver, calm = Driver(checkpoint("llama")), Driver(checkpoint("llama"))
-    rows = driver.add(words(40), sampling, n=3)
-    driver.generate(rows, 3)
-    driver.free(rows[0])
-    assert driver.generate(rows[1:], 30) == calm.generate(calm.add(words(40), sampling, n=3), 30)[1:]
+    slots = driver.add(words(40), sampling, n=3)
+    driver.generate(slots, 3)
+    driver.free(slots[0])
+    assert driver.generate(slots[1:], 30) == calm.generate(calm.add(words(40), sampling, n=3), 30)[1:]
 
 
 def test_resume_after_preemption(checkpoint: Checkpoint) -> None:
@@ -185,11 +185,11 @@ def test_resume_after_preemption(checkpoint: Checkpoint) -> None:
     prompt = words(30)
     sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=0.5, repetition_penalty=1.3)
     driver = Driver(checkpoint("qwen3"))
-    rows = driver.add(prompt, sampling)
-    [text] = driver.generate(rows, 30)
-    driver.free(rows[0])
-    rows = driver.add(prompt, sampling, output=text[:11], chunk=9)
-    assert driver.generate(rows, 30) == [text]
+    slots = driver.add(prompt, sampling)
+    [text] = driver.generate(slots, 30)
+    driver.free(slots[0])
+    slots = driver.add(prompt, sampling, output=text[:11], chunk=9)
+    assert driver.generate(slots, 30) == [text]
 
 
 def test_prompt_logprobs(checkpoint: Checkpoint, reference: Reference) -> None:
@@ -197,10 +197,10 @@ def test_prompt_logprobs(checkpoint: Checkpoint, reference: Reference) -> None:
     driver = Driver(checkpoint("opt"))
     driver.add(words(9, 1), GREEDY)
     driver.step()
-    [row] = driver.add(prompt, chunk=6, targets=True)
+    [slot] = driver.add(prompt, chunk=6, targets=True)
     found = []
-    while not driver.rows[row].output:
-        found += driver.step().prompt_logprobs.get(row, [])
+    while not driver.running[slot].output:
+        found += driver.step().prompt_logprobs.get(slot, [])
     wanted = own_logits(reference("opt"), prompt).log_softmax(-1)
     assert len(found) == len(prompt) - 1
     for i, entry in enumerate(found):
@@ -221,18 +221,18 @@ def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
     head.register_forward_hook(lambda module, given, logits: asked.append(logits.numel() // logits.shape[-1]))
     layers[0].register_forward_hook(lambda *unused: ran.append(1))
     prompt = words(3 * TARGET_ROWS + 20)
-    decoding, [row] = driver.add(words(9, 1), n=2), driver.add(prompt, chunk=1000, targets=True)
-    found = driver.step().prompt_logprobs[row]
+    decoding, [slot] = driver.add(words(9, 1), n=2), driver.add(prompt, chunk=1000, targets=True)
+    found = driver.step().prompt_logprobs[slot]
     assert (max(asked), sum(asked), len(ran)) == (TARGET_ROWS, len(decoding) + 1 + len(prompt) - 1, 1)
     exact = own_logits(copy.deepcopy(reference(family)).double(), prompt).log_softmax(-1)
     assert [entry.logprob for entry in found] == pytest.approx(
         [float(exact[i, token]) for i, token in enumerate(prompt[1:])], abs=1e-4
     )
-    known = [prompt + driver.rows[row].output, list(driver.rows[decoding[0]].tokens)]
+    known = [prompt + driver.running[slot].output, list(driver.running[decoding[0]].tokens)]
     driver.step()  # the layers run again for what comes next
     assert len(ran) == 2
-    for tokens, each in zip(known, (row, decoding[0]), strict=True):
-        assert driver.rows[each].tokens[len(tokens)] == int(own_logits(reference(family), tokens)[-1].argmax())
+    for tokens, each in zip(known, (slot, decoding[0]), strict=True):
+        assert driver.running[each].tokens[len(tokens)] == int(own_logits(reference(family), tokens)[-1].argmax())
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
@@ -248,29 +248,29 @@ def test_a_model_whose_decoder_hides_is_scored_all_the_same(
         driver = Driver(checkpoint("gemma2"))
         if hide:
             monkeypatch.setattr(type(driver.worker._model), "get_decoder", lambda model: model)
-        [row] = driver.add(prompt, chunk=1000, targets=True)
-        found.append([entry.logprob for entry in driver.step().prompt_logprobs[row]])
+        [slot] = driver.add(prompt, chunk=1000, targets=True)
+        found.append([entry.logprob for entry in driver.step().prompt_logprobs[slot]])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
 def test_a_row_that_is_not_finite_fails_alone(checkpoint: Checkpoint) -> None:
     driver = Driver(checkpoint("llama"))
-    rows = [driver.add(words(20, i))[0] for i in range(3)]
-    driver.generate(rows, 2)
-    driver._poison = driver.rows[rows[1]].table[:1]  # use after free, as a scheduler's bug would cause it
+    slots = [driver.add(words(20, i))[0] for i in range(3)]
+    driver.generate(slots, 2)
+    driver._poison = driver.running[slots[1]].table[:1]  # use after free, as a scheduler's bug would cause it
     result = driver.run(driver.plan())
-    assert list(result.failed) == [rows[1]]
-    assert result.rows == rows  # still one entry for each row that sampled
+    assert list(result.failed) == [slots[1]]
+    assert result.slots == slots  # still one entry for each slot that sampled
 
 
 def test_nothing_to_do(checkpoint: Checkpoint) -> None:
     driver = Driver(checkpoint("llama"))
     result = driver.run(StepPlan(1))
-    assert (result.step, result.rows, result.tokens) == (1, [], [])
+    assert (result.step, result.slots, result.tokens) == (1, [], [])
 
 
 def test_reset_forgets_every_row(checkpoint: Checkpoint) -> None:
     driver = Driver(checkpoint("llama"))
     driver.generate(driver.add(words(10)), 3)
     driver.worker.reset()
-    assert driver.run(StepPlan(9)).rows == []
+    assert driver.run(StepPlan(9)).slots == []

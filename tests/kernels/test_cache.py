@@ -23,13 +23,13 @@ def test_kv_write_equals_indexing(dtype: torch.dtype, block_size: int, tokens: i
     """300 tokens are enough to be shared among threads; every fifth token is skipped; all else stays as it was."""
     k_cache, v_cache = two_caches(dtype, block_size=block_size)
     key, value = (torch.randn(tokens, 3, 80).to(dtype) for _ in range(2))
-    slots = torch.randperm(40 * block_size)[:tokens]
-    slots[::5] = -1
+    kv_indices = torch.randperm(40 * block_size)[:tokens]
+    kv_indices[::5] = -1
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
-    kept = slots >= 0
-    expected_k[slots[kept] // block_size, :, slots[kept] % block_size] = key[kept]
-    expected_v[slots[kept] // block_size, :, slots[kept] % block_size] = value[kept]
-    ops.kv_write(key, value, k_cache, v_cache, slots)
+    kept = kv_indices >= 0
+    expected_k[kv_indices[kept] // block_size, :, kv_indices[kept] % block_size] = key[kept]
+    expected_v[kv_indices[kept] // block_size, :, kv_indices[kept] % block_size] = value[kept]
+    ops.kv_write(key, value, k_cache, v_cache, kv_indices)
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
 
@@ -39,10 +39,10 @@ def test_kv_write_takes_views() -> None:
     both = torch.zeros(9, 2, 3, 16, 80)
     key = torch.randn(3, 20, 80).transpose(0, 1)
     value = torch.randn(20, 3, 200)[..., 100:180]
-    slots = torch.randperm(9 * 16)[:20]
-    ops.kv_write(key, value, both[:, 0], both[:, 1], slots)
-    assert torch.equal(both[slots // 16, 0, :, slots % 16], key)
-    assert torch.equal(both[slots // 16, 1, :, slots % 16], value)
+    kv_indices = torch.randperm(9 * 16)[:20]
+    ops.kv_write(key, value, both[:, 0], both[:, 1], kv_indices)
+    assert torch.equal(both[kv_indices // 16, 0, :, kv_indices % 16], key)
+    assert torch.equal(both[kv_indices // 16, 1, :, kv_indices % 16], value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,14 +53,14 @@ def test_kv_write_rounds_to_e4m3(dtype: torch.dtype, tokens: int) -> None:
     key, value = ((torch.randn(tokens, 3, 80) * 2.0 ** torch.randint(-12, 10, (tokens, 3, 80))).to(dtype) for _ in "kv")
     key[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     scales = torch.rand(2, 3) + 0.1
-    slots = torch.randperm(40 * 16)[:tokens]
-    slots[1::5] = -1
-    ops.kv_write(key, value, k_cache, v_cache, slots, scales=scales)
-    kept = slots >= 0
+    kv_indices = torch.randperm(40 * 16)[:tokens]
+    kv_indices[1::5] = -1
+    ops.kv_write(key, value, k_cache, v_cache, kv_indices, scales=scales)
+    kept = kv_indices >= 0
     for rows, cache, scale in ((key, k_cache, scales[0]), (value, v_cache, scales[1])):
         expected = torch.zeros(40, 3, 16, 80)
         scaled = (rows.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        expected[slots[kept] // 16, :, slots[kept] % 16] = scaled[kept].float()
+        expected[kv_indices[kept] // 16, :, kv_indices[kept] % 16] = scaled[kept].float()
         assert torch.equal(cache.float().nan_to_num(7e5), expected.nan_to_num(7e5))
 
 
@@ -69,8 +69,8 @@ def test_every_e4m3_number_is_read_and_written() -> None:
     stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 1, 16)
     value = stored.float()
     k_cache, v_cache = (torch.zeros(16, 1, 8, 16).to(torch.float8_e4m3fn) for _ in range(2))
-    slots = torch.arange(16) * 8
-    ops.kv_write(torch.zeros_like(value), value, k_cache, v_cache, slots, scales=torch.ones(2, 1))
+    kv_indices = torch.arange(16) * 8
+    ops.kv_write(torch.zeros_like(value), value, k_cache, v_cache, kv_indices, scales=torch.ones(2, 1))
     assert torch.equal(v_cache[:, :, 0].view(torch.uint8), stored.view(torch.uint8))
     out = torch.full_like(value, math.nan)
     one = torch.ones(16, dtype=torch.int32)
@@ -89,17 +89,17 @@ def test_every_e4m3_number_is_read_and_written() -> None:
         ({"value": torch.zeros(5, 3, 80)}, ValueError, "value: tokens is 5, key has 4"),
         ({"key": torch.zeros(4, 3, 80).half()}, ValueError, "value: dtype is Float, key has Half"),
         ({"key": torch.zeros(4, 80, 3).mT}, ValueError, "key: last dimension has stride 3, not 1"),
-        ({"slots": torch.zeros(4).int()}, ValueError, "slots: dtype is Int, this operator wants Long"),
-        ({"slots": torch.tensor([0, 1, 640, 3])}, IndexError, r"slots\[2\] is 640, not in \[-1, 640\)"),
-        ({"slots": torch.tensor([0, -2, 1, 3])}, IndexError, r"slots\[1\] is -2, not in"),
+        ({"kv_indices": torch.zeros(4).int()}, ValueError, "kv_indices: dtype is Int, this operator wants Long"),
+        ({"kv_indices": torch.tensor([0, 1, 640, 3])}, IndexError, r"kv_indices\[2\] is 640, not in \[-1, 640\)"),
+        ({"kv_indices": torch.tensor([0, -2, 1, 3])}, IndexError, r"kv_indices\[1\] is -2, not in"),
     ],
 )
 def test_kv_write_refuses(change: dict[str, torch.Tensor], kind: type[Exception], message: str) -> None:
     k_cache, v_cache = two_caches(torch.float32)
-    given = {"key": torch.zeros(4, 3, 80), "value": torch.zeros(4, 3, 80), "slots": torch.arange(4)} | change
+    given = {"key": torch.zeros(4, 3, 80), "value": torch.zeros(4, 3, 80), "kv_indices": torch.arange(4)} | change
     before = k_cache.clone()
     with pytest.raises(kind, match=message):
-        ops.kv_write(given["key"], given["value"], k_cache, v_cache, given["slots"])
+        ops.kv_write(given["key"], given["value"], k_cache, v_cache, given["kv_indices"])
     assert torch.equal(k_cache, before)
 
 

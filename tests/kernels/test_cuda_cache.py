@@ -29,13 +29,13 @@ def two_caches(
 def test_kv_write_equals_indexing(dtype: torch.dtype, block_size: int, tokens: int, size: int) -> None:
     k_cache, v_cache = two_caches(dtype, block_size=block_size, size=size)
     key, value = (torch.randn(tokens, 3, size, device=CUDA).to(dtype) for _ in range(2))
-    slots = torch.randperm(40 * block_size, device=CUDA)[:tokens]
-    slots[::5] = -1
+    kv_indices = torch.randperm(40 * block_size, device=CUDA)[:tokens]
+    kv_indices[::5] = -1
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
-    kept = slots >= 0
-    expected_k[slots[kept] // block_size, :, slots[kept] % block_size] = key[kept]
-    expected_v[slots[kept] // block_size, :, slots[kept] % block_size] = value[kept]
-    ops.kv_write(key, value, k_cache, v_cache, slots)
+    kept = kv_indices >= 0
+    expected_k[kv_indices[kept] // block_size, :, kv_indices[kept] % block_size] = key[kept]
+    expected_v[kv_indices[kept] // block_size, :, kv_indices[kept] % block_size] = value[kept]
+    ops.kv_write(key, value, k_cache, v_cache, kv_indices)
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
 
@@ -44,10 +44,10 @@ def test_kv_write_takes_views() -> None:
     both = torch.zeros(9, 2, 3, 16, 80, device=CUDA)
     key = torch.randn(3, 20, 80, device=CUDA).transpose(0, 1)
     value = torch.randn(20, 3, 200, device=CUDA)[..., 101:181]
-    slots = torch.randperm(9 * 16, device=CUDA)[:20]
-    ops.kv_write(key, value, both[:, 0], both[:, 1], slots)
-    assert torch.equal(both[slots // 16, 0, :, slots % 16], key)
-    assert torch.equal(both[slots // 16, 1, :, slots % 16], value)
+    kv_indices = torch.randperm(9 * 16, device=CUDA)[:20]
+    ops.kv_write(key, value, both[:, 0], both[:, 1], kv_indices)
+    assert torch.equal(both[kv_indices // 16, 0, :, kv_indices % 16], key)
+    assert torch.equal(both[kv_indices // 16, 1, :, kv_indices % 16], value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,28 +92,28 @@ def test_nothing_to_do() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 1024])
 def test_the_mirror_moves_as_on_the_cpu(rows: int) -> None:
-    """Ten steps of edits, inputs and outputs: random seats with padding, one past the end of its table."""
+    """Ten steps of edits, inputs and outputs: random slots with padding, one past the end of its table."""
     columns, block_size = 9, 16
     token, position = torch.randint(0, 1000, (rows,)), torch.randint(0, columns * block_size, (rows,))
     wide = torch.randint(0, 1 << 30, (rows, columns + 3), dtype=torch.int32)
     host = [token, position, wide[:, 1 : columns + 1]]
     device = [token.to(CUDA), position.to(CUDA), wide.to(CUDA)[:, 1 : columns + 1]]
     for _ in range(10):
-        seats = torch.randperm(rows, dtype=torch.int32)[: torch.randint(1, rows + 1, ()).item()]
-        seats[torch.rand(len(seats)) < 0.2] = -1
+        slots = torch.randperm(rows, dtype=torch.int32)[: torch.randint(1, rows + 1, ()).item()]
+        slots[torch.rand(len(slots)) < 0.2] = -1
         places = torch.randperm(rows * columns, dtype=torch.int32)[: min(50, rows)]
         blocks = torch.randint(0, 1 << 30, places.shape, dtype=torch.int32)
         edits = torch.stack([places // columns, places % columns, blocks], 1)
         edits[::4, 0] = -1
-        tokens = torch.randint(0, 1000, (len(seats),))
+        tokens = torch.randint(0, 1000, (len(slots),))
         results = []
         for token, position, tables in (host, device):
             where = tables.device
             ops.apply_edits(edits.to(where), tables)
-            out = {name: torch.full((len(seats),), -77, device=where) for name in ("ids", "positions", "slots")}
-            out |= {name: torch.full((len(seats),), -77, dtype=torch.int32, device=where) for name in ("rows", "lens")}
-            ops.decode_inputs(seats.to(where), token, position, tables, block_size, **out)
-            ops.decode_outputs(seats.to(where), tokens.to(where), token, position)
+            out = {name: torch.full((len(slots),), -77, device=where) for name in ("ids", "positions", "kv_indices")}
+            out |= {name: torch.full((len(slots),), -77, dtype=torch.int32, device=where) for name in ("rows", "lens")}
+            ops.decode_inputs(slots.to(where), token, position, tables, block_size, **out)
+            ops.decode_outputs(slots.to(where), tokens.to(where), token, position)
             results.append([*out.values(), token, position, tables])
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(theirs.cpu(), ours)

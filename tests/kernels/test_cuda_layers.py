@@ -72,13 +72,13 @@ def test_silu_mul_far_out() -> None:
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256, 6])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (7, 32, 8), (150, 5, 1), (2, 64, 8), (3, 28, 4)])
 def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, kv_heads: int, normed: bool) -> None:
-    """Every fifth token is skipped; all other slots stay as they were; cos and sin are halves of one table's rows."""
+    """Every fifth token is skipped; all other places stay as they were; cos and sin are halves of one table's rows."""
     qkv = randn(tokens, heads + 2 * kv_heads, size, dtype=dtype)
     cos, sin = randn(tokens, 2 * size, dtype=dtype).chunk(2, -1)
     q_norm, k_norm = randn(2, size, dtype=dtype).unbind() if normed else (None, None)
     k_cache, v_cache = randn(20, kv_heads, 16, size, dtype=dtype), randn(20, kv_heads, 16, size, dtype=dtype)
-    slots = torch.randperm(20 * 16, device=CUDA)[:tokens]
-    slots[::5] = -1
+    kv_indices = torch.randperm(20 * 16, device=CUDA)[:tokens]
+    kv_indices[::5] = -1
     given, expected_k, expected_v = qkv.clone(), k_cache.clone(), v_cache.clone()
     x, c, s = given.clone(), cos.double()[:, None], sin.double()[:, None]
     if q_norm is not None and k_norm is not None:  # rounded before the heads turn; equal but for a tie or so
@@ -87,7 +87,7 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, k
     x = x.double()
     swapped = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
     exact, scale = x * c + swapped * s, (x * c).abs() + (swapped * s).abs()
-    ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+    ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
 
     def check(ours: torch.Tensor, part: slice, rows: torch.Tensor | slice) -> None:
         if not normed:
@@ -101,8 +101,8 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, k
 
     check(qkv[:, :heads], slice(0, heads), slice(None))
     assert torch.equal(qkv[:, heads:], given[:, heads:])
-    kept = slots >= 0
-    at, offset = slots[kept] // 16, slots[kept] % 16
+    kept = kv_indices >= 0
+    at, offset = kv_indices[kept] // 16, kv_indices[kept] % 16
     if kept.any():
         check(k_cache[at, :, offset], slice(heads, heads + kv_heads), kept)
     expected_k[at, :, offset] = k_cache[at, :, offset]
@@ -147,11 +147,11 @@ def test_shapes_and_devices_are_checked() -> None:
     with pytest.raises(ValueError, match="size 20000 is over 16384"):
         ops.rms_norm(torch.zeros(1, 20_000, device=CUDA), torch.zeros(20_000, device=CUDA), 1e-6)
     cache, angles = torch.zeros(2, 1, 16, 64, device=CUDA), torch.zeros(4, 64, device=CUDA)
-    slots = torch.arange(4, device=CUDA)
+    kv_indices = torch.arange(4, device=CUDA)
     qkv = torch.zeros(4, 3, 64, device=CUDA)
     with pytest.raises(ValueError, match="cos: tokens is 3, qkv has 4"):
-        ops.rope_kv_write(qkv, angles[:3], angles, cache, cache.clone(), slots)
+        ops.rope_kv_write(qkv, angles[:3], angles, cache, cache.clone(), kv_indices)
     with pytest.raises(ValueError, match="only one of them is given"):
-        ops.rope_kv_write(qkv, angles, angles, cache, cache.clone(), slots, q_norm=weight)
+        ops.rope_kv_write(qkv, angles, angles, cache, cache.clone(), kv_indices, q_norm=weight)
     with pytest.raises(ValueError, match="scales: missing for a cache of Float8_e4m3fn"):
-        ops.rope_kv_write(qkv, angles, angles, cache.to(FP8), cache.to(FP8), slots)
+        ops.rope_kv_write(qkv, angles, angles, cache.to(FP8), cache.to(FP8), kv_indices)

@@ -68,19 +68,19 @@ def banks(samplers: list[Sampler], vocab: int) -> tuple[SamplerBank, SamplerBank
     def bank(device: str) -> SamplerBank:
         made = SamplerBank(max_seqs=len(samplers), vocab_size=vocab, device=torch.device(device))
         for slot, sampler in enumerate(samplers):
-            made.seat(slot, sampler)
+            made.assign(slot, sampler)
         return made
 
     return bank("cpu"), bank("cuda")
 
 
-def choose(bank: SamplerBank, logits: Tensor, seats: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
+def choose(bank: SamplerBank, logits: Tensor, slots: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     """Tokens and outcomes, into memory that held something else."""
     device = bank._device
-    tokens = torch.full((len(seats),), -7, dtype=torch.int64, device=device)
-    outcome = torch.arange(len(seats), dtype=torch.uint8, device=device)
+    tokens = torch.full((len(slots),), -7, dtype=torch.int64, device=device)
+    outcome = torch.arange(len(slots), dtype=torch.uint8, device=device)
     bank.flush()
-    bank.run(logits.to(device), seats.to(device), known.to(device), tokens, outcome, bank.general)
+    bank.run(logits.to(device), slots.to(device), known.to(device), tokens, outcome, bank.general)
     return tokens.tolist(), outcome.tolist()
 
 
@@ -105,8 +105,8 @@ def test_tokens_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> Non
         logits = nasty(rows, vocab, dtype, step)
         rng.shuffle(order)
         known = torch.tensor([PROMPT + 4 + step + row % 5 for row in order])
-        seats = torch.tensor(order)
-        assert choose(gpu, logits, seats, known) == choose(cpu, logits, seats, known)
+        slots = torch.tensor(order)
+        assert choose(gpu, logits, slots, known) == choose(cpu, logits, slots, known)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,11 +116,11 @@ def test_greedy_is_argmax(dtype: torch.dtype, vocab: int, rows: int) -> None:
     logits = nasty(rows, vocab, dtype, 3).cuda()
     _, bank = banks([Sampler(Sampling(temperature=0), PROMPT, [])] * rows, vocab)
     assert not bank.general
-    seats = torch.arange(rows).cuda()
+    slots = torch.arange(rows).cuda()
     for general in (False, True):
-        tokens, outcome = torch.full_like(seats, -7), torch.full_like(seats, 7, dtype=torch.uint8)
+        tokens, outcome = torch.full_like(slots, -7), torch.full_like(slots, 7, dtype=torch.uint8)
         bank.flush()
-        bank.run(logits, seats, seats + PROMPT, tokens, outcome, general)
+        bank.run(logits, slots, slots + PROMPT, tokens, outcome, general)
         peak = logits.amax(-1)
         sound = peak.isfinite()
         first = (logits == peak[:, None]).int().argmax(-1)  # torch's argmax need not be the first on a GPU
@@ -129,15 +129,15 @@ def test_greedy_is_argmax(dtype: torch.dtype, vocab: int, rows: int) -> None:
         assert torch.equal(tokens, first.masked_fill(~sound, 0))
 
 
-def test_rows_that_do_not_start_at_16_bytes_and_seats_of_nobody() -> None:
+def test_rows_that_do_not_start_at_16_bytes_and_rows_without_a_slot() -> None:
     logits = nasty(50, 1000, torch.bfloat16, 0).cuda()[:, 3:903]
     samplers = [Sampler(Sampling(temperature=1.0, seed=i, top_p=0.9), PROMPT, []) for i in range(50)]
     cpu, gpu = banks(samplers, 900)
-    seats = torch.arange(50)
-    seats[::7] = -1
+    slots = torch.arange(50)
+    slots[::7] = -1
     known = torch.full((50,), PROMPT)
-    tokens, outcome = choose(gpu, logits, seats, known)
-    assert (tokens, outcome) == choose(cpu, logits, seats, known)
+    tokens, outcome = choose(gpu, logits, slots, known)
+    assert (tokens, outcome) == choose(cpu, logits, slots, known)
     assert not any(outcome[::7])
     assert not any(tokens[::7])
 
@@ -145,26 +145,26 @@ def test_rows_that_do_not_start_at_16_bytes_and_seats_of_nobody() -> None:
 def test_a_recorded_graph_serves_whoever_is_seated_later() -> None:
     rows, vocab = 16, 32_000
     logits = torch.empty(rows, vocab, device="cuda", dtype=torch.bfloat16)
-    seats = torch.full((rows,), -1, device="cuda")
+    slots = torch.full((rows,), -1, device="cuda")
     known = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    tokens, outcome = torch.zeros_like(seats), torch.zeros_like(seats, dtype=torch.uint8)
+    tokens, outcome = torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.uint8)
     cpu, gpu = banks([Sampler(Sampling(), PROMPT, [])] * rows, vocab)
     gpu.flush()
-    gpu.run(logits, seats, known, tokens, outcome, True)
+    gpu.run(logits, slots, known, tokens, outcome, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gpu.run(logits, seats, known, tokens, outcome, True)
+        gpu.run(logits, slots, known, tokens, outcome, True)
     rng = random.Random(5)
     for step in range(10):
         host = nasty(rows, vocab, torch.bfloat16, step)
         for row in rng.sample(range(rows), 5):
             sampler = Sampler(wishes(rng, vocab), PROMPT, [3], list(range(PROMPT + 2)), step)
-            cpu.seat(row, sampler)
-            gpu.seat(row, sampler)
+            cpu.assign(row, sampler)
+            gpu.assign(row, sampler)
         gpu.flush()
         order = torch.randperm(rows)
         logits.copy_(host)
-        seats.copy_(order)
+        slots.copy_(order)
         known.fill_(PROMPT + step)
         graph.replay()
         assert (tokens.tolist(), outcome.tolist()) == choose(cpu, host, order, known)
@@ -181,10 +181,10 @@ def test_outcomes_tell_a_broken_model_from_an_impossible_request(dtype: torch.dt
     cpu, gpu = banks([Sampler(s, PROMPT, stops) for s in asked], vocab)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)).to(dtype)
     logits[::3, 7] = float("nan")
-    seats, known = torch.arange(rows), torch.full((rows,), PROMPT)
+    slots, known = torch.arange(rows), torch.full((rows,), PROMPT)
     wanted = [NOTHING_ALLOWED if row % 3 else NOT_FINITE for row in range(rows)]
-    assert choose(gpu, logits, seats, known) == choose(cpu, logits, seats, known) == ([0] * rows, wanted)
+    assert choose(gpu, logits, slots, known) == choose(cpu, logits, slots, known) == ([0] * rows, wanted)
     for bank in (cpu, gpu):  # once min_tokens are out, the stop tokens are allowed
-        tokens, outcomes = choose(bank, logits, seats, known + 3)
+        tokens, outcomes = choose(bank, logits, slots, known + 3)
         assert all(outcome == (CHOSEN if row % 3 else NOT_FINITE) for row, outcome in enumerate(outcomes))
         assert all(token in stops for row, token in enumerate(tokens) if row % 3)

@@ -79,21 +79,21 @@ def test_silu_mul_far_out() -> None:
 @pytest.mark.parametrize("size", [64, 80, 6])
 @pytest.mark.parametrize("tokens", [1, 7, 150])
 def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int) -> None:
-    """Four query, two key, two value heads; every fifth token is skipped; all other slots stay as they were."""
+    """Four query, two key, two value heads; every fifth token is skipped; all other places stay as they were."""
     qkv = torch.randn(tokens, 8, size).to(dtype)
     cos, sin = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size).to(dtype)
     k_cache, v_cache = torch.randn(20, 2, 16, size).to(dtype), torch.randn(20, 2, 16, size).to(dtype)
-    slots = torch.randperm(20 * 16)[:tokens]
-    slots[::5] = -1
+    kv_indices = torch.randperm(20 * 16)[:tokens]
+    kv_indices[::5] = -1
     given, expected_k, expected_v = qkv.clone(), k_cache.clone(), v_cache.clone()
     x, c, s = given.double(), cos.double()[:, None], sin.double()[:, None]
     swapped = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
     exact, scale = x * c + swapped * s, (x * c).abs() + (swapped * s).abs()
-    ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, slots)
+    ops.rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices)
     assert_rounded_once(qkv[:, :4], exact[:, :4], scale[:, :4])
     assert torch.equal(qkv[:, 4:], given[:, 4:])
-    kept = slots >= 0
-    at, offset = slots[kept] // 16, slots[kept] % 16
+    kept = kv_indices >= 0
+    at, offset = kv_indices[kept] // 16, kv_indices[kept] % 16
     if kept.any():
         assert_rounded_once(k_cache[at, :, offset], exact[kept, 4:6], scale[kept, 4:6])
     expected_k[at, :, offset] = k_cache[at, :, offset]
@@ -109,14 +109,14 @@ def test_rope_after_a_norm_of_each_head_is_one_after_the_other(dtype: torch.dtyp
     qkv = torch.randn(50, 8, size).to(dtype)
     cos, sin = torch.randn(50, 2 * size).to(dtype).chunk(2, -1)
     q_norm, k_norm = torch.randn(2, size).to(dtype)
-    slots = torch.randperm(64)[:50]
-    slots[::5] = -1
+    kv_indices = torch.randperm(64)[:50]
+    kv_indices[::5] = -1
     caches, expected = torch.zeros(2, 4, 2, 16, size).to(dtype), torch.zeros(2, 4, 2, 16, size).to(dtype)
     plain, given = qkv.clone(), qkv.clone()
     norm_in_place(plain[:, :4], q_norm)
     norm_in_place(plain[:, 4:6], k_norm)
-    ops.rope_kv_write(plain, cos, sin, expected[0], expected[1], slots)
-    ops.rope_kv_write(qkv, cos, sin, caches[0], caches[1], slots, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+    ops.rope_kv_write(plain, cos, sin, expected[0], expected[1], kv_indices)
+    ops.rope_kv_write(qkv, cos, sin, caches[0], caches[1], kv_indices, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
     assert torch.equal(qkv[:, :4], plain[:, :4])
     assert torch.equal(qkv[:, 4:], given[:, 4:])
     assert torch.equal(caches, expected)
@@ -129,14 +129,14 @@ def test_rope_into_a_cache_of_e4m3(dtype: torch.dtype, size: int) -> None:
     qkv = torch.randn(50, 8, size).to(dtype)
     cos, sin = torch.randn(2, 50, size).to(dtype)
     scales = torch.rand(2, 2) + 0.01
-    slots = torch.randperm(64)[:50]
-    slots[::5] = -1
+    kv_indices = torch.randperm(64)[:50]
+    kv_indices[::5] = -1
     caches = torch.zeros(2, 4, 2, 16, size).to(torch.float8_e4m3fn)
     expected, wide = caches.clone(), torch.zeros(2, 4, 2, 16, size)
-    ops.kv_write(qkv[:, 4:6], qkv[:, 6:], expected[0], expected[1], slots, scales)
+    ops.kv_write(qkv[:, 4:6], qkv[:, 6:], expected[0], expected[1], kv_indices, scales)
     exact = qkv.float()
-    ops.rope_kv_write(exact, cos.float(), sin.float(), wide[0], wide[1], slots)
-    ops.rope_kv_write(qkv, cos, sin, caches[0], caches[1], slots, scales=scales)
+    ops.rope_kv_write(exact, cos.float(), sin.float(), wide[0], wide[1], kv_indices)
+    ops.rope_kv_write(qkv, cos, sin, caches[0], caches[1], kv_indices, scales=scales)
     keys = (wide[0] / scales[0, :, None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(caches[0].float(), keys.float())
     assert torch.equal(caches[1].float(), expected[1].float())
@@ -159,7 +159,7 @@ def test_shapes_and_indices_are_checked() -> None:
         ops.rope_kv_write(torch.zeros(4, 3, 64), angles[:3], angles, cache, cache.clone(), torch.arange(4))
     with pytest.raises(ValueError, match="only one of them is given"):
         ops.rope_kv_write(torch.zeros(4, 3, 64), angles, angles, cache, cache, torch.arange(4), q_norm=weight)
-    with pytest.raises(IndexError, match=r"slots\[3\] is 32, not in \[-1, 32\)"):
+    with pytest.raises(IndexError, match=r"kv_indices\[3\] is 32, not in \[-1, 32\)"):
         ops.rope_kv_write(torch.ones(4, 3, 64), angles, angles, cache, cache.clone(), torch.tensor([0, 1, 2, 32]))
     assert not cache.any()
 

@@ -33,9 +33,9 @@ def sample(logits: Tensor, wishes: list[dict[str, float]], known: int = 0) -> tu
         for name, value in (OFF | wish).items():
             record[name] = value
     table = torch.from_numpy(records.view(np.int64).reshape(-1, WORDS))
-    seats = torch.arange(len(wishes))
-    tokens, outcome = torch.full_like(seats, -7), torch.full_like(seats, 7, dtype=torch.uint8)
-    ops.sample(logits, seats, torch.full_like(seats, known), table, True, tokens, outcome)
+    slots = torch.arange(len(wishes))
+    tokens, outcome = torch.full_like(slots, -7), torch.full_like(slots, 7, dtype=torch.uint8)
+    ops.sample(logits, slots, torch.full_like(slots, known), table, True, tokens, outcome)
     return tokens, outcome
 
 
@@ -144,28 +144,28 @@ def test_what_weighs_nothing_is_never_drawn() -> None:
 def test_padded_rows_and_views() -> None:
     logits = torch.randn(6, 300)
     table = torch.zeros(2, WORDS, dtype=torch.int64)  # greedy
-    seats = torch.tensor([0, -1, 1])
+    slots = torch.tensor([0, -1, 1])
     for general in (False, True):
-        tokens, outcome = torch.full_like(seats, -7), torch.full((3,), 7, dtype=torch.uint8)
-        ops.sample(logits[::2, 100:250], seats, seats, table, general, tokens, outcome)
+        tokens, outcome = torch.full_like(slots, -7), torch.full((3,), 7, dtype=torch.uint8)
+        ops.sample(logits[::2, 100:250], slots, slots, table, general, tokens, outcome)
         best = logits[::2, 100:250].argmax(-1)
         assert tokens.tolist() == [int(best[0]), 0, int(best[2])]
         assert not outcome.any()
 
 
 def test_shapes_and_indices_are_checked() -> None:
-    logits, seats = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
+    logits, slots = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     table, outcome = torch.zeros(4, WORDS, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="known: rows is 1, logits has 2"):
-        ops.sample(logits, seats, seats[:1], table, True, seats.clone(), outcome)
-    with pytest.raises(ValueError, match="words of a seat is 7"):
-        ops.sample(logits, seats, seats, table[:, :7], True, seats.clone(), outcome)
+        ops.sample(logits, slots, slots[:1], table, True, slots.clone(), outcome)
+    with pytest.raises(ValueError, match="words of a slot is 7"):
+        ops.sample(logits, slots, slots, table[:, :7], True, slots.clone(), outcome)
     with pytest.raises(ValueError, match="outcome: dtype is Long"):
-        ops.sample(logits, seats, seats, table, True, seats.clone(), seats.clone())
-    with pytest.raises(IndexError, match=r"seats\[1\] is 4, not in \[-1, 4\)"):
-        ops.sample(logits, torch.tensor([0, 4]), seats, table, True, seats.clone(), outcome)
+        ops.sample(logits, slots, slots, table, True, slots.clone(), slots.clone())
+    with pytest.raises(IndexError, match=r"slots\[1\] is 4, not in \[-1, 4\)"):
+        ops.sample(logits, torch.tensor([0, 4]), slots, table, True, slots.clone(), outcome)
     with pytest.raises(ValueError, match="logits: dtype is Long"):
-        ops.sample(logits.long(), seats, seats, table, True, seats.clone(), outcome)
+        ops.sample(logits.long(), slots, slots, table, True, slots.clone(), outcome)
 
 
 def test_outcomes_tell_a_broken_model_from_an_impossible_request() -> None:

@@ -56,7 +56,7 @@ class Burst:
                 continue
             self.executor.submit(plan)
             result = self.executor.collect()
-            self.now += STEP(len(result.rows), sum(len(piece.token_ids) for piece in plan.slices))
+            self.now += STEP(len(result.slots), sum(len(piece.token_ids) for piece in plan.slices))
             self.core.commit(result)
             self.pace.step(self.now)
             for delta in self.core.outputs().deltas.get("", ()):

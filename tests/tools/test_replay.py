@@ -53,13 +53,13 @@ class Ends(ScriptedExecutor):
             raise StepError("gone")
         rng = random.Random(f"{self._seed} {self._plans[0].step}")
         result = super().collect()
-        rows = rng.sample(range(len(result.rows)), len(result.rows))  # in any order, as executors may
+        order = rng.sample(range(len(result.slots)), len(result.slots))  # in any order, as executors may
         return msgspec.structs.replace(
             result,
-            rows=[result.rows[i] for i in rows],
-            tokens=[result.tokens[i] for i in rows],
-            failed={row: "NaN" for row in result.rows if rng.random() < 0.001},
-            impossible={row: "no token" for row in result.rows if rng.random() < 0.001},
+            slots=[result.slots[i] for i in order],
+            tokens=[result.tokens[i] for i in order],
+            failed={slot: "NaN" for slot in result.slots if rng.random() < 0.001},
+            impossible={slot: "no token" for slot in result.slots if rng.random() < 0.001},
             step_s=rng.uniform(0.001, 0.01),
             swapped_bytes=1000,
             swap_s=rng.choice([0.0, 0.0001, 0.01]),

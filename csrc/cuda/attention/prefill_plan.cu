@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
 
   // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, ...: whichever should
   // end first.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
-  const int slots = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / slots);
+  const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
   const int room = plan.rows / tiling.rows;  // for partial results
   const auto cut = [&](int s, int choice) {
     const int part_keys = max(kMinPart, fair >> choice);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   }
   __syncthreads();
   const auto end_of = [&](int choice) {
-    const int rounds = (count[choice] + slots - 1) / slots;
+    const int rounds = (count[choice] + resident - 1) / resident;
     return rounds == 1 ? longest[choice] : fair + longest[choice] / 2 + rounds * kPartOverhead;
   };
   int best = 0;

@@ -5,7 +5,7 @@
 namespace quire::cuda {
 namespace {
 
-// One thread for each edit, or seat: what these kernels cost is their start.
+// One thread for each edit, or slot: what these kernels cost is their start.
 constexpr int kThreads = 128;
 
 __device__ int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
@@ -26,26 +26,26 @@ __global__ void decode_inputs_kernel(DecodeInputs a) {
   wait_for_previous_kernels();
   const int64_t i = thread_number();
   if (i >= a.count) return;
-  const int32_t seat = a.seats[i];
-  const int64_t at = seat < 0 ? 0 : a.position[seat];
-  const bool padding = seat < 0 || at >= a.tables.columns * a.block_size;
-  a.ids[i] = padding ? 0 : a.token[seat];
+  const int32_t slot = a.slots[i];
+  const int64_t at = slot < 0 ? 0 : a.position[slot];
+  const bool padding = slot < 0 || at >= a.tables.columns * a.block_size;
+  a.ids[i] = padding ? 0 : a.token[slot];
   a.positions[i] = padding ? 0 : at;
-  a.slots[i] = padding ? -1
-                       : static_cast<int64_t>(a.tables.data[seat * a.tables.stride + at / a.block_size]) * a.block_size +
+  a.kv_indices[i] = padding ? -1
+                       : static_cast<int64_t>(a.tables.data[slot * a.tables.stride + at / a.block_size]) * a.block_size +
                              at % a.block_size;
-  a.rows[i] = padding ? 0 : seat;
+  a.rows[i] = padding ? 0 : slot;
   a.lens[i] = padding ? 0 : static_cast<int32_t>(at + 1);
 }
 
-__global__ void decode_outputs_kernel(const int32_t* seats, int64_t count, const int64_t* tokens, int64_t* token,
+__global__ void decode_outputs_kernel(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token,
                                       int64_t* position) {
   let_next_kernel_start();
   wait_for_previous_kernels();
   const int64_t i = thread_number();
-  if (i >= count || seats[i] < 0) return;
-  token[seats[i]] = tokens[i];
-  position[seats[i]] += 1;
+  if (i >= count || slots[i] < 0) return;
+  token[slots[i]] = tokens[i];
+  position[slots[i]] += 1;
 }
 
 }  // namespace
@@ -60,10 +60,10 @@ void decode_inputs(const DecodeInputs& args, cudaStream_t stream) {
   launch(decode_inputs_kernel, blocks_for(args.count), kThreads, 0, stream, args);
 }
 
-void decode_outputs(const int32_t* seats, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position,
+void decode_outputs(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position,
                     cudaStream_t stream) {
   if (count == 0) return;
-  launch(decode_outputs_kernel, blocks_for(count), kThreads, 0, stream, seats, count, tokens, token, position);
+  launch(decode_outputs_kernel, blocks_for(count), kThreads, 0, stream, slots, count, tokens, token, position);
 }
 
 }  // namespace quire::cuda

@@ -1,4 +1,4 @@
-// A decode step between the mirror of the seats and the buffers of the step.  csrc/ops.cpp has shapes and promises.
+// A decode step between the mirror of the slots and the buffers of the step.  csrc/ops.cpp has shapes and promises.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,17 +15,17 @@ struct Tables {
 void apply_edits(const int32_t* edits, int64_t count, Tables tables, cudaStream_t stream);
 
 struct DecodeInputs {
-  const int32_t* seats;  // [count]
+  const int32_t* slots;  // [count]
   int64_t count;
   const int64_t *token, *position;  // [max_rows]
   Tables tables;
   int block_size;
-  int64_t *ids, *positions, *slots;  // [count]
+  int64_t *ids, *positions, *kv_indices;  // [count]
   int32_t *rows, *lens;              // [count]
 };
 void decode_inputs(const DecodeInputs& args, cudaStream_t stream);
 
-void decode_outputs(const int32_t* seats, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position,
+void decode_outputs(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position,
                     cudaStream_t stream);
 
 }  // namespace quire::cuda

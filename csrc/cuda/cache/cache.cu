@@ -16,15 +16,15 @@ __global__ void kv_write_kernel(KvWriteArgs a) {
   wait_for_previous_kernels();
   const int packs = a.size / kWidth, token = blockIdx.y;
   int pack = blockIdx.x * blockDim.x + threadIdx.x;
-  const int64_t slot = a.to.slots[token];
-  if (slot < 0 || pack >= 2 * a.kv_heads * packs) return;
+  const int64_t kv_index = a.to.kv_indices[token];
+  if (kv_index < 0 || pack >= 2 * a.kv_heads * packs) return;
   const bool is_value = pack >= a.kv_heads * packs;
   if (is_value) pack -= a.kv_heads * packs;
   const int head = pack / packs, number = pack % packs * kWidth;
   const TokenRows& rows = is_value ? a.value : a.key;
   const Pack<T, kWidth> from = load_pack<kWidth>(static_cast<const T*>(rows.data) + token * rows.token_stride +
                                                  head * rows.head_stride + number);
-  const int64_t block = slot / a.to.block_size, offset = slot % a.to.block_size;
+  const int64_t block = kv_index / a.to.block_size, offset = kv_index % a.to.block_size;
   Stored* to = static_cast<Stored*>(is_value ? a.to.v_cache : a.to.k_cache) +
                block * (is_value ? a.to.v_block_stride : a.to.k_block_stride) +
                (static_cast<int64_t>(head) * a.to.block_size + offset) * a.size + number;
@@ -50,7 +50,7 @@ void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
     part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
     part.key.data = static_cast<const T*>(a.key.data) + first * a.key.token_stride;
     part.value.data = static_cast<const T*>(a.value.data) + first * a.value.token_stride;
-    part.to.slots = a.to.slots + first;
+    part.to.kv_indices = a.to.kv_indices + first;
     launch(kv_write_kernel<T, Stored, kWidth>, dim3((packs + kThreads - 1) / kThreads, part.tokens), kThreads, 0, stream,
            part);
   }

@@ -12,11 +12,11 @@
 namespace quire::cuda {
 
 // Where a layer's keys and values go.
-struct KvSlots {
+struct KvTarget {
   void *k_cache, *v_cache;                 // [blocks, kv_heads, block_size, size]
   int64_t k_block_stride, v_block_stride;  // numbers from one block to the next
   int block_size;
-  const int64_t* slots;  // [tokens]: block * block_size + offset; negative: nowhere
+  const int64_t* kv_indices;  // [tokens]: block * block_size + offset; negative: nowhere
   const float* scales;   // [2, kv_heads] if the cache is e4m3
 };
 
@@ -29,7 +29,7 @@ struct TokenRows {
 struct KvWriteArgs {
   Dtype dtype, stored;  // of key and value: f32, bf16, fp16 · of the caches: the same, or e4m3
   TokenRows key, value;
-  KvSlots to;
+  KvTarget to;
   int64_t tokens;
   int kv_heads, size;
 };

@@ -13,7 +13,7 @@ constexpr int kWarp = 32, kMostThreads = 512;
  * kNorm: RMSNorm of every query and key head first.
  * Grid (tokens, parts of the heads), block (lanes, y): a lane holds kPacks packs of either half of kHeads heads, and the
  * cos and sin that all of them turn by.  Moves, a token: heads + 2 * kv_heads heads in, the same out, cos and sin.
- * A token without a slot still has its queries turned. */
+ * A token with a negative index still has its queries turned. */
 template <class T, class Stored, int kWidth, int kPacks, int kHeads, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a) {
   using Packs = Pack<T, kWidth>[kPacks];
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
   let_next_kernel_start();
   wait_for_previous_kernels();
 
-  const int64_t slot = a.to.slots[token];
+  const int64_t kv_index = a.to.kv_indices[token];
   Packs low[kHeads], high[kHeads], cos_low, cos_high, sin_low, sin_high;
   float scale[kHeads];
 #pragma unroll
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
   }
   load(cos_low, cos_high, static_cast<const T*>(a.cos) + token * a.cos_stride);
   load(sin_low, sin_high, static_cast<const T*>(a.sin) + token * a.sin_stride);
-  const int64_t block = slot / a.to.block_size, offset = slot % a.to.block_size;
+  const int64_t block = kv_index / a.to.block_size, offset = kv_index % a.to.block_size;
 
 #pragma unroll
   for (int n = 0; n < kHeads; ++n) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
         }
       }
     }
-    if (!exists || (!is_query && slot < 0)) continue;
+    if (!exists || (!is_query && kv_index < 0)) continue;
 
     if (!is_value) {
 #pragma unroll

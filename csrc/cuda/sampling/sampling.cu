@@ -1,6 +1,6 @@
 // Sampling for a whole batch in one launch.
 //
-// logits [rows, size] f32, bf16, fp16 · seats, known, tokens [rows] i64 · outcome [rows] u8 · table [seats]
+// logits [rows, size] f32, bf16, fp16 · slots, known, tokens [rows] i64 · outcome [rows] u8 · table [slots]
 //
 // A row belongs to a cluster of CTAs, each with a piece of the vocabulary, each warp with a piece of that, in order.
 // Grid: rows x cluster.  The clusters are large when rows are few, so that one row does not wait for one SM.
@@ -32,7 +32,7 @@
 namespace quire::cuda {
 namespace {
 
-using sampling::Seat;
+using sampling::Settings;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
@@ -441,12 +441,12 @@ template <class T>
 struct Weights {
   const Row<T>& row;
   const Piece piece;
-  const Seat& seat;
+  const Settings& settings;
   const bool early;  // min_tokens are not out yet
   const float scale;
   float peak;  // the largest adjusted logit
 
-  __device__ bool adjusts() const { return seat.marks || seat.bias; }
+  __device__ bool adjusts() const { return settings.marks || settings.bias; }
 
   __device__ void adjust(int at, const Eight<T>& raw, float (&x)[kVector]) const {
 #pragma unroll
@@ -456,12 +456,12 @@ struct Weights {
     alignas(16) float bias[kVector] = {};
 #pragma unroll
     for (int i = 0; i < kVector; i += 4) {  // lines are as long as whole vectors
-      if (seat.marks) *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(seat.marks + at + i);
-      if (seat.bias) *reinterpret_cast<float4*>(bias + i) = *reinterpret_cast<const float4*>(seat.bias + at + i);
+      if (settings.marks) *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(settings.marks + at + i);
+      if (settings.bias) *reinterpret_cast<float4*>(bias + i) = *reinterpret_cast<const float4*>(settings.bias + at + i);
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (at + i < row.size) x[i] = sampling::adjusted(x[i], marks[i], bias[i], seat, early);
+      if (at + i < row.size) x[i] = sampling::adjusted(x[i], marks[i], bias[i], settings, early);
     }
   }
 
@@ -536,7 +536,7 @@ struct Weights {
 
   // What top_k and top_p ask for.
   __device__ float floor(Shared& shared) const {
-    const bool counted = seat.top_k > 0, summed = seat.top_p < 1;
+    const bool counted = settings.top_k > 0, summed = settings.top_p < 1;
     row.each(piece, [&](int tile, const Eight<T>& raw) {
       float y[kVector];
       scaled(row.at(tile), raw, y);
@@ -551,12 +551,12 @@ struct Weights {
     int turn = 0;
     const Ladder<sampling::kBuckets> ladder(shared.coarse, counted, summed, shared, turn);
     Upper kept{0.0f, ladder.total.sum};
-    const Wanted k{true, static_cast<uint64_t>(seat.top_k)};
+    const Wanted k{true, static_cast<uint64_t>(settings.top_k)};
     if (counted && k.reached(ladder.total)) {
       kept = descend(Crossing(ladder, {0, 0}, k, shared, kTopK), k, counted, shared, turn);
     }
     if (!summed) return kept.floor;
-    const Wanted p{false, sampling::share(seat.top_p, kept.sum)};
+    const Wanted p{false, sampling::share(settings.top_p, kept.sum)};
     return fmaxf(kept.floor, descend(Crossing(ladder, {0, 0}, p, shared, kTopP), p, counted, shared, turn).floor);
   }
 
@@ -662,7 +662,7 @@ template <class T>
 __device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int index, Shared& shared) {
   const uint64_t best = cluster_max(best_of(row, piece), shared);
   done_with_peers();
-  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.seats[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
+  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.slots[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
   wait_until_peers_are_done();
 }
 
@@ -686,33 +686,33 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   if constexpr (!general) return greedy(a, row, piece, index, shared);
 
   const bool speaker = cluster_rank() == 0 && threadIdx.x == 0;
-  const int64_t seat_index = a.seats[index];
-  if (seat_index < 0) {
+  const int64_t slot = a.slots[index];
+  if (slot < 0) {
     if (speaker) write(a, index, {0, sampling::kChosen});
     return;
   }
-  const Seat seat = a.table[seat_index];
-  if (seat.scale == 0 && !seat.marks && !seat.bias) return greedy(a, row, piece, index, shared);
-  const int64_t position = a.known[index] - seat.prompt_len;
-  const bool filtered = seat.top_k > 0 || seat.top_p < 1;
+  const Settings settings = a.table[slot];
+  if (settings.scale == 0 && !settings.marks && !settings.bias) return greedy(a, row, piece, index, shared);
+  const int64_t position = a.known[index] - settings.prompt_len;
+  const bool filtered = settings.top_k > 0 || settings.top_p < 1;
   if (filtered) shared.coarse.clear();
-  Weights<T> weights{row, piece, seat, position < seat.min_tokens, seat.scale, 0.0f};
+  Weights<T> weights{row, piece, settings, position < settings.min_tokens, settings.scale, 0.0f};
   const uint64_t best = cluster_max(weights.best(), shared);
   weights.peak = number_of(best);
   Choice likeliest = choice_of(best);
   const bool sound = likeliest.outcome == sampling::kChosen;  // the same for all threads of the cluster
   if (!sound && weights.adjusts()) likeliest.outcome = explain(row, piece, shared);
   int token = speaker ? likeliest.token : -1;
-  if (seat.scale != 0 && sound) {
-    float floor = seat.min_p;  // the largest w is 1, so min_p is a floor as it stands
+  if (settings.scale != 0 && sound) {
+    float floor = settings.min_p;  // the largest w is 1, so min_p is a floor as it stands
     if (filtered) floor = fmaxf(floor, weights.floor(shared));
-    token = weights.draw(floor, sampling::hash(seat.seed, seat.sibling, position), shared);
+    token = weights.draw(floor, sampling::hash(settings.seed, settings.sibling, position), shared);
   } else {
     done_with_peers();
   }
   if (token >= 0) {
     write(a, index, {token, likeliest.outcome});
-    if (seat.marks && sound) seat.marks[token] += 1;
+    if (settings.marks && sound) settings.marks[token] += 1;
   }
   __syncwarp();
   wait_until_peers_are_done();

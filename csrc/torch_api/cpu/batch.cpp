@@ -13,10 +13,10 @@ namespace {
 Tables tables_of(const at::Tensor& tables) { return {tables.data_ptr<int32_t>(), tables.stride(0), tables.size(1)}; }
 
 // Each -1 or a row of the tables.
-const int32_t* seats_of(const at::Tensor& seats, const BatchSizes& sizes) {
-  const int32_t* seat = seats.const_data_ptr<int32_t>();
-  expect_below("seats", seat, sizes.count, -1, sizes.max_rows);
-  return seat;
+const int32_t* slots_of(const at::Tensor& slots, const BatchSizes& sizes) {
+  const int32_t* slot = slots.const_data_ptr<int32_t>();
+  expect_below("slots", slot, sizes.count, -1, sizes.max_rows);
+  return slot;
 }
 
 void apply_edits(const at::Tensor& edits, const at::Tensor& tables) {
@@ -32,21 +32,21 @@ void apply_edits(const at::Tensor& edits, const at::Tensor& tables) {
   cpu::apply_edits(edit, count, tables_of(tables));
 }
 
-void decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::Tensor& position,
+void decode_inputs(const at::Tensor& slots, const at::Tensor& token, const at::Tensor& position,
                    const at::Tensor& tables, int64_t block_size, const at::Tensor& ids, const at::Tensor& positions,
-                   const at::Tensor& slots, const at::Tensor& rows, const at::Tensor& lens) {
-  const BatchSizes sizes = check_decode_inputs(seats, token, position, tables, block_size, ids, positions, slots, rows,
-                                               lens, on_cpu());
-  cpu::decode_inputs(seats_of(seats, sizes), sizes.count, token.const_data_ptr<int64_t>(),
+                   const at::Tensor& kv_indices, const at::Tensor& rows, const at::Tensor& lens) {
+  const BatchSizes sizes = check_decode_inputs(slots, token, position, tables, block_size, ids, positions, kv_indices,
+                                               rows, lens, on_cpu());
+  cpu::decode_inputs(slots_of(slots, sizes), sizes.count, token.const_data_ptr<int64_t>(),
                      position.const_data_ptr<int64_t>(), tables_of(tables), block_size,
-                     {ids.data_ptr<int64_t>(), positions.data_ptr<int64_t>(), slots.data_ptr<int64_t>(),
+                     {ids.data_ptr<int64_t>(), positions.data_ptr<int64_t>(), kv_indices.data_ptr<int64_t>(),
                       rows.data_ptr<int32_t>(), lens.data_ptr<int32_t>()});
 }
 
-void decode_outputs(const at::Tensor& seats, const at::Tensor& tokens, const at::Tensor& token,
+void decode_outputs(const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& token,
                     const at::Tensor& position) {
-  const BatchSizes sizes = check_decode_outputs(seats, tokens, token, position, on_cpu());
-  cpu::decode_outputs(seats_of(seats, sizes), sizes.count, tokens.const_data_ptr<int64_t>(), token.data_ptr<int64_t>(),
+  const BatchSizes sizes = check_decode_outputs(slots, tokens, token, position, on_cpu());
+  cpu::decode_outputs(slots_of(slots, sizes), sizes.count, tokens.const_data_ptr<int64_t>(), token.data_ptr<int64_t>(),
                       position.data_ptr<int64_t>());
 }
 

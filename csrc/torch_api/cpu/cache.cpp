@@ -27,21 +27,21 @@ std::vector<Cache> bytes_of(at::TensorList caches) {
 }
 
 void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache, const at::Tensor& v_cache,
-              const at::Tensor& slots, const std::optional<at::Tensor>& scales) {
-  const KvWriteSizes sizes = check_kv_write(key, value, k_cache, v_cache, slots, scales, on_cpu());
+              const at::Tensor& kv_indices, const std::optional<at::Tensor>& scales) {
+  const KvWriteSizes sizes = check_kv_write(key, value, k_cache, v_cache, kv_indices, scales, on_cpu());
   const auto& [blocks, kv_heads, block_size, head_size] = sizes.cache;
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  expect_below("slots", slot, sizes.tokens, -1, blocks * block_size);
+  const int64_t* kv_index = kv_indices.const_data_ptr<int64_t>();
+  expect_below("kv_indices", kv_index, sizes.tokens, -1, blocks * block_size);
   if (sizes.scales) {
     return by_dtype("key", key, [&](auto type) {
       cpu::kv_write_e4m3<decltype(type)>(bytes_of_rows(key), bytes_of_rows(value), torch_api::bytes_of(k_cache),
-                                         torch_api::bytes_of(v_cache), sizes.scales, slot, sizes.tokens,
+                                         torch_api::bytes_of(v_cache), sizes.scales, kv_index, sizes.tokens,
                                          sizes.cache.kv_heads, sizes.cache.block_size, sizes.cache.head_size,
                                          threads());
     });
   }
   cpu::kv_write(bytes_of_rows(key), bytes_of_rows(value), torch_api::bytes_of(k_cache), torch_api::bytes_of(v_cache),
-                slot, sizes.tokens, kv_heads, block_size, head_size * k_cache.element_size(), threads());
+                kv_index, sizes.tokens, kv_heads, block_size, head_size * k_cache.element_size(), threads());
 }
 
 void block_copy(at::TensorList caches, const at::Tensor& pairs) {

@@ -18,13 +18,13 @@ void apply_edits(const at::Tensor& edits, const at::Tensor& tables) {
   cuda::apply_edits(edits.const_data_ptr<int32_t>(), sizes.count, tables_of(tables), stream_of(tables));
 }
 
-void decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::Tensor& position,
+void decode_inputs(const at::Tensor& slots, const at::Tensor& token, const at::Tensor& position,
                    const at::Tensor& tables, int64_t block_size, const at::Tensor& ids, const at::Tensor& positions,
-                   const at::Tensor& slots, const at::Tensor& rows, const at::Tensor& lens) {
-  const BatchSizes sizes = check_decode_inputs(seats, token, position, tables, block_size, ids, positions, slots, rows,
-                                               lens, on_gpu(tables));
+                   const at::Tensor& kv_indices, const at::Tensor& rows, const at::Tensor& lens) {
+  const BatchSizes sizes = check_decode_inputs(slots, token, position, tables, block_size, ids, positions, kv_indices,
+                                               rows, lens, on_gpu(tables));
   const DecodeInputs args{
-      .seats = seats.const_data_ptr<int32_t>(),
+      .slots = slots.const_data_ptr<int32_t>(),
       .count = sizes.count,
       .token = token.const_data_ptr<int64_t>(),
       .position = position.const_data_ptr<int64_t>(),
@@ -32,7 +32,7 @@ void decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::T
       .block_size = static_cast<int>(block_size),
       .ids = ids.data_ptr<int64_t>(),
       .positions = positions.data_ptr<int64_t>(),
-      .slots = slots.data_ptr<int64_t>(),
+      .kv_indices = kv_indices.data_ptr<int64_t>(),
       .rows = rows.data_ptr<int32_t>(),
       .lens = lens.data_ptr<int32_t>(),
   };
@@ -40,11 +40,11 @@ void decode_inputs(const at::Tensor& seats, const at::Tensor& token, const at::T
   cuda::decode_inputs(args, stream_of(tables));
 }
 
-void decode_outputs(const at::Tensor& seats, const at::Tensor& tokens, const at::Tensor& token,
+void decode_outputs(const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& token,
                     const at::Tensor& position) {
-  const BatchSizes sizes = check_decode_outputs(seats, tokens, token, position, on_gpu(token));
+  const BatchSizes sizes = check_decode_outputs(slots, tokens, token, position, on_gpu(token));
   const c10::cuda::CUDAGuard guard(token.device());
-  cuda::decode_outputs(seats.const_data_ptr<int32_t>(), sizes.count, tokens.const_data_ptr<int64_t>(),
+  cuda::decode_outputs(slots.const_data_ptr<int32_t>(), sizes.count, tokens.const_data_ptr<int64_t>(),
                        token.data_ptr<int64_t>(), position.data_ptr<int64_t>(), stream_of(token));
 }
 

@@ -17,14 +17,14 @@ namespace {
 TokenRows rows_of(const at::Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1)}; }
 
 void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache, const at::Tensor& v_cache,
-              const at::Tensor& slots, const std::optional<at::Tensor>& scales) {
-  const KvWriteSizes sizes = check_kv_write(key, value, k_cache, v_cache, slots, scales, on_gpu(key));
+              const at::Tensor& kv_indices, const std::optional<at::Tensor>& scales) {
+  const KvWriteSizes sizes = check_kv_write(key, value, k_cache, v_cache, kv_indices, scales, on_gpu(key));
   const KvWriteArgs args{
       .dtype = model_dtype_of("key", key),
       .stored = dtype_of("k_cache", k_cache),
       .key = rows_of(key),
       .value = rows_of(value),
-      .to = kv_slots_of(k_cache, v_cache, sizes.cache.block_size, slots, sizes.scales),
+      .to = kv_target_of(k_cache, v_cache, sizes.cache.block_size, kv_indices, sizes.scales),
       .tokens = sizes.tokens,
       .kv_heads = static_cast<int>(sizes.cache.kv_heads),
       .size = static_cast<int>(sizes.cache.head_size),

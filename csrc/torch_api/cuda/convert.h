@@ -1,4 +1,4 @@
-// From tensors to what the CUDA kernels take.  The host cannot read what lies on the device (lengths, tables, slots)
+// From tensors to what the CUDA kernels take.  The host cannot read what lies on the device (lengths, tables, kv_indices)
 // without waiting for it, so the bindings here do not check it: the caller answers for its range.
 #pragma once
 
@@ -41,15 +41,15 @@ inline Heads heads_of(const at::Tensor& t) {
 }
 
 // Where a step's keys and values are stored.
-inline KvSlots kv_slots_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
-                           const at::Tensor& slots, const float* scales) {
+inline KvTarget kv_target_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
+                           const at::Tensor& kv_indices, const float* scales) {
   return {
       .k_cache = k_cache.data_ptr(),
       .v_cache = v_cache.data_ptr(),
       .k_block_stride = k_cache.stride(0),
       .v_block_stride = v_cache.stride(0),
       .block_size = static_cast<int>(block_size),
-      .slots = slots.const_data_ptr<int64_t>(),
+      .kv_indices = kv_indices.const_data_ptr<int64_t>(),
       .scales = scales,
   };
 }

@@ -10,16 +10,16 @@
 namespace quire::cuda::torch_api {
 namespace {
 
-void sample(const at::Tensor& logits, const at::Tensor& seats, const at::Tensor& known, const at::Tensor& table,
+void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor& known, const at::Tensor& table,
             bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
-  const SampleSizes sizes = check_sample(logits, seats, known, table, tokens, outcome, on_gpu(logits));
+  const SampleSizes sizes = check_sample(logits, slots, known, table, tokens, outcome, on_gpu(logits));
   const SampleArgs args{
       .dtype = model_dtype_of("logits", logits),
       .logits = logits.const_data_ptr(),
       .row_stride = logits.stride(0),
-      .seats = seats.const_data_ptr<int64_t>(),
+      .slots = slots.const_data_ptr<int64_t>(),
       .known = known.const_data_ptr<int64_t>(),
-      .table = static_cast<const sampling::Seat*>(table.const_data_ptr()),
+      .table = static_cast<const sampling::Settings*>(table.const_data_ptr()),
       .general = general,
       .tokens = tokens.data_ptr<int64_t>(),
       .outcome = outcome.data_ptr<uint8_t>(),

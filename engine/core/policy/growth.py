@@ -31,9 +31,9 @@ POWER = 4
 class GrowthPolicy:
     """The sizes of all sequences that hold blocks, at one moment.  Building costs O(n log n), a question O(log n)."""
 
-    def __init__(self, rows: Iterable[tuple[int, int]]) -> None:
-        """`rows`: (blocks held, blocks still needed at the most) of each."""
-        sizes = sorted((-held, need) for held, need in rows)
+    def __init__(self, holders: Iterable[tuple[int, int]]) -> None:
+        """`holders`: (blocks held, blocks still needed at the most) of each."""
+        sizes = sorted((-held, need) for held, need in holders)
         self._sizes = [size for size, _ in sizes]  # negative: the largest first
         count = max(1, len(sizes))
         mean = -sum(self._sizes) / count

@@ -5,7 +5,7 @@ A step takes as long as its decoding sequences alone would, plus a time for each
     seconds
       |                            . / slope: token_s, the moving average over steps with prompts
       |                        . /
-      |  D(rows) -----------/          a step without prompts: a moving average for each power of two of rows
+      |  D(seqs) -----------/          a step without prompts: a moving average for each power of two of sequences
       +--------------------------- prompt tokens
 """
 
@@ -30,19 +30,19 @@ class StepCostModel:
         """`swap_bytes_per_s`: a first estimate; 0: not known."""
         self.swap_bytes_per_s = swap_bytes_per_s
         self.token_s = 0.0  # of a prompt token, on top of the decode-only step; 0: not known
-        self._decode_s: dict[int, float] = {}  # bit length of rows -> seconds of a step without prompts
-        self._mixed = 0  # steps with prompts and decoding rows since the last one without prompts
+        self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a step without prompts
+        self._mixed = 0  # steps with prompts and decoding sequences since the last one without prompts
 
-    def step(self, seconds: float, rows: int, prompt_tokens: int) -> None:
-        """Learn from a step without a swap.  `rows`: sequences that decoded in it."""
+    def step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
+        """Learn from a step without a swap.  `seqs`: sequences that decoded in it."""
         if not prompt_tokens:
             self._mixed = 0
-            size = rows.bit_length()
+            size = seqs.bit_length()
             average = self._decode_s.get(size, seconds)
             self._decode_s[size] = average + STEADY * (min(seconds, OUTLIER * average) - average)
             return
-        self._mixed += rows > 0
-        alone = self.decode_s(max(1, rows))
+        self._mixed += seqs > 0
+        alone = self.decode_s(max(1, seqs))
         beyond = max(0.0, seconds - alone)
         reading = beyond / prompt_tokens
         if not self.token_s:
@@ -56,38 +56,38 @@ class StepCostModel:
         rate = size / seconds
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate
 
-    def decode_s(self, rows: int) -> float:
-        """Seconds of a step with `rows` sequences and no prompt; of fewer, or else of more, where that is not known.
+    def decode_s(self, seqs: int) -> float:
+        """Seconds of a step with `seqs` sequences and no prompt; of fewer, or else of more, where that is not known.
         0: nothing is known."""
         if not self._decode_s:
             return 0.0
-        size = rows.bit_length()
+        size = seqs.bit_length()
         return self._decode_s[max((s for s in self._decode_s if s <= size), default=min(self._decode_s))]
 
-    def prompt_tokens(self, rows: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
-        """Most prompt tokens with `rows` that decode, so that the step takes up to `stretch` times as long as without.
+    def prompt_tokens(self, seqs: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
+        """Most prompt tokens with `seqs` that decode, so that the step takes up to `stretch` times as long as without.
 
         With many `pending` prompts it may take longer in proportion.  A bound meant for one long prompt would halve
         what a flood of short ones can get through.
 
-        `exposed`: how many of the rows the bound protects, at least 1; None: all of them.
+        `exposed`: how many of them the bound protects, at least 1; None: all of them.
 
         0: measure this step without any.  None: not known."""
         if not self.token_s:
             return None
-        if not (alone := self.decode_s(rows)) or self._mixed >= PROBE:
+        if not (alone := self.decode_s(seqs)) or self._mixed >= PROBE:
             return 0
-        time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / (exposed or rows))
+        time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / (exposed or seqs))
         return max(LEAST, int(time / self.token_s))
 
-    def tokens_within(self, rows: int, seconds: float) -> int | None:
-        """Most prompt tokens with `rows` that decode, so that their step takes up to `seconds`.
+    def tokens_within(self, seqs: int, seconds: float) -> int | None:
+        """Most prompt tokens with `seqs` that decode, so that their step takes up to `seconds`.
 
         Prompts get at least the time that the step takes without them, or a machine on which that is long would spend
         nearly all of a prompt on reading weights; and at least FLOOR tokens.  None: not known."""
         if not self.token_s:
             return None
-        alone = self.decode_s(max(1, rows))
+        alone = self.decode_s(max(1, seqs))
         return max(FLOOR, int(max(seconds - alone, alone) / self.token_s))
 
     def swap_pays(self, swap_bytes: int, recompute_tokens: int) -> bool:

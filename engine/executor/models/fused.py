@@ -130,7 +130,7 @@ class Attention(nn.Module):
             sin,
             cache.k,
             cache.v,
-            step.slots,
+            step.kv_indices,
             q_norm=self.q_norm.weight if self.q_norm else None,
             k_norm=self.k_norm.weight if self.k_norm else None,
             eps=self.q_norm.eps if self.q_norm else 0.0,

@@ -124,7 +124,7 @@ def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, k
         rig.submit()
         (seq,) = (seq for seq in rig.core.live() if seq.request.id == quiet[-1])
         assert seq.slot >= 0
-        assert any(piece.row == seq.slot for piece in rig.plans[-1].slices)
+        assert any(piece.slot == seq.slot for piece in rig.plans[-1].slices)
         if len(rig.executor.plans) == 2:
             rig.commit()
     assert rig.core.report.totals.preemptions >= rig.core.report.totals.yields
@@ -138,7 +138,7 @@ def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, k
 
 
 def test_with_every_row_taken_the_newest_gives_up_its_row() -> None:
-    """The row has to cool first, and nobody else gets it meanwhile."""
+    """The slot has to cool first, and nobody else gets it meanwhile."""
     rig = Rig(blocks=400, size=4, max_seqs=4)
     loud = flood(rig, 6)
     step(rig, 6)
