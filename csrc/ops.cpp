@@ -3,8 +3,9 @@
 //
 //   T tokens of this step, all sequences one after another     S sequences in this step
 //   H query heads   Hkv KV heads (H % Hkv == 0)                D head size
-//   a cache holds the keys, or the values, of one layer: [blocks, Hkv, block_size, D], in the dtype of the model or e4m3;
-//   an e4m3 cache has scales [2, Hkv] f32, for keys and for values: number = stored * scale
+//
+// A cache holds the keys, or the values, of one layer: [blocks, Hkv, block_size, D], in the dtype of the model or e4m3.
+// An e4m3 cache has scales [2, Hkv] f32, for keys and for values: number = stored * scale.
 
 #include <torch/library.h>
 
@@ -15,20 +16,24 @@ TORCH_LIBRARY(quire, m) {
       "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_indices, "
       "Tensor? scales) -> ()");
 
-  // q, out [T, H, D] · caches as above · tables [max_rows, max_blocks] i32 · rows [S] i32, a row of tables each ·
-  // q_start [S + 1] i32, sequence s owns q[q_start[s]:q_start[s + 1]] · lens [S] i32, keys including this step's.
-  // Query i of n stands at position lens - n + i and sees positions <= its own, with window > 0 only the last `window`
-  // of them.  soft_cap > 0: score = soft_cap * tanh(score / soft_cap).
-  // decodes: that many sequences, the first ones, have at most one query each (a hint that a device may use).
-  // plan: what attention_plan wrote for the same q_start, lens, decodes, sizes and window, after tables and rows were
-  // written; a sequence with lens 0 has its output written as zeros.
+  //   q, out     [T, H, D]; a sequence with lens 0 has its output written as zeros
+  //   caches     as above
+  //   tables     [max_rows, max_blocks] i32
+  //   rows       [S] i32, the row of tables of each sequence
+  //   q_start    [S + 1] i32: sequence s owns q[q_start[s]:q_start[s + 1]]
+  //   lens       [S] i32, keys including this step's
+  //   window     > 0: a query sees only the last `window` positions up to its own
+  //   soft_cap   > 0: score = soft_cap * tanh(score / soft_cap)
+  //   decodes    the first so many sequences have at most one query each: a hint that a device may use
+  //   plan       from attention_plan for the same q_start, lens, decodes, sizes and window, after tables and rows
+  // Query i of n stands at position lens - n + i and sees positions up to its own.
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
       "Tensor lens, Tensor? scales, int decodes, Tensor(a!) plan, float scale, int window, float soft_cap, "
       "Tensor(b!) out) -> ()");
 
-  // How the work of paged_attention is shared out, decided once a step for all layers of equal sizes and window.
-  // plan [bytes] u8, at least attention_plan_bytes; also where the device keeps partial results.  The CPU needs none.
+  // Decides once a step how the work of paged_attention is divided, for all layers of equal sizes and window.
+  // plan [bytes] u8 has at least attention_plan_bytes.  The device also keeps partial results there.  A CPU needs none.
   m.def(
       "attention_plan(Tensor q_start, Tensor lens, int decodes, int heads, int kv_heads, int head_size, int window, "
       "Tensor(a!) plan) -> ()");
@@ -47,17 +52,23 @@ TORCH_LIBRARY(quire, m) {
   m.def("block_gather(Tensor[] caches, Tensor blocks, Tensor(a!) buffer) -> ()");
   m.def("block_scatter(Tensor buffer, Tensor blocks, Tensor(a!)[] caches) -> ()");
 
-  // x [T, inner] · weight [size, inner] · bias [size] · out [T, size] = norm(x) weight^T + bias, with `norm` [inner]
-  // rms_norm(x, norm, eps) first, of which the result is rounded.  silu_mul: weight and bias hold size gate rows, then
-  // size up rows, and out = silu(gate) * up, of gate and up rounded.  add: out += all that, which may be rounded first.
-  // Sums in float32.  weight and bias must be at rest, like the weights of norms
+  //   x         [T, inner]
+  //   weight    [size, inner]
+  //   bias      [size]
+  //   out       [T, size] = x weight^T + bias
+  //   norm      [inner]: x becomes rms_norm(x, norm, eps) first, rounded
+  //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of gate and up rounded
+  //   add       out += the result, which may be rounded first
+  // Sums in float32.  weight and bias must be at rest, like the weights of norms.
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // x [rows, inner] · packed: a weight [features, inner] in the layout of product_layout, padded with zeros · bias [features] · plus,
-  // out [rows, features] = x weight^T + bias + plus; out may be plus.  Sums in float32, rounded once; a row's result is bit
-  // for bit the same whatever else is in the call
+  //   x          [rows, inner]
+  //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
+  //   bias       [features]
+  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus
+  // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
   // For weights of like's dtype: (columns, together), where packed is [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
@@ -75,22 +86,26 @@ TORCH_LIBRARY(quire, m) {
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 
-  // qkv [T, H + 2 * Hkv, D]: queries are rotated in place, rotated keys and the values go to their kv_indices · cos, sin
-  // [T, D] · caches, kv_indices and scales as in kv_write.  Number i of a head turns with number i + D / 2.  q_norm, k_norm
-  // [D]: rms_norm of each query and key head before it turns, rounded to the dtype of qkv
+  //   qkv             [T, H + 2 * Hkv, D]: queries are rotated in place; rotated keys and the values go to the caches
+  //   cos, sin        [T, D]
+  //   caches, kv_indices, scales  as in kv_write
+  //   q_norm, k_norm  [D]: rms_norm of each query and key head before it turns, rounded to the dtype of qkv
+  // Number i of a head turns with number i + D / 2.
   m.def(
       "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor kv_indices, "
       "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales) -> ()");
 
-  // The mirror of the slots, on the device: one row of tables, one token and one position for each.  slots [n] i32 names
-  // the decoding ones, in the order of the step; -1 is padding.
+  // The mirror of the slots, on the device, has one row of tables, one token and one position for each slot.  In these
+  // operators slots [n] i32 names the decoding ones, in the order of the step; -1 is padding.
 
   // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  No place is named twice
   m.def("apply_edits(Tensor edits, Tensor(a!) tables) -> ()");
 
-  // token, position [max_rows] i64: what each slot computes next · tables [max_rows, max_blocks] i32 · ids, positions,
-  // kv_indices [n] i64 and rows, lens [n] i32: the step's.  Padding, and a slot past the end of its table: id 0, position 0,
-  // kv_index -1, row 0, lens 0
+  //   token, position             [max_rows] i64: what each slot computes next
+  //   tables                      [max_rows, max_blocks] i32
+  //   ids, positions, kv_indices  [n] i64, written: the step's
+  //   rows, lens                  [n] i32, written: the step's
+  // Padding, and a slot past the end of its table, gives id 0, position 0, kv_index -1, row 0, lens 0.
   m.def(
       "decode_inputs(Tensor slots, Tensor token, Tensor position, Tensor tables, int block_size, Tensor(a!) ids, "
       "Tensor(b!) positions, Tensor(c!) kv_indices, Tensor(d!) rows, Tensor(e!) lens) -> ()");
@@ -98,11 +113,13 @@ TORCH_LIBRARY(quire, m) {
   // tokens [n] i64, sampled: token[slots[i]] = tokens[i], position[slots[i]] += 1.  No slot is named twice
   m.def("decode_outputs(Tensor slots, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
 
-  // One token for each row of logits [N, V], by the rules of sampling_rules.h.  slots [N] i64: the row of `table` each samples for, or
-  // -1: none, its token is 0 · known [N] i64: tokens before the one chosen now · table [max_seqs, 8] i64: a
-  // sampling::Seat each, whose marks the token is counted in · tokens [N] i64, 0 where none is chosen · outcome [N] u8:
-  // kChosen, kNotFinite or kNothingAllowed of sampling_rules.h.
-  // general false: the likeliest token of each row's raw logits, `table` is not read and nothing is counted.
+  // Chooses one token for each row of logits [N, V], by the rules of sampling_rules.h.
+  //   slots    [N] i64: the row of `table` that each samples for; -1: none, its token is 0
+  //   known    [N] i64: tokens before the one chosen now
+  //   table    [max_seqs, 8] i64: a sampling::Settings each, whose marks the token is counted in
+  //   tokens   [N] i64, 0 where none is chosen
+  //   outcome  [N] u8: kChosen, kNotFinite or kNothingAllowed of sampling_rules.h
+  //   general  false: the likeliest token of each row's raw logits; `table` is not read and nothing is counted
   m.def(
       "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");

@@ -1,4 +1,4 @@
-// What the kinds of devices agree on when a token is drawn, so that equal logits give equal tokens on all of them.
+// The rules by which every kind of device draws a token, so that equal logits give equal tokens on all of them.
 //
 //   x       a row's logits, adjusted (below), float32
 //   w       2^((x - max x) * scale), scale = log2(e) / temperature: one polynomial, one order of operations (exp2 of
@@ -7,7 +7,7 @@
 //   floor   the highest of what top_k, top_p and min_p ask for: tokens with w >= floor are kept, ties included
 //   token   the first in vocabulary order at which the running sum of kept weights exceeds goal(hash, their sum)
 //
-// Sums of integers are exact in any order, so rows may be cut, and histograms filled, in whatever way suits a device.
+// Sums of integers are exact in any order.  So a device may cut rows and fill histograms in any way.
 // A token less likely than 2^-31 of the likeliest has weight 0 and is never drawn.
 
 #pragma once
@@ -50,8 +50,8 @@ struct alignas(8) Settings {
 };
 static_assert(sizeof(Settings) == 64);
 
-// weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.  kRounding is a half less one bit, so that 2^-31
-// is the first w to be rounded up, even where the sum itself rounds.
+// weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.
+// kRounding is a half less one bit.  So 2^-31 is the first w to be rounded up, even where the sum itself rounds.
 constexpr float kOne = 1 << 30;
 constexpr float kRounding = 0x1.fffffep-2f;
 
@@ -113,8 +113,8 @@ QUIRE_SHARED uint64_t share(float p, uint64_t total) {
   return up > 0 ? up : 1;
 }
 
-// Floors are found by histogram over the leading bits of w, whose order is that of w: five bits of its fraction and its
-// exponent, counted so that bucket 0 is what weighs nothing (w < 2^-31), and w = 1 is the last but some.
+// Floors are found by histogram over the leading bits of w: its exponent and five bits of its fraction, whose order is
+// that of w.  Bucket 0 holds what weighs nothing (w < 2^-31), and w = 1 falls near the last bucket.
 constexpr int kBuckets = 1024;
 constexpr int kBucketShift = 23 - 5;
 constexpr int32_t kBucketBase = ((127 - 31) << 5) - 1;

@@ -1,15 +1,16 @@
 // A *row* is one query head of one query.  All rows of a sequence that read the same KV head are numbered
-// query * G + head (G = H / Hkv) and cut into items of at most kRows rows, so that a key, once loaded, serves the G
-// heads of a decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
+// query * G + head (G = H / Hkv) and cut into items of at most kRows rows.  So a loaded key serves the G heads of a
+// decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
 //
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
 //   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
 //
-// Tiles and splits start at fixed key positions, and a row's arithmetic is the same sequence of operations whoever
-// shares its item; so a result is the same bit for bit in any batch, chunking or number of threads.  An item usually walks all
-// its splits.  When there are too few items for the cores (one long sequence), each split is an item of its own and a
-// second pass merges them (Flash-Decoding 2023), with the same operations in the same order.
+// Tiles and splits start at fixed key positions.  A row's arithmetic is the same sequence of operations whatever other
+// rows share its item.  So a result is the same bit for bit in any batch, chunking or number of threads.
+//
+// An item usually walks all its splits.  When there are too few items for the cores (one long sequence), each split is
+// an item of its own.  A second pass then merges them with the same operations in the same order (Flash-Decoding 2023).
 //
 // Decode moves 2 * len * D * sizeof(Kv) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
 
@@ -29,10 +30,10 @@ constexpr int kRows = 32;
 constexpr int kTile = 64;    // keys; a multiple of kLanes and of every block size
 constexpr int kSplit = 256;  // keys; a multiple of kTile
 constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a tile
-// Floats from one chunk of a tile to the next; + 1, lest all chunks of a key fall into the same set of the L1 cache.
+// Floats from one chunk of a tile to the next.  The + 1 keeps the chunks of a key in different sets of the L1 cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-// Items of at most so many rows read keys and values where they lie.  For more rows it pays to widen them once, into a tile.
+// Items of up to this many rows read keys and values where they lie.  For more rows it pays to widen them into a tile.
 constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -62,8 +63,8 @@ struct State {
 
 template <class Kv>
 struct Scratch {
-  // Where the rows of the keys of this tile lie, of its values, and of the keys wanted next; keys that are not wanted
-  // have the address of one that is.
+  // Addresses of the rows of this tile's keys, of its values, and of the keys that the next tile wants.  A key that is
+  // not wanted has the address of one that is.
   const Kv *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
@@ -88,8 +89,8 @@ void widen(float* to, int stride, const T* from, int64_t count) {
   store(to, load(rest));
 }
 
-// score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.  at(k, c): chunk c of key k.
-// Every product sums chunk after chunk and then across lanes, in one order whatever R is.
+// Computes score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.
+// at(k, c) returns chunk c of key k.  Every product sums chunk after chunk and then across lanes, in one order whatever R is.
 template <int R, class At>
 void dot(float* score, const float* query, const At& at, int key, int dim) {
   constexpr int K = kLanes / R;
@@ -106,8 +107,8 @@ void dot(float* score, const float* query, const At& at, int key, int dim) {
   unroll<R>([&](auto r) { std::memcpy(score + r * kTile + key, reinterpret_cast<const float*>(&all) + r * K, 4 * K); });
 }
 
-// acc[r] = acc[r] * rescale[r] + sum over keys [first, last) of weight[r, key] * value of key, for R rows and the C chunks
-// from `chunk` on.  at(k, c): chunk c of the value of key k.
+// Computes acc[r] = acc[r] * rescale[r] + the sum over keys [first, last) of weight[r, key] * value of key.
+// Covers R rows and the C chunks from `chunk` on.  Here at(k, c) returns chunk c of the value of key k.
 template <int R, int C, class At>
 void add_values(float* acc, const float* rescale, const float* weight, const At& at, int chunk, int first, int last,
                 int dim) {

@@ -34,10 +34,10 @@ struct AttentionArgs {
 
 // T: float, bf16 or fp16, of q and out.  Kv: of both caches, T or e4m3.  Sums are kept in float.
 // A sequence with lens 0 has zeros as its result.
-// The result of one query depends only on the query, its position, the keys and values it sees, window and soft cap:
-// not on its batch mates, how its prompt was chunked, where its blocks lie, their size, or the number of threads.
-// (One exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.)
-// Never reads a slot that no query of this call sees.
+// The result of one query depends only on the query, its position, the keys and values it sees, window and soft cap.
+// It does not depend on other sequences, the chunks of its prompt, block places, block size or the number of threads.
+// One exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.
+// The kernel never reads a key that no query of this call sees.
 template <class T, class Kv>
 void paged_attention(const AttentionArgs& args);
 

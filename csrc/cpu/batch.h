@@ -1,5 +1,5 @@
-// What a step does to the mirror of the slots: the tables that say where each sequence's keys are, the token each slot
-// computes next, and its position.  csrc/ops.cpp has the shapes.
+// Operators on the mirror of the slots.  For each slot it holds the block table of its sequence, the token that the slot
+// computes next, and that token's position.  csrc/ops.cpp has the shapes.
 
 #pragma once
 

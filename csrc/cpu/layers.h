@@ -49,7 +49,7 @@ struct RopeArgs {
 template <class T, class Stored>
 void rope_kv_write(const RopeArgs<T>& args);
 
-// The largest of each row of x [rows, size] and the first place it stands at; NaN and 0 for a row that holds a NaN.
+// Finds the largest number of each row of x [rows, size] and its first place.  A row with a NaN gives NaN and place 0.
 template <class T>
 void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int64_t rows, int64_t size, int threads);
 

@@ -1,8 +1,8 @@
 // Work sharing on torch's own threads.
 //
 // Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would also link the system's (clang: even
-// another kind), and then two pools of spinning threads fight for the same cores.  So nothing here is compiled with
-// OpenMP; the one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all have, and the
+// another kind), and two pools of spinning threads would compete for the same cores.  So nothing here is compiled with
+// OpenMP.  The one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all have.  The
 // loader finds it in the runtime that libtorch itself depends on.
 
 #pragma once
@@ -14,7 +14,7 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 
 namespace quire::cpu {
 
-// Numbers 0, 1, ... items - 1, each handed to exactly one taker.
+// Hands out the numbers 0, 1, ... items - 1, each to exactly one thread.
 class Tickets {
  public:
   explicit Tickets(int64_t items) : items_(items) {}
@@ -29,7 +29,7 @@ class Tickets {
   const int64_t items_;
 };
 
-// Calls work(tickets) on so many threads of the pool and returns when all have; on this thread alone if `threads` is 1.
+// Calls work(tickets) on `threads` threads of the pool, or on this thread alone if `threads` is 1.  Returns when all have.
 // `work` must not throw.
 template <class Work>
 void share(int64_t items, int threads, const Work& work) {

@@ -4,7 +4,7 @@
 //      +-------------+      +---------+      up to kRows rows at a time are laid side by side (`Rows`), and meet a strip
 //  x   | kRows rows  |   w  | a run   |      of weights in as many accumulators as there are registers.  Every element
 //      +-------------+      | of inner|      of the result has a lane to itself, which walks the run from left to right:
-//                           +---------+      who its neighbours are can't enter its sum.
+//                           +---------+      its neighbours cannot enter its sum.
 
 #include "cpu/product.h"
 
@@ -16,8 +16,8 @@ namespace quire::cpu {
 namespace {
 
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights
-// Numbers of `inner` summed in a register before they join the sum of the runs before.  Rounding errors of a sum grow with
-// its length; in float32 it is what decides them, in 16 bits they are far below the last rounding.
+// Numbers of `inner` that are summed in a register before they join the sum of earlier runs.  The rounding error of a sum
+// grows with its length.  That matters in float32; in 16 bits it is far below the last rounding.
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kTaskRows = 8 * kRows, kTaskStrips = 4;

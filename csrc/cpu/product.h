@@ -1,5 +1,5 @@
-// Matrix products whose sums are taken in one order, whatever else is in the call: a row's result is bit for bit the
-// same alone, in a batch, in any chunk of a prompt and on any number of threads.
+// Matrix products whose sums are taken in one order, whatever else is in the call.  So a row's result is the same bit for
+// bit alone, in a batch, in any chunk of a prompt and on any number of threads.
 
 #pragma once
 

@@ -1,8 +1,8 @@
 // Vectors of float for any CPU: the compiler's own vector types (GCC and clang), as wide as the machine's registers,
 // with intrinsics only where C++ has no word for the instruction.
 //
-// Products are fused with sums only where the code calls fma() (-ffp-contract=off): which sums are fused is part of the
-// result, and results must not depend on how a loop was unrolled.
+// Products are fused with sums only where the code calls fma() (-ffp-contract=off).  Fusing changes the result, and
+// results must not depend on how a loop was unrolled.
 
 #pragma once
 
@@ -165,7 +165,7 @@ inline void store(e4m3* p, Floats x) {
 
 // Sums across lanes.
 
-// Lane i of the result: a[i] + a[i ^ h] where bit h of i is clear, b[i] + b[i ^ h] where it is set.
+// Lane i of the result is a[i] + a[i ^ h] if bit h of i is clear, else b[i] + b[i ^ h].
 template <int h, int... i>
 inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(a, b, ((i & h) ? kLanes + i : i)...) +
@@ -201,8 +201,8 @@ inline float max_lane(Floats x) {
   return x[0];
 }
 
-// 2^x for x <= 126, to 2 ulp; 0 below 2^-126; NaN stays NaN.
-// x = n + f with |f| <= 1/2; 2^f by the polynomial of Cephes' exp2f (Moshier), 2^n by its exponent bits.
+// Returns 2^x for x <= 126, to 2 ulp; 0 below 2^-126; NaN stays NaN.  It splits x = n + f with |f| <= 1/2.
+// The polynomial of Cephes' exp2f (Moshier) gives 2^f, and 2^n is set in the exponent bits.
 inline Floats exp2(Floats x) {
   const Floats rounder = broadcast(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   const Floats y = max(x, broadcast(-126.0f));

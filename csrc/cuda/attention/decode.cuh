@@ -1,23 +1,23 @@
 // The kernel behind decode(): decode.h defines the terms, decode_plan.cuh what it reads from the plan.
 //
 // q, out [tokens, H, D] bf16 or fp16 · caches [blocks, Hkv, block_size, D] of the same or e4m3 · tables i32
-// Grid (multiprocessors), 8 warps, or 4 where each needs much shared memory.  Reads each key and value that a query sees
-// once per head group: 2 * len * D numbers a
-// KV head, next to which all else is small, so it is bound by memory bandwidth: 4 * len * D bytes in bf16.
-// len == 0 writes zeros.  Split-KV with merge: Flash-Decoding 2023.  Equal shares over ragged lengths: FlashInfer 2025.
+// Grid (multiprocessors), 8 warps, or 4 where each needs much shared memory.
 //
-// Each warp streams the keys of its share through a ring of its own in shared memory, several tiles ahead, and needs no
-// other warp until the share is done.  A tile is 16 keys and as many values, fetched by cp.async: slots past the end or
-// outside the window are not read but become zeros, so that whatever lies there (NaN, in tests) stays there.
+// Each key and value that a query sees is read once per head group: 2 * len * D numbers a KV head.  All other traffic is
+// small, so memory bandwidth is the bound: 4 * len * D bytes in bf16.  len == 0 writes zeros.  Split-KV with merge: Flash-Decoding 2023.  Equal shares over ragged lengths: FlashInfer 2025.
 //
-// The tensor cores get keys as rows and heads as columns, so that the 8 columns of mma.m16n8k16 are filled by a group of 8
-// heads, and half of them by one of 4:
+// Each warp streams the keys of its share through its own ring in shared memory, several tiles ahead.  It needs no other
+// warp until the share is done.  A tile is 16 keys and 16 values, fetched by cp.async.  Keys past the end or outside the
+// window are not read: zeros stand in for them, because the cache may hold NaN there (it does in tests).
+//
+// The tensor cores get keys as rows and heads as columns.  So a group of 8 heads fills the 8 columns of mma.m16n8k16, and
+// a group of 4 fills half of them:
 //   S^T [16 keys, 8 heads] = K [16 keys, D] Q^T         K by ldmatrix, Q^T stays in registers for a whole piece
 //   O^T [D, 8 heads]      += V^T [D, 16 keys] P^T       V^T by ldmatrix.trans, P^T from S^T by movmatrix
 //
 // An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  ldmatrix moves pairs of e4m3 as if they were
-// one number, so in every 16 numbers of a head the lanes get them in another order, which Q's fragments follow (for K),
-// and which is undone when results are stored (for V).
+// one number, so the lanes get every 16 numbers of a head in another order.  For K, Q's fragments have the same order.
+// For V, the order is undone when results are stored.
 
 #pragma once
 
@@ -252,7 +252,7 @@ struct DecodeKernel {
     }
   }
 
-  // What a lane keeps of its heads 8n + 2t and 8n + 2t + 1: max is of all keys, sum of those in rows g and g + 8.
+  // What a lane keeps of its heads 8n + 2t and 8n + 2t + 1: the max of all keys, and the sum of rows g and g + 8.
   using States = SoftmaxState[kNTiles][2];
 
   __device__ void compute(uint32_t stage, const Query& query, const Walk& at, float k_scale, States& states,
@@ -379,8 +379,8 @@ struct DecodeKernel {
     }
   }
 
-  // Merges the pieces of [first, last] for which exist(i) holds, in order.  state(i, j) and acc(i, j) are their vectors, of which
-  // kAtOnce pieces' are loaded at a time.  Gives use(state, acc, step, n) the result of each of the steps first_step,
+  // Merges the pieces of [first, last] for which exist(i) holds, in order.  state(i, j) and acc(i, j) are their vectors,
+  // loaded for kAtOnce pieces at a time.  Calls use(state, acc, step, n) with the result of steps first_step,
   // first_step + stride, ...
   template <int kAtOnce, class Exists, class StateAt, class AccAt, class Use>
   __device__ void merge(int first, int last, const Exists& exists, const StateAt& state, const AccAt& acc,
@@ -509,8 +509,8 @@ struct DecodeKernel {
   }
 
   __device__ void run() {
-    // The plan and the tables were complete before the kernel in front of this one began (see decode.h); only what
-    // that one writes has to be waited for.
+    // The plan and the tables were complete before the kernel in front of this one began (see decode.h).  Only the
+    // output of that kernel has to be waited for.
     const DecodeHeader header = *args.plan.header;
     const DecodeEnds ends = args.plan.ends[blockIdx.x];
     const DecodeShare share = args.plan.shares[blockIdx.x * kWarps + warp];

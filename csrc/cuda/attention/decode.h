@@ -1,12 +1,12 @@
 // Attention of sequences with one query each over the paged cache: what the launchers take and promise.
 //
-//   HEAD GROUP  the query heads that read one KV head, up to 16 of them: computed together, so that a key is loaded once
-//               for all.  More heads to a KV head make several groups, which load its keys once each.
+//   HEAD GROUP  the query heads that read one KV head, up to 16 of them.  They are computed together, so that a key is
+//               loaded once for all.  More heads to a KV head make several groups, which load its keys once each.
 //   TILE        16 keys of one sequence and one KV head, from a multiple of 16 on.
-//   SHARE       what one warp does: so many consecutive tiles, counted sequence by sequence, in it head group by head
-//               group, in it key by key.  All CTAs have equal parts, give or take a tile, or, where there is little to do, a
-//               head group each; and the warps of a CTA have equal shares: one may end in the middle of one head group's
-//               keys and begin in the middle of another's.
+//   SHARE       the consecutive tiles that one warp computes.  Tiles are counted sequence by sequence, in it head group
+//               by head group, in it key by key.  All CTAs have equal parts, give or take a tile.  Where there is little
+//               to do, each has a head group instead.  The warps of a CTA have equal shares.  So a share may begin and
+//               end in the middle of a head group's keys.
 //   PIECE       the tiles of a share that belong to one head group of one sequence.  The results of its pieces are
 //               merged, in order: those of a CTA's warps in shared memory, then those of several CTAs by the last of
 //               them to arrive.
@@ -65,8 +65,8 @@ struct DecodeArgs {
 };
 
 // Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.
-// rows and tables must have been written before decode_plan was called: they and the plan are read early, while the
-// kernel in front of this one may still run.
+// rows and tables must have been written before decode_plan was called.  They and the plan are read early: the kernel in
+// front of this one may still run.
 // Reads no key outside the window and none past the end.  A sequence of no keys has its query's output set to zeros.
 void decode(const DecodeArgs& args, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // Finds where the shares of decode.h begin.
 //
-// Grid 2.  Each CTA adds up the tiles of all sequences (at most 4 to a thread), then each thread looks up a share or two
+// Grid 2.  Each CTA adds up the tiles of all sequences, at most 4 to a thread.  Then each thread looks up a share or two
 // by binary search.  Moves some 60 KB: a few microseconds, once a step.
 
 #include <array>
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;     // of a CTA: with fewer, merging costs more than waiting for fewer CTAs
-constexpr int kWholeTiles = 32;   // of a head group: up to so many, one CTA is done as soon as several that merge
-constexpr int kEvenTiles = 1024;  // of a CTA: with more, four idle multiprocessors cost more than the merging
+constexpr int kMinTiles = 16;     // of a CTA: with fewer, merging takes longer than waiting for fewer CTAs
+constexpr int kWholeTiles = 32;   // of a head group: up to this many, one CTA is as fast as several that merge
+constexpr int kEvenTiles = 1024;  // of a CTA: with more, four idle multiprocessors lose more than merging takes
 
 // Where `position`, counted in tiles over all head groups of all sequences, lies.
 struct Place {
@@ -39,8 +39,8 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
 
 // How all tiles are cut into the CTAs' parts: equally, or (`whole`) one head group each.
 //
-// A head group that several CTAs share is merged through memory, which takes 3 to 4 us; so parts that end where head groups
-// do are worth some that are longer than others, or some CTAs that stay idle.
+// A head group that several CTAs share is merged through memory, which takes 3 to 4 us.  To avoid that, parts end where
+// head groups end, even if some parts are then longer than others or some CTAs stay idle.
 struct Cut {
   const int* before;
   int64_t all;  // tiles

@@ -58,7 +58,7 @@ struct alignas(16) DecodeSeq {
   __device__ int end_tile() const { return (len + kTile - 1) / kTile; }
 };
 
-// So many consecutive tiles for one warp.  count == 0: nothing to do, and the other fields are undefined.
+// Consecutive tiles for one warp.  count == 0: nothing to do, and the other fields are undefined.
 struct alignas(16) DecodeShare {
   int seq;
   int kv_head, part;  // its head group: the `part`th of those of the KV head
@@ -68,12 +68,12 @@ struct alignas(16) DecodeShare {
   __host__ __device__ int count() const { return begins_in.unused; }
 };
 
-// Which CTAs have a part in the first head group of a CTA's shares, if it began before, and in the last one, if it goes
-// on.  The first of them owns the counter of those that have arrived.
+// Which CTAs share the first head group of this CTA, if it began in an earlier one, and the last head group, if it
+// continues in a later one.  The first CTA of a group owns its counter of arrivals.
 struct alignas(16) DecodeEnds {
   int first_owner;  // -1: the first head group begins here
   int first_last;
-  int last_last;    // -1: the last head group ends here, or began before (then the two above tell)
+  int last_last;    // -1: the last head group ends here, or began before (see the two above)
   int unused;
 };
 

@@ -1,15 +1,15 @@
 // Attention of prompt chunks over the paged cache: what the launchers take and promise.  prefill_mma.cuh computes it on any
-// GPU since Ampere, prefill_sm90.cu on Hopper's own instructions for the head sizes that matter most there.
+// GPU since Ampere.  prefill_sm90.cu uses Hopper's own instructions for the head sizes that matter most there.
 //
-//   PACKED ROWS  The query heads that read the same KV head are rows of one matrix, so that a key is loaded once for all of
+//   PACKED ROWS  The query heads that read the same KV head are rows of one matrix.  So a key is loaded once for all of
 //                them.  Row r of a sequence, for KV head h, is query r / G and head h * G + r % G (G = heads / kv_heads).
 //                A sequence with n queries has n * G rows for each KV head.
-//   TILE         so many consecutive rows of one sequence and one KV head, 64 or 128: what a CTA computes at a time.
-//   ITEM         a tile and a range of keys: all the keys it sees, or, where there would be too few tiles to fill the
-//                GPU (a few queries after a long cached prefix), a part of them.
+//   TILE         64 or 128 consecutive rows of one sequence and one KV head: what a CTA computes at a time.
+//   ITEM         a tile and a range of keys.  That is all the keys it sees, or a part of them where there would be too
+//                few tiles to fill the GPU (a few queries after a long cached prefix).
 //
-// prefill_plan writes the list of items once a step for all layers.  CTAs take them in order by a ticket: heavy sequences
-// first, and in a sequence one KV head after the other, because tiles that run at the same time then share keys in L2.
+// prefill_plan writes the list of items once a step for all layers.  CTAs take them in order by a ticket.  Heavy sequences
+// are first, and in a sequence one KV head follows the other: tiles that run at the same time then share keys in L2.
 
 #pragma once
 
@@ -28,8 +28,8 @@ struct PrefillItem {
   int seq;      // index into rows, q_start and lens
   int kv_head;
   int row;      // first packed row of the tile; the sequence may have fewer rows left than the tile holds
-  int first;    // keys [first, last), first a multiple of 128; `last` is past the last key any row of the tile sees.  The
-  int last;     // causal border and the window still have to be masked
+  int first;    // keys [first, last), first a multiple of 128; `last` is past the last key any row of the tile sees.
+  int last;     // The causal border and the window still have to be masked
   int part;     // of `parts`; parts == 1: the item is the whole tile and its result goes straight to out
   int parts;    // at most kPrefillMaxParts / tile rows
   int partial;  // number of the tile's first partial result; that of this item is partial + part
@@ -47,7 +47,7 @@ struct PrefillList {
 struct PrefillTiling {
   int rows;            // of a tile
   bool whole_queries;  // a tile ends with the last head of a query: it has rows / G * G rows
-  int parts_per_sm;    // tiles may be cut into parts, so many that this many items run on a multiprocessor; 0: never
+  int parts_per_sm;    // tiles are cut into parts until this many items run on a multiprocessor; 0: never
 };
 constexpr int kPrefillLists = 3;
 constexpr int kPrefillHopper = 1;  // prefill_sm90's list; its tiles begin with a query's first head and end with a last one
@@ -60,7 +60,7 @@ struct PrefillPlan {
   PrefillList* list[kPrefillLists];
   PrefillItem* items[kPrefillLists];
   int capacity;           // items that fit in each list
-  // What the parts of a tile leave for the last one to arrive, which merges them in order.  A partial result is a tile.
+  // Partial results, one a part of a tile.  The last part to arrive merges them in order.
   int rows;               // of partial results that there is room for
   int* arrived;           // [rows / 64] parts that have, at the tile's first partial; 0 between launches
   float* max;             // [partials, tile rows] running maximum, in units of log2, -inf where a row saw no key
@@ -104,7 +104,7 @@ struct PrefillArgs {
   int tokens;              // of the whole step
   int heads, kv_heads, head_size, block_size;
   float scale;
-  int window;              // > 0: a query sees only so many keys, its own included
+  int window;              // > 0: a query sees only this many keys, its own included
   float soft_cap;          // > 0: score = soft_cap * tanh(score / soft_cap)
   Dtype dtype;             // of q and out: bf16 or fp16
   Dtype cache_dtype;       // the same, or e4m3

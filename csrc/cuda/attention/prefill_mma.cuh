@@ -1,19 +1,19 @@
-// Attention of prompt chunks over the paged cache with mma.sync, for any GPU since Ampere: the tiling of FlashAttention-2
-// (Dao 2023, arXiv:2307.08691) over PagedAttention's blocks (Kwon et al. 2023, arXiv:2309.06180).
+// Attention of prompt chunks over the paged cache with mma.sync, for any GPU since Ampere.  It combines the tiling of
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the blocks of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 //
 //   grid   as many CTAs of 4 warps as fit on the GPU; each takes items of the plan (prefill.h) until there are none
 //   CTA    kRows = 64 or 128 packed rows of queries; 16 or 32 a warp, whose queries, scores and sums are all in its
 //          registers, so that warps meet once per tile of keys only: to hand each other the keys they have loaded
 //   keys   kKeys at a time, K and V of the next tile on their way (cp.async) while this one is computed on
 //
-// FLOPs: 4 * head size a row and key it sees.  Bytes: keys and values once per tile of rows, which L2 has to deliver;
-// at 128 rows and 2 bytes a number that is one byte per 128 FLOPs.
+// FLOPs: 4 * head size a row and key it sees.  Bytes: keys and values once per tile of rows, which L2 has to deliver.
+// At 128 rows and 2 bytes a number that is one byte per 128 FLOPs.
 //
-// Key slots past the sequence's end, and those that a window hides from all rows, are not read: zeros stand in shared
-// memory instead, since a NaN from an unused slot would survive a weight of 0.
+// Keys past the sequence's end, and keys that a window hides from all rows, are not read.  Zeros stand in shared memory
+// instead: a NaN in an unused place of the cache would survive a weight of 0.
 //
-// An e4m3 cache is widened to fp16 on its way from shared memory to the tensor cores, which holds every e4m3 number
-// exactly; queries become fp16 too, and the scales go into the softmax and into the last division.
+// An e4m3 cache is widened to fp16 on its way from shared memory to the tensor cores; fp16 holds every e4m3 number
+// exactly.  Queries become fp16 too, and the scales enter the softmax and the last division.
 
 #pragma once
 
@@ -44,8 +44,8 @@ struct Config {
   static constexpr int kList = kRows == 64 ? 0 : 2;
   static_assert(prefill_tiling(kList).rows == kRows);
   static constexpr int kSteps = D / 16;  // of 16 numbers along the head
-  // Rows in shared memory, in chunks of 16 bytes.  An odd pitch puts any 8 rows that follow each other into different
-  // banks, so that ldmatrix needs no swizzle and its addresses are constants away from one register.
+  // Rows in shared memory, in chunks of 16 bytes.  An odd pitch puts any 8 consecutive rows into different banks.  So
+  // ldmatrix needs no swizzle, and its addresses are one register plus constants.
   static constexpr int kQChunks = D / 8, kQPitch = 16 * (kQChunks | 1);
   static constexpr int kKvBytes = kE4m3 ? 1 : 2;
   static constexpr int kKvChunks = D * kKvBytes / 16, kKvPitch = 16 * (kKvChunks | 1);
@@ -59,8 +59,8 @@ struct Config {
   static constexpr int kCtasPerSm = 2;
 };
 
-// Hands the CTA its items.  The next one is on its way while the last tiles of this one are computed: drawn no earlier,
-// since who draws early holds what others could do.
+// Hands the CTA its items.  It takes the next one while the last tiles of this one are computed, and no earlier: an item
+// taken early is one that an idle CTA could compute.
 template <class C>
 class Queue {
  public:
@@ -240,8 +240,8 @@ class Item {
 
   __device__ uint32_t at(int offset) const { return shared_address(shared_) + offset; }
 
-  // A tile of a long context's part that has rows for one warp only: all warps take these rows, and each a share of every
-  // tile of keys.  They leave their results where rows of their own would be: as if the part was kWarps parts.
+  // In a part of a long context, a tile may have rows for one warp only.  Then all warps take these rows, each with a share
+  // of every tile of keys.  They leave their results where rows of their own would be, as if there were kWarps parts.
   static constexpr int kShare = C::kKeys / kWarps;
   static constexpr bool kFew = C::M == 1 && kShare % 16 == 0;
 
@@ -266,8 +266,8 @@ class Item {
         copy_async_16(at(to + 16 * chunk), from, wanted);
       } else {
         // ldmatrix hands a lane four e4m3 numbers that follow each other, where it hands it two and two of 2 bytes.
-        // Which numbers of a head are multiplied when is free as long as both sides agree: so pairs 0 1 2 3 4 5 6 7 of
-        // 16 numbers stand in the order 0 2 4 6 1 3 5 7.
+        // The order of the products in a head is free as long as both operands have the same one.  So pairs
+        // 0 1 2 3 4 5 6 7 of 16 numbers stand in the order 0 2 4 6 1 3 5 7.
         uint4 x = wanted ? *reinterpret_cast<const uint4*>(from) : uint4{};
         if (a_.dtype == Dtype::bf16) x = {to_half(x.x), to_half(x.y), to_half(x.z), to_half(x.w)};
         char* const into = shared_ + to + chunk / 2 * 32 + chunk % 2 * 8;
@@ -480,8 +480,8 @@ class Item {
         grows |= (top[m][h] - max_[m][h]) * factor_ > 8;
       }
     }
-    // Any number near the maximum will do as long as no weight is too large; so max_ is left alone, and acc_ with it,
-    // until it is too small by a factor of 2^8 (Zadouri et al. 2025, FlashAttention-4): seldom, after the first tile.
+    // Any number near the maximum will do as long as no weight is too large.  So max_ and acc_ stay as they are until
+    // max_ is too small by a factor of 2^8 (Zadouri et al. 2025, FlashAttention-4).  After the first tile that is rare.
     if (__any_sync(~0u, grows)) {
 #pragma unroll
       for (int m = 0; m < C::M; ++m) {

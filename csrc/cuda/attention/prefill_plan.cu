@@ -1,7 +1,7 @@
 // Turns lens and q_start, which only the device holds, into the lists of items of prefill.h: once a step, for all layers.
 //
-// Grid (lists, kCtas): the CTAs of a list all find where each sequence's items begin (each of S sequences looks at all
-// others, S <= 3072) and share the writing.  Moves 32 bytes an item.
+// Grid (lists, kCtas).  All CTAs of a list find where each sequence's items begin: each of S sequences looks at all
+// others, S <= 3072.  They share the writing, which moves 32 bytes an item.
 
 #include <algorithm>
 #include <stdexcept>
@@ -18,12 +18,12 @@ constexpr int kThreads = 512;
 constexpr int kCtas = 8;
 constexpr int kMaxSeqs = 3072;         // 4 numbers each in shared memory
 constexpr int kAlign = 128;            // keys; items begin at multiples of it
-constexpr int kMinPart = 512;          // keys; a shorter part would cost more to merge than it saves
-constexpr int kPartOverhead = 300;     // keys that one more item on a CTA costs
+constexpr int kMinPart = 512;          // keys; a shorter part would take longer to merge than it saves
+constexpr int kPartOverhead = 300;     // keys that could be computed in the time that one more item takes
 constexpr int kChoices = 4;
 constexpr int kNearbyKv = 36 << 20;    // bytes of K and V that tiles running at the same time may want of the L2 cache
 
-// Partial results are kept for so many rows in all.
+// Rows of partial results that there is room for.
 constexpr int partial_rows(int sms) { return 256 * sms; }
 
 // One sequence, one KV head.
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   if (lane == 0) atomicAdd(&work, own_work);
   __syncthreads();
 
-  // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, ...: whichever should
-  // end first.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
+  // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, and so on.  The cut
+  // that should end first is taken.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
   const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
   const int room = plan.rows / tiling.rows;  // for partial results
   const auto cut = [&](int s, int choice) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     const Tiles tiles = tiles_of(s);
     const int n = tiles.count(), p = parts_of(s);
     PrefillItem* const out = plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
-    // Heads whose K and V stay in L2 together go side by side, so that long tiles of one run while short ones of another do.
+    // Heads whose K and V stay in L2 together are adjacent.  So long tiles of one run while short ones of another do.
     const int kv_bytes = 2 * 2 * args.head_size;  // of a key and its value, if of 2 bytes a number
     const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
     for (int i = helper * 32 + lane; i < items[s] * p; i += helpers * 32) {

@@ -7,13 +7,13 @@
 //   warps 8-11   the other is busy with its softmax
 //
 // A warpgroup runs over all tiles of 128 keys of all its items as if they were one sequence.  In a turn it issues
-// S(next) = Q K' and O += P(this) V together, and computes the softmax of S(next) as soon as that is there, while O is
-// still being summed.  So neither the start of an item nor its end leaves the tensor cores idle: the last O of an item is
-// divided and written while the next item's first scores are there already.
+// S(next) = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as that is ready, while O is
+// still being summed.  So neither the start of an item nor its end leaves the tensor cores idle.  The last O of an item is
+// divided and written when the next item's first scores are ready already.
 //
-// Keys are taken from the last to the first, so that the tiles that need masking come first.  Tiles of keys start at
-// multiples of 128 whatever the chunk is, and a row's result depends on its own keys only: it is the same bits in any
-// chunk, as long as its keys are not shared out in parts.
+// Keys are taken from the last to the first, so that the tiles that need masking are first.  Tiles of keys start at
+// multiples of 128 whatever the chunk is, and a row's result depends on its own keys only.  So a row has the same bits in
+// any chunk, as long as its keys are not cut into parts.
 //
 // Head sizes 64 and 128, bf16 and fp16, block sizes 8 to 64, G up to 128.  Grid: a CTA for each SM, 193 KB of shared
 // memory at D 128.  FLOPs: 4 * D for each query head and key it sees.  Each tile reads its keys and values once: 128 rows
@@ -32,12 +32,12 @@ namespace quire::cuda::sm90 {
 using namespace hopper;
 
 constexpr int kQueryBuffers = 2;
-// What is known of an item is needed until its result is written, when the next item's scores are there already, and the
-// warp that takes items may be two ahead of that.
+// The facts of an item are needed until its result is written.  The next item's scores are ready by then, and the warp
+// that takes items may be two ahead of that.
 constexpr int kWorks = 8;
 constexpr int kThreads = 384;
 
-// What is to be known of an item, worked out by the warp that takes it.
+// The facts of an item, worked out by the warp that takes it.
 struct Work {
   const int32_t* table;  // blocks of the sequence
   int token;             // of the tile's first query
@@ -229,7 +229,7 @@ struct Output {
 __device__ inline float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
 
 // Partial results lie as the threads hold them.  Each warp leaves its own 16 rows and counts its parts in a byte of its
-// warpgroup's counter; the last of a tile's parts to arrive adds them all up, in the order of the parts.
+// warpgroup's counter.  The last of a tile's parts to arrive adds them all up, in the order of the parts.
 struct Parts {
   const Params& p;
   const Work& work;
@@ -410,10 +410,10 @@ struct Warpgroup {
     named_sync(3 + group, 128);
   }
 
-  // Probabilities are exp2(score - base) with a base that need not be the maximum, only no more than 8 below it:
-  // nothing overflows then, and what base is drops out in the end.  So the exponentials need not wait for the maximum:
-  // it is found meanwhile, and where it turns out too high (always in an item's first tile, rarely later) the base
-  // rises to it and the first half is computed again.
+  // Probabilities are exp2(score - base).  The base need not be the maximum, only at most 8 below it: then nothing
+  // overflows, and the base cancels in the end.  So the exponentials do not wait for the maximum, which is found
+  // meanwhile.  Where it is too high (always in an item's first tile, rarely later), the base rises to it and the first
+  // half is computed again.
   __device__ void softmax_first_half() {
     if (p.cap_in != 0.f) soften(s, p.cap_in);
     if (tile + kKeys - 1 > sees_last || tile < sees_first) mask_scores();

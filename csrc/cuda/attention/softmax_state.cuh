@@ -1,8 +1,8 @@
-// What online softmax carries from one set of keys to the next (Milakov and Gimelshein 2018), and how the results of
-// different sets of keys become one (Flash-Decoding, 2023).
+// The state that online softmax carries from one set of keys to the next (Milakov and Gimelshein 2018).  The results of
+// different sets of keys are merged into one (Flash-Decoding, 2023).
 //
-// Of the scores s seen so far, in units of log2:  max = the largest,  sum = sum of 2^(s - max),  and with them the sum
-// of 2^(s - max) * value.  A result with another maximum is brought to a common one by the factor 2^(max - common).
+// The state is of the scores s seen so far, in units of log2: max is the largest, sum is the sum of 2^(s - max).  With
+// them goes the sum of 2^(s - max) * value.  A result with another maximum is brought to a common one by the factor 2^(max - common).
 
 #pragma once
 

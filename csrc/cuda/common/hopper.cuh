@@ -1,12 +1,13 @@
 // Hopper's own instructions (sm_90a), one small function each: barriers in shared memory, bulk tensor copies, warpgroup
 // matrix products.  Written for prefill_sm90.cuh; what the words mean:
 //
-//   mbarrier    a counter in shared memory that ends a phase when as many threads have arrived, and as many bytes, as it
-//               expects.  Waiting for phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
-//   TMA         the unit that copies a box of a tensor to shared memory by itself: one thread issues, an mbarrier signals the end.
+//   mbarrier    a counter in shared memory.  A phase ends when the expected threads and bytes have arrived.  Waiting for
+//               phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
+//   TMA         the unit that copies a box of a tensor to shared memory by itself.  One thread issues the copy, and an
+//               mbarrier signals its end.
 //   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix.  Asynchronous: registers and shared memory that
 //               it uses may not be touched until wait_for_products returns.
-//   proxy       TMA and wgmma see shared memory by another way than ordinary loads and stores do; a fence joins the two.
+//   proxy       TMA and wgmma reach shared memory on another path than ordinary loads and stores; a fence orders the two.
 
 #pragma once
 
@@ -63,7 +64,7 @@ struct Ring {
   }
 };
 
-// -- Named barriers: among so many threads of the CTA, sync waits for all, pass only counts as there.
+// -- Named barriers of `threads` threads of the CTA: sync waits for all of them, pass only arrives.
 
 __device__ inline void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -90,8 +91,8 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
-// Copies the box at (c0, c1, c2) of a 3-dimensional tensor that is read once, and so leaves L2 first, or by many CTAs, and
-// so leaves last.  The policies are createpolicy's.
+// Copies the box at (c0, c1, c2) of a 3-dimensional tensor.  What is read once leaves L2 first; what many CTAs read leaves
+// it last.  The policies are createpolicy's.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
                                 uint64_t policy) {
   asm volatile(
@@ -123,12 +124,12 @@ __device__ inline void take_registers() {
 
 // -- wgmma
 
-// Where an operand lies in shared memory: rows of 128 bytes, in groups of 8 (1024 bytes, aligned), swizzled as TMA does
-// with SWIZZLE_128B: 16-byte chunk c of row r stands at chunk c ^ (r % 8).
+// Where an operand lies in shared memory: rows of 128 bytes, in groups of 8 (1024 bytes, aligned).  Rows are swizzled as
+// by TMA with SWIZZLE_128B: 16-byte chunk c of row r stands at chunk c ^ (r % 8).
 //
-// A row holds 64 numbers along the contraction ("K-major"): `between` is ignored.  16 numbers further: + 32 bytes.
-// A row holds 64 numbers along the result ("MN-major", a transposed operand): rows run along the contraction, the next 64
-// numbers of the result lie `between` bytes further.  16 rows further: + 2048 bytes.
+// K-major: a row holds 64 numbers along the contraction, and `between` is ignored.  16 numbers further: + 32 bytes.
+// MN-major, a transposed operand: a row holds 64 numbers along the result, and rows run along the contraction.  The next
+// 64 numbers of the result lie `between` bytes further.  16 rows further: + 2048 bytes.
 __device__ inline uint64_t operand(const void* start, int between) {
   const uint64_t address = (shared_address(start) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(between >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;

@@ -28,11 +28,13 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// A decode step is a chain of small kernels, and starting one after the other has ended leaves a gap of microseconds.
-// launch() lets a kernel start while its predecessor in the stream still runs (programmatic dependent launch, Hopper and
-// later; elsewhere both functions below are empty).  The kernel must call wait_for_previous_kernels() before it reads or
-// writes anything that an earlier kernel may still write or read: in practice, before its first access to device memory
-// other than weights.  All of the predecessor's work is done and visible after it, and so is the work of all kernels before it.
+// A decode step is a chain of small kernels, and starting each after the end of the last leaves a gap of microseconds.
+// With launch() a kernel starts while its predecessor in the stream still runs.  This is programmatic dependent launch,
+// for Hopper and later; elsewhere both functions below are empty.
+//
+// The kernel must call wait_for_previous_kernels() before it touches anything that an earlier kernel may still write or
+// read.  In practice that is before its first access to device memory other than weights.  After the call, the work of
+// all earlier kernels is done and visible.
 __device__ inline void wait_for_previous_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

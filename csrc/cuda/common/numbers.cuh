@@ -58,8 +58,8 @@ __device__ void store_pack(T* p, const Pack<T, n>& pack) {
   *reinterpret_cast<Pack<T, n>*>(p) = pack;
 }
 
-// A pack as floats, and back.  16-bit numbers go two at a time: one instruction for each on the way out, half on the way
-// in, where one after the other would take three and two.
+// A pack as floats, and back.  16-bit numbers are converted two at a time.  That takes one instruction a number to widen and
+// half to narrow; one at a time would take two and three.
 template <class T, int n>
 __device__ void widen(const Pack<T, n>& pack, float (&x)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {

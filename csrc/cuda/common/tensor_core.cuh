@@ -1,6 +1,7 @@
 // The instructions that bring operands to the tensor cores and run them, for any GPU since Ampere.
 //
-// mma16816 multiplies A [16, 16] by B [16, 8] into C [16, 8] (float32).  With g = lane / 4 and t = lane % 4 a lane holds
+// mma16816 multiplies A [16, 16] by B [16, 8] into C [16, 8] (float32).
+// With g = lane / 4 and t = lane % 4 a lane holds:
 //   A  a[0] row g, columns 2t and 2t + 1;  a[1] row g + 8;  a[2], a[3] the same rows, columns 2t + 8 and 2t + 9
 //   B  b[0] rows 2t and 2t + 1, column g;  b[1] rows 2t + 8 and 2t + 9
 //   C  c[0], c[1] row g, columns 2t and 2t + 1;  c[2], c[3] row g + 8
@@ -18,7 +19,7 @@
 
 namespace quire::cuda {
 
-// Matrices of 8 rows of 16 bytes; lane i of 8 * m .. 8 * m + 7 gives the address of row i % 8 of matrix m.
+// Loads matrices of 8 rows of 16 bytes.  Lane i of 8 * m .. 8 * m + 7 gives the address of row i % 8 of matrix m.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

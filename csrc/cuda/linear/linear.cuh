@@ -2,8 +2,8 @@
 //
 //   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, sums in float32
 //
-// Every multiprocessor gets one CTA and an equal share of the weight's rows, all of inner: so nothing has to be added up
-// between CTAs, which costs 2 to 5 us however it is done.
+// Every multiprocessor gets one CTA and an equal share of the weight's rows, over all of inner.  So no sums are added up
+// between CTAs, which would take 2 to 5 us.
 //
 //        inner ->
 //   f   |----|----|----|----|   a tile: p.rows rows of the weight, for one CTA
@@ -11,12 +11,12 @@
 //   a   |----|----|----|----|   a stage: p.depth slabs, copied at once
 //   t   |       CTA 1       |
 //
-// A CTA: a warp that starts copies as far ahead as its half of the shared memory allows, and 8 warps that multiply: each
-// takes its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
-// mma.m16n8k16, the tokens are the right one: 8 of them cost as much as one.
+// In a CTA, one warp starts copies as far ahead as its half of the shared memory allows, and 8 warps multiply.  Each takes
+// its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
+// mma.m16n8k16 and the tokens are the right one: 8 of them take as long as one.
 //
-// Copies of the weight start before the kernels in front have ended, because no kernel writes weights: two CTAs fit on a
-// multiprocessor, so while one kernel comes to its end the next one's 100 KB each are already there or on their way.
+// Copies of the weight start before the kernels in front have ended, because no kernel writes weights.  Two CTAs fit on a
+// multiprocessor.  So while one kernel ends, the next one's 100 KB are already copied or on their way.
 //
 // Grid (tiles).  Moves features * inner * 2 bytes from memory, tokens * inner * 2 from L2 for each tile.  Rows, features
 // and tokens past the end are read as zeros and not written.
@@ -56,8 +56,8 @@ struct Params {
   bool add, silu_mul;
 };
 
-// What goes through shared memory on the way out: sums of every share, then the product [tokens, rows] with 8 numbers of
-// padding, so that tokens start in different banks.
+// Shared memory on the way out: sums of every share, then the product [tokens, rows].  It has 8 numbers of padding, so
+// that tokens start in different banks.
 constexpr int product_stride(int rows) { return rows * 2 + 16; }
 constexpr int sums_bytes(int rows, int eights, int shares) { return shares * ((rows + 15) / 16) * eights * 32 * 16; }
 

@@ -22,8 +22,8 @@ struct LinearArgs {
   bool silu_mul;  // out = silu(gate) * up, of the rounded products
 };
 
-// Whether linear() can take this: so few tokens that it is faster than the vendor's product, a GPU that has bulk copies,
-// rows that they can copy.
+// Whether linear() can take this product.  It needs few enough tokens to beat the vendor's product, a GPU with bulk
+// copies, and rows that these can copy.
 bool fits_linear(const LinearArgs& args);
 
 void linear(const LinearArgs& args, cudaStream_t stream);

@@ -5,16 +5,16 @@
 // A row belongs to a cluster of CTAs, each with a piece of the vocabulary, each warp with a piece of that, in order.
 // Grid: rows x cluster.  The clusters are large when rows are few, so that one row does not wait for one SM.
 //
-//   1  read the logits (rows x size x 2 or 4 bytes: what this kernel must move); the largest, over the cluster.  A row
-//      without a temperature ends here
+//   1  read the logits (rows x size x 2 or 4 bytes: what this kernel must move) and find the largest over the cluster.
+//      A row without a temperature ends here
 //   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
-//      floor; the next 9 bits of that bucket's members narrow it down, the last 9 bits exactly.  A radix select: nothing
-//      is ever sorted
-//   3  sums of kept weights by warp, over the cluster, show whose piece holds the goal; by tile, where in that
+//      floor.  The next 9 bits of that bucket's members narrow it down, and the last 9 bits find it.  This is a radix
+//      select: nothing is sorted
+//   3  sums of kept weights by warp, over the cluster, show which piece holds the goal; sums by tile show the place in it
 //
-// Each look at the row after the first computes w anew from the logits, which then come from L2: 20 instructions for
-// the weights that count, a comparison for the others.  Keeping w in shared memory instead was slower from 32 rows on, as
-// it takes 8 CTAs to hold a row (docs/notes/kernels/sampling.md).
+// Each later pass over the row computes w anew from the logits, which then are in L2.  That takes 20 instructions for the
+// weights that count, and a comparison for the others.  Keeping w in shared memory instead was slower from 32 rows on,
+// because a row takes 8 CTAs (docs/notes/kernels/sampling.md).
 //
 // Why the sums are of integers: floats added in another order give another sum, so the token would depend on how the
 // row was cut.  As it is, tokens equal those of cpu/sampling.cpp.
@@ -39,7 +39,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kVector = 8;           // numbers a lane reads at once
 constexpr int kTile = 32 * kVector;  // numbers a warp reads at once
 constexpr int kMaxCluster = 8;       // more CTAs are not promised to fit
-constexpr int kFine = 512;           // buckets of the second and third look
+constexpr int kFine = 512;           // buckets of the second and third pass
 constexpr int kFineBits = 9;
 constexpr unsigned kAll = 0xffffffff;
 static_assert(sampling::kBucketShift == 2 * kFineBits && sampling::kBuckets % kThreads == 0 && kFine % kThreads == 0);
@@ -103,7 +103,7 @@ __device__ const T& of_peer(const T& mine, int rank) {
 // --- small arithmetic -----------------------------------------------------------------------------------------------
 
 // exp2 of cpu/simd.h, operation for operation, for x <= 0.  Below 2^-126 it stays there instead of dropping to 0, which
-// no weight or floor can tell.
+// changes no weight and no floor.
 __device__ float exp2_as_cpu(float x) {
   const float shifted = __fadd_rn(fmaxf(x, -126.0f), 0x1.8p23f);  // the nearest integer in the low bits
   const float f = __fsub_rn(fmaxf(x, -126.0f), __fsub_rn(shifted, 0x1.8p23f));
@@ -510,7 +510,7 @@ struct Weights {
         return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
       }
       turn ^= 1;
-      Histogram<kFine>& fine = shared.fine[turn];  // who read it two looks ago has since passed a cluster_sync()
+      Histogram<kFine>& fine = shared.fine[turn];  // its readers of two passes ago have passed a cluster_sync()
       fine.clear();
       __syncthreads();
       const uint32_t lowest = prefix << shift;
@@ -722,8 +722,8 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
 
 void sample(const SampleArgs& a, cudaStream_t stream) {
   if (a.rows == 0) return;
-  // Few rows: many CTAs for each, though their meetings cost the more the larger the cluster (measured: this rule picks
-  // the best at each of 1 to 1024 rows).  Rows that are looked at again take two, so that those under way fit into L2.
+  // Few rows get many CTAs each.  A larger cluster synchronises more slowly; this rule was measured to pick the best size
+  // at each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the rows under way fit into L2.
   const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
   int cluster = a.general ? std::min(2, most) : 1;

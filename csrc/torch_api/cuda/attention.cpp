@@ -37,8 +37,8 @@ struct PlanParts {
   char *decode, *prefill;
 };
 
-// Each part can be found by knowing only the sizes of the model, not for how many sequences the plan was made: the part of
-// the decodes takes as many bytes as it takes for the most sequences it can hold.
+// The sizes of the model are enough to find each part; the number of sequences of the plan is not needed.  The part of the
+// decodes always takes the bytes of the most sequences it can hold.
 PlanParts parts_of(const at::Tensor& plan, int64_t heads, int64_t kv_heads, int64_t head_size) {
   const int64_t decode_bytes =
       decode_plan_bytes(kDecodeMaxSeqs, static_cast<int>(heads), static_cast<int>(kv_heads), static_cast<int>(head_size));

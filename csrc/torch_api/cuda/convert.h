@@ -1,5 +1,5 @@
-// From tensors to what the CUDA kernels take.  The host cannot read what lies on the device (lengths, tables, kv_indices)
-// without waiting for it, so the bindings here do not check it: the caller answers for its range.
+// From tensors to what the CUDA kernels take.  The host cannot read lengths, tables and kv_indices on the device without
+// waiting.  So the bindings here do not check them: the caller answers for their range.
 #pragma once
 
 #include <ATen/core/Tensor.h>
