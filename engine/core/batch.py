@@ -1,7 +1,7 @@
 """The batch: which sequences run, in which slots, and the steps that have been planned and committed.
 
 A decoding sequence is not looked at until it needs a block or reaches its length.  Both steps are known in advance, so
-the sequence is entered in a calendar under the earlier one, and a steady step costs O(sequences that changed).
+the sequence is entered in a calendar under the earlier one.  So a steady step takes O(sequences that changed).
 
     admit --> prefilling --last known token--> decoding --calendar--> a block, a pause, or the end
                   ^                               |
@@ -145,7 +145,8 @@ class Batch:
     # -------------------------------------------------------------------------------------------------------- queries
 
     def holders(self) -> Iterator[Sequence]:
-        """Yield every sequence that holds blocks, or is about to.  A leader stands for siblings that have yet to fork.
+        """Iterate over every sequence that holds blocks, or is about to.  A leader stands for siblings that have yet to
+        fork.
 
         A vacated slot that still reports for its sequence counts only if that sequence has no other slot."""
         for slot, seq in enumerate(self.slots.occupants):

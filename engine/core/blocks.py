@@ -14,8 +14,8 @@ Every block is in exactly one of three places:
       +--- ref, unsealed+---------------- acquire --------------+ |
       +--------------------- evicted by allocate, or forgotten ---+
 
-The automatic prefix cache is nothing but this: a block that is *sealed* (full, its tokens known) can be found again by
-a digest that chains over everything before it, so equal digests mean equal prefixes under the same model and salt.
+The automatic prefix cache: a block that is *sealed* (full, its tokens known) can be found again by a digest.  Digests
+chain over everything before the block, so equal digests mean equal prefixes under the same model and salt.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023.
 """
@@ -40,7 +40,7 @@ class AccountingError(Exception):
 
 
 class Leak(AccountingError):
-    """Blocks that are neither held nor available: lost until a restart."""
+    """Blocks that are neither held nor available: no request can use them until a restart."""
 
 
 class DoubleFree(AccountingError):
@@ -60,7 +60,7 @@ def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
     """Sole owner of free list, reference counts and digest index.  Callers hold tables; only the pool counts.
 
-    Every operation costs O(blocks it names).  Not thread-safe: the engine loop owns it.
+    Every operation takes O(blocks it names).  Not thread-safe: the engine loop owns it.
     """
 
     def __init__(self, total: int, block_size: int, *, caching: bool = True, note_discarded: bool = False) -> None:

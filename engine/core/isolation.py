@@ -13,8 +13,9 @@ one group after the other, and a group whose step fails is split in half:
     step fails   C | D | E F G H         C was alone: its request ends
     step runs    D | E F G H  ...        once every group has gained a token, anything may start
 
-One bad request among n costs at most 4 + log2(n) failed steps.  Deaths of engines are treated alike, but one suspect at
-a time ("Suspects" in engine/wire/README.md): a failed step costs less than a death, and halves find the request sooner.
+One bad request among n makes at most 4 + log2(n) steps fail.  Halves find the request in the fewest steps.  After the
+death of an engine, suspects are tried one at a time instead ("Suspects" in engine/wire/README.md): a death takes longer
+to recover from than a failed step.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Isolation:
         self._groups: deque[list[Sequence]] = deque()  # of suspects; only members of the first may start
 
     def failed(self, sequences: Iterable[Sequence]) -> str | None:
-        """A step with these sequences failed.  Returns the id of the request that must end: no other request was in the
-        step, and it was in a failed step at the same position before.  None: every request continues."""
+        """A step with these sequences failed.  Returns the id of the request that must end; None: every one continues.
+
+        A request must end if it was alone in the step and was in a failed step at the same position before."""
         sequences = list(sequences)
         again = [seq for seq in sequences if seq.failed_at == seq.known]
         for seq in sequences:

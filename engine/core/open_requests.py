@@ -77,12 +77,12 @@ class OpenRequests:
         return list(self._groups.get(request_id, ()))
 
     def live(self) -> Iterator[Sequence]:
-        """Yield every sequence between accept() and its Finish."""
+        """Iterate over every sequence between accept() and its Finish."""
         for group in self._groups.values():
             yield from group
 
     def expired(self, now_ms: int) -> Iterator[str]:
-        """Yield the ids whose deadline has passed, each once; some of these requests may have ended."""
+        """Iterate over the ids whose deadline has passed, each once; some of these requests may have ended."""
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             yield heapq.heappop(self._deadlines)[1]
 

@@ -17,8 +17,8 @@ that move:
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
 Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_slots, copies, starts, edits,
-slices, forks; then it computes.  Plans run one after another, so a block swapped out in plan N+1 holds what step N
-wrote, even if plan N+1 was issued before result N arrived.  The sequence that gets the block in plan N+1 writes it
+slices, forks; then it computes.  Plans run one after another.  So a block swapped out in plan N+1 holds what step N
+wrote, although plan N+1 may be issued before result N arrives.  The sequence that gets the block in plan N+1 writes it
 after the copy:
 
     step N (in flight)    slot 3 computes token 41, its KV into the last block of its table; samples token 42

@@ -32,10 +32,10 @@ class Preemption:
         """Preempt until `count` blocks are available.  False: `seq` itself was preempted.
 
         The victim is the newest sequence of the least urgent class.  Where tenants contend, only tenants that hold
-        their share or more are asked first.  The newest has had the least done for it, so the least is lost, and the
-        others keep the order in which they were promised service.  The same rank decides which sequence is planned
-        first and which returns first.  So a victim never blocks one that was preempted before it, and can never drive
-        out the sequence that drove it out."""
+        their share or more are asked first.  The newest has computed least, so the least is recomputed, and the others
+        keep the order in which they were promised service.  The same rank decides which sequence is planned first and
+        which returns first.  So a victim never blocks one that was preempted before it, and can never drive out the
+        sequence that drove it out."""
         while self._pool.available < count:
             holders = [s for s in self._batch.holders() if s.state in PREEMPTIBLE and id(s) not in self._edits.named]
             if self._fairness.contend:

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences are computed in the next step.
 
-START HERE: `plan()` and `commit()` are the whole policy.  Everything obeys one rule, *computed catches up with known*:
-a prompt, a chunk of it, a cache hit, a decode and a resume after preemption differ only in the distance between the
+START HERE: `plan()` and `commit()` are the whole policy.  Everything obeys one rule: *computed catches up with known*.
+A prompt, a chunk of it, a cache hit, a decode and a resume after preemption differ only in the distance between the
 two.
 
     accept --> OpenRequests --> WaitingQueue --plan()--> Batch --StepPlan--> executor
@@ -9,8 +9,8 @@ two.
                                      +----- preemption ----+                    v
     outputs() <-- SchedulerReport <--------------------- commit() <------- StepResult
 
-Cost: a steady decode step costs O(sequences that changed) to plan (see batch.py).  Committing costs O(tokens), since
-every token has to be delivered.
+Planning a steady decode step takes O(sequences that changed) (see batch.py).  Committing takes O(tokens), since every
+token has to be delivered.
 
 Pure: no clock, no randomness, no I/O.  Time arrives as an argument, tokens arrive as results, and everything for
 clients leaves as `Outputs`.
@@ -126,9 +126,10 @@ class Scheduler:
             self._end(seq, None)
 
     def step_failed(self) -> tuple[int, str | None]:
-        """The executor lost every step in flight and freed all slots.  Put every running sequence back, as after a
-        preemption: tokens stay, blocks go.  Returns how many sequences were put back, and the id of the request that
-        ended because it failed twice at the same position (None: no request did).
+        """The executor dropped every step in flight and freed all slots.  Put every running sequence back.
+
+        As after a preemption, its tokens stay and its blocks are freed.  Returns how many sequences were put back, and
+        the id of a request that ended because it failed twice at the same position, or None.
 
         Cached blocks that finished steps wrote stay: a step writes only to blocks that no other sequence can find."""
         lost = [seq for seq in self.live() if self.batch.in_flight(seq)]

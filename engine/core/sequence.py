@@ -1,10 +1,10 @@
-"""One request's tokens, and how far its KV cache has come.
+"""One request's tokens, and how much of its KV cache is computed.
 
     tokens  0 ........ cached ........ computed ........ known
     KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
 
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
-prefilling, 1 while decoding, and after a preemption what neither the prefix cache nor the host's memory has kept.
+prefilling, and 1 while decoding.  After a preemption it is what neither the prefix cache nor host memory has kept.
 
     waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
@@ -47,7 +47,7 @@ class Sequence(msgspec.Struct, eq=False):
     table: list[int] = []
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
     since: int = (
-        0  # the step before which `computed` was true; a decoding row computes one token each step from there on
+        0  # the step before which `computed` was true; a decoding sequence computes a token a step from there on
     )
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way

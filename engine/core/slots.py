@@ -17,7 +17,7 @@ from engine.core.sequence import Sequence
 
 
 class Slots:
-    """Owner of all slots.  Every operation costs O(1)."""
+    """Owner of all slots.  Every operation takes O(1)."""
 
     def __init__(self, count: int) -> None:
         self.count = count

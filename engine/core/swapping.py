@@ -5,8 +5,8 @@
                                           +-- cancelled, deadline, step lost: the host blocks are free
 
 A swapped sequence keeps nothing on the device.  Shared blocks could be left out of the copy, since other tables or the
-prefix cache may still have them.  But a return could then need a block that was evicted meanwhile, and a reference kept
-on it would let waiting sequences hold memory that running ones need.  A full copy makes the return certain: all or
+prefix cache may still have them.  But a return could then need a block that was evicted meanwhile.  A reference kept on
+it would let waiting sequences hold memory that running ones need.  A full copy makes the return certain: all or
 nothing, and no token is computed twice.  Blocks that the prefix cache has by then are shared instead of copied back.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,

@@ -4,9 +4,10 @@
                                                                    1. write k, v of this step's tokens to the cache
                                                                    2. attend from q over the sequence's block table
 
-All inputs arrive with the `step` keyword: no globals, so two workers may live in one process.
-The name matters: transformers strips a `paged|` prefix, treats names containing `sdpa` or `flash` specially, and builds
-no mask at all for a name that its mask registry lacks.  None is needed: the kernel is causal by itself.
+All inputs arrive with the `step` keyword.  There are no globals, so two workers may live in one process.
+
+The name matters: transformers strips a `paged|` prefix and treats names with `sdpa` or `flash` specially.  It builds no
+mask for a name that its mask registry lacks.  None is needed: the kernel is causal by itself.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ class StepTensors:
     position_ids: Tensor  # [1, T] i64
     kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
     tables: Tensor  # [max_seqs, max_blocks] i32: the whole mirror, indexed by `rows`
-    rows: Tensor  # [S] i32: the row of `tables` of each sequence, which is its slot
+    rows: Tensor  # [S] i32: the slot of each sequence, as an index into `tables`
     q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
     lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
-    decodes: int  # so many sequences, the first ones, have one token each
+    decodes: int  # the first so many sequences have one token each
     caches: Caches
     plans: Plans
     logits_at: Tensor | None  # [N] i64: tokens that the N slots sample after; None: all T
@@ -305,8 +305,9 @@ class Batch:
         page.q_start[shape.decodes + 1 :] = ends[-1]
         page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
-        # Logits are computed for every slot that samples, in the order of `slots`: those that decode, slices that reach
-        # their last known token, and forks, which read their parent's again.  Then for every token with a target.
+        # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
+        # slices that reach their last known token, then forks, which read their parent's logits again.  Logits of
+        # tokens with a target are last.
         number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)

@@ -28,13 +28,13 @@ Key = TypeVar("Key")
 
 
 def ladder(most: int) -> list[int]:
-    """Sizes worth a graph: padding costs little where rungs are close, and every rung costs time at start."""
+    """Sizes worth a graph: close rungs waste little on padding, but each rung takes time at the start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
 
 def urgent(sizes: list[int]) -> list[int]:
-    """In which order: the largest for its memory, then powers of two, so that running out of time costs little."""
+    """The order of captures: the largest for its memory, then powers of two, in case time runs out."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return list(dict.fromkeys([sizes[-1], *reversed(powers), *reversed(sizes)]))
 

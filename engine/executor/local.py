@@ -1,8 +1,8 @@
 """The executor in this process: a worker, called by the loop's own thread.
 
-On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released: a thread in
-between would cost a hand-over per step and gain nothing.  On a CPU torch computes
-inside `submit` and releases the interpreter there, so the bus thread runs meanwhile.
+On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released.  A thread
+in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases the
+interpreter there, so the bus thread runs meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
 log = logging.getLogger(__name__)
 
-# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many rows in a step: by a roofline of
-# 1,000 prompts at once, 8B, 256 slots cost 6 % against 1024, and 1024 tokens a step 1.5 % against 8192.
+# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
+# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024, and 1024 tokens a step are 1.5 % slower
+# than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
@@ -98,9 +99,9 @@ class LocalExecutor:
         }
         if kind == "cuda":
             log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
-        # A device computes step N while Python plans N+1.  On a CPU both need the same cores: planning ahead gains
-        # nothing (5.5 to 5.8 ms a token at batch 1 with depth 1, 5.6 to 6.0 with 2), computes a row too many after each
-        # stop token, and makes a request that arrives during step N wait for N+1 as well.
+        # A device computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
+        # nothing: 5.5 to 5.8 ms a token at batch 1 with depth 1, 5.6 to 6.0 with 2.  It also computes one token too
+        # many after each stop token, and a request that arrives during step N waits for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Pending | Exception] = deque()
         self._begun: deque[float] = deque()  # when each was submitted
@@ -114,7 +115,7 @@ class LocalExecutor:
         if len(self._in_flight) >= self.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
         self._begun.append(time.perf_counter())
-        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its rows are lost: what follows is void
+        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its slots are freed: what follows is void
             self._in_flight.append(self._in_flight[-1])
             return
         assert self._worker is not None
@@ -153,7 +154,7 @@ class LocalExecutor:
         seconds = (now := time.perf_counter()) - max(begun, self._ended)
         self._ended = now
         if self.depth > 1 and result.device_s:
-            # The device has gone on without us: what we were late in asking is no part of the step.
+            # The device finished earlier: the time until this thread asked is no part of the step.
             seconds = result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)

@@ -18,7 +18,7 @@ import torch
 from engine.config import EngineConfig
 from engine.executor.models.weights import CACHE
 
-MOST = 32  # figures kept: the newest
+MOST = 32  # sizes kept: the newest
 
 
 class MemoryPlan:
@@ -37,7 +37,7 @@ class MemoryPlan:
         return found if isinstance(found, int) and found > 0 else 0
 
     def remember(self, size: int) -> None:
-        """Keep it.  A cache that cannot be written only costs time, so that is no error."""
+        """Store the measured size.  A cache that cannot be written only takes time, so that is no error."""
         kept = {key: value for key, value in self._read().items() if key != self._key}
         kept = {**dict(list(kept.items())[1 - MOST :]), self._key: size}
         draft = self._store.with_name(f"{self._store.name}.{os.getpid()}")

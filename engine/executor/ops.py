@@ -108,9 +108,9 @@ def paged_attention(
     plan        what `attention_plan` wrote for this step; on a CPU not needed
     scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: number = stored * scale
 
-    The last query of a sequence stands at position lens - 1.  On a CPU a query's result is bit for bit the same
-    whatever else is in the call, however its prompt was cut into chunks, wherever its blocks lie and however many
-    threads there are.
+    The last query of a sequence stands at position lens - 1.  On a CPU a query's result is the same bit for bit
+    whatever else is in the call.  It does not depend on the chunks of its prompt, the place of its blocks or the number
+    of threads.
     """
     if plan is None:
         plan = torch.empty(0, dtype=torch.uint8, device=q.device)
@@ -308,8 +308,8 @@ def sample(
     torch.ops.quire.sample.default(logits, slots, known, table, general, tokens, outcome)
 
 
-# Products on a CPU with a weight that is packed once, at load.  torch's own linear converts the weight in every call;
-# for the few rows of a decode step that costs as much as the product itself.
+# Products on a CPU with a weight that is packed once, at load.  Torch's own linear converts the weight in every call.
+# For the few rows of a decode step that takes as long as the product itself.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a spare engine does ahead of a takeover, so that the takeover need not: it warms caches and decides nothing.
 
-All that decides what is served (config, weights, fingerprint) is read again at the takeover, so a model directory
-that changes meanwhile is served as it is then.  What a waiting spare holds:
+Config, weights and fingerprint are read again at the takeover.  So a model directory that changes meanwhile is served
+as it is then.  What a waiting spare holds:
 
     host memory     the imported packages, the kernels' library; with a GPU also `swap_memory_gib` of pinned memory
     page cache      the weight files, read ahead; the kernel drops them when it needs the memory

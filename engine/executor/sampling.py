@@ -7,12 +7,12 @@ Order of operations on a row's logits (float32), the one transformers uses where
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
-Every filter keeps an *upper set* of the weights w (all tokens at least as likely as some floor), so a row's filters
-come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
+Every filter keeps an *upper set* of the weights w: all tokens at least as likely as some floor.  So the filters of a
+row come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
 
-The draw: u = hash(seed, sibling, output position) in [0, 1), then the first token, in vocabulary order, at which the
-running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of (logits,
-seed, sibling, position): preemption, batch mates, crashes and the kind of device do not change it.
+The draw takes u = hash(seed, sibling, output position) in [0, 1).  The token is the first, in vocabulary order, at
+which the running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of
+(logits, seed, sibling, position).  Preemption, other requests, crashes and the kind of device do not change it.
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
@@ -39,8 +39,8 @@ from engine.core.plan import Sampler
 from engine.executor import ops
 from engine.wire.messages import Sampling, TokenLogprob
 
-# Prompt positions whose logits, in the model's dtype and as a float32 log-softmax, exist at one time: 128 rows of 256k
-# tokens take 0.3 GB, while a head that is read again for every 128 rows costs a GPU a few per cent of a scoring step.
+# Prompt positions whose logits exist at one time, in the model's dtype and as a float32 log-softmax.  128 rows of 256k
+# tokens take 0.3 GB.  Reading the head again for every 128 rows takes a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
 # sampling::Settings of csrc/sampling_rules.h
@@ -110,9 +110,9 @@ def send(values: Tensor, to: Tensor) -> None:
 class SamplerBank:
     """The sampling settings of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `assign` and `free`, then `flush`, then `run`.  `run` only launches, with sizes the host knows, so a CUDA
-    graph may record it: one for `general` false and one for true, for each N.  A recorded graph also serves slots that
-    are filled later.  `general` chooses between the two; where it is false, both give the same tokens.
+    A step: `assign` and `free`, then `flush`, then `run`. `run` only launches, with sizes the host knows, so a CUDA
+    graph may record it.  There is one for `general` false and one for true, for each N.  A recorded graph also serves
+    slots that are filled later. `general` chooses between the two; where it is false, both give the same tokens.
     """
 
     def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -202,7 +202,7 @@ class SamplerBank:
         return marks.view(np.int32)
 
     def flush(self) -> None:
-        """Tell the device what `assign` changed: one copy and one scatter, if anything changed; never waits."""
+        """Copy what `assign` changed to the device: one copy and one scatter, if anything changed; never waits."""
         if self._changed and self._table.is_cuda:
             slots = torch.tensor(sorted(self._changed), dtype=torch.int64)
             staged = torch.empty(len(slots), 1 + WORDS, dtype=torch.int64, device=self._device)

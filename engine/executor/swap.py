@@ -3,9 +3,10 @@
     out    caches --block_gather--> staging --copy engine--> host       blocks are free after the gather
     back   caches <--block_scatter-- staging <--copy engine-- host
 
-Everything runs on a stream of its own.  Why the detour through `staging`, in device memory: a kernel that reads or
-writes the host's memory itself is as fast, but takes room and bandwidth on the chip for as long as the bus is busy, and
-one copy for each block and layer reaches a fifth of the bus (docs/notes/kernels/layers.md has the table).
+Everything runs on a stream of its own.  Blocks pass through `staging`, a buffer in device memory, because both other
+ways are worse (docs/notes/kernels/layers.md has the table).  A kernel that reads or writes host memory itself is as
+fast, but takes room and bandwidth on the chip while the bus is busy.  One copy for each block and layer reaches a fifth
+of the bus.
 
 The scheduler decides what to swap, and `engine/core/policy/step_cost.py` computes when it pays
 (PagedAttention, SOSP 2023, section 4.5).
@@ -28,9 +29,9 @@ from engine.executor.kv_cache import Caches
 class Swap:
     """Moves blocks for one stream of computation: the one that is current when `out` and `back` are called.
 
-    For that stream both happen where they are called: what was launched before sees nothing of them, what is launched
-    afterwards sees them done.  It waits until blocks on their way out have been read (with more of them than are staged
-    at once, for all turns but the last) and until those on their way back are there."""
+    For that stream both take effect where they are called: earlier launches see nothing of them, later launches see
+    them done.  It waits until blocks on their way back have arrived, and until blocks on their way out have been read.
+    With more blocks than are staged at once, it waits for all turns but the last."""
 
     def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
         """Takes the host's memory, pinned for a GPU.  `at_once`: blocks that the staging buffer holds; more are moved

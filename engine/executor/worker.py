@@ -115,8 +115,8 @@ class Worker:
         )
         self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
         self._batch = self._new_batch(caches)
-        # No sequence starts while another one is swapped out.  So at most the contents of the cache are ever swapped
-        # out, or twice that if most blocks were shared, because each holder takes a copy.
+        # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.
+        # It is twice that if most blocks were shared, because each holder takes a copy.
         wanted = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
         self.host_blocks = min(wanted // (token_bytes * config.block_size), 2 * self.blocks)
         self.swap = Swap(caches, self.host_blocks)
@@ -314,7 +314,7 @@ class Worker:
         return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
-        """Choose a token for each row, logits [N, V], and make it the next step's input."""
+        """Choose a token for each slot from logits [N, V], and make it the next step's input."""
         count = len(step.sample_slots)
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         self._samplers.run(logits, step.sample_slots, step.known, tokens, outcomes, general)

@@ -28,7 +28,7 @@ class AdmissionForecast:
         """`worst_case`: count every sequence at its greatest length."""
         self.lengths = LengthModel()  # of outputs, by tenant
         self.calibration = ForecastAccuracy()
-        self.ask_again = 0  # before this step the forecast, having said no, is not asked again
+        self.ask_again = 0  # the forecast refused; it is not asked again before this step
         self._pool, self._worst_case = pool, worst_case
         self._demand: Demand | None = None  # of the holders, while a plan is made
         self._rows = 0  # how many were summed up last
@@ -118,8 +118,8 @@ class AdmissionForecast:
         """(sequence, tokens it holds, its first blocks that are shared) of each holder, and of the siblings that
         will fork from it.
 
-        Adds to `common` the blocks in several tables.  They count as held whichever sequence ends, since another may
-        go on."""
+        Adds to `common` the blocks in several tables.  They count as held whichever sequence ends, since another
+        one may continue."""
         size = self._pool.block_size
         for seq in holders:
             tokens = tokens_held(seq, step)

@@ -1,8 +1,8 @@
 """Fairness: a tenant below its share does not wait until tenants above theirs are done.
 
 Between tenants the queue is fair by Virtual Token Counter (engine/wire/redis/KEYS.md): it decides whose turn it is.
-In a pool that one tenant has filled, that is a turn to wait.  So where a sequence of a tenant below its share waits,
-the newest sequences of the tenant that holds most are preempted for it, as many as it needs:
+In a pool that one tenant has filled, that is a turn to wait.  So a waiting sequence of a tenant
+below its share preempts the newest sequences of the tenant that holds most, as many as it needs:
 
     blocks by weight
     |  loud                        the giver comes down, the taker comes up, and they never change places;
@@ -38,7 +38,7 @@ PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
 
 
 class Shares:
-    """What each tenant holds at one moment.  Building costs O(n log n)."""
+    """What each tenant holds at one moment.  Building takes O(n log n)."""
 
     def __init__(self, holders: Iterable[Sequence]) -> None:
         """`holders`: every sequence that holds blocks."""
@@ -72,7 +72,7 @@ class Shares:
         )
 
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
-        """Yield the sequences to preempt so that `seq`, which takes `need` blocks, can start.
+        """Iterate over the sequences to preempt so that `seq`, which takes `need` blocks, can start.
 
         Each is the least urgent and newest of the tenant that then holds most by weight.  The end comes when that
         tenant would keep less than the tenant of `seq` would have."""

@@ -29,7 +29,7 @@ LONGEST = STEPS << OCTAVES  # tokens; longer outputs count as this long
 MEMORY = 512.0  # observations after which an old one weighs 1/e
 PRIOR = 1.0  # sequences that every bucket has seen before any history
 PRIOR_HAZARD = 1 - 0.5 ** (1 / STEPS)  # of these, half end while their length doubles: a heavy tail, on the safe side
-PRIOR_FROM = 16  # tokens: shorter outputs are rare before we know better
+PRIOR_FROM = 16  # tokens: shorter outputs count as rare until some were seen
 TENANT_ENOUGH = 64.0  # observations (weighted) from which a tenant's own table is believed
 TENANTS = 1024  # tables kept; beyond it the one not updated for longest is forgotten
 REFRESH = 1 / 64  # of a table's weight must be new before its curve is computed again
@@ -62,7 +62,7 @@ _BUCKETS = [bucket_of(length) for length in range(4096)]  # the common ones, loo
 class Lengths:
     """A life table of output lengths: how many ended, and how many were last seen alive, in each bucket.
 
-    add() costs O(1); the first question after enough of them O(BUCKETS)."""
+    add() takes O(1); the first question after enough of them takes O(BUCKETS)."""
 
     def __init__(self, parent: Lengths | None = None) -> None:
         self._parent = parent  # whose hazards serve as the prior
@@ -121,8 +121,10 @@ class Lengths:
         return low
 
     def row(self, bucket: int) -> list[tuple[float, float, float]]:
-        """For sequences whose output so far ends in this bucket, at each of HORIZONS, as far as any live: mean,
-        variance and third central moment of 1 if it lives, 0 if not."""
+        """Return moments of survival at each of HORIZONS, as far as any sequence lives.
+
+        They are the mean, the variance and the third central moment of 1 if a sequence lives and 0 if not.  The
+        sequences are those whose output so far ends in this bucket."""
         if not self._alive:
             self._build()
         row = self._rows.get(bucket)
@@ -148,7 +150,7 @@ class Lengths:
         for k in range(BUCKETS - 1, -1, -1):
             ended, lost = self._ended[k] / self._unit, self._lost[k] / self._unit
             guess = prior[k] if prior is not None else PRIOR_HAZARD if _EDGES[k] >= PRIOR_FROM else 0.0
-            # Who was lost inside a bucket was at risk for half of it.
+            # A sequence that left inside a bucket without an end was at risk for half of it.
             hazards[k] = (ended + PRIOR * guess) / (reached + ended + lost / 2 + PRIOR)
             reached += ended + lost
         alive = [1.0]
@@ -215,10 +217,11 @@ class Demand:
     """What a set of sequences will hold, built up one by one.
 
     Those of unknown length are gathered by (length table, age) into sums: of what they hold, its square and its cube.
-    Ends are independent, so the first three moments of what is held at a horizon add up; a high quantile of a gamma
+    Ends are independent, so the first three moments of the blocks held at a horizon add up.  A high quantile of a gamma
     distribution with these moments gives the bound.  With few sequences that is near the worst case.  A cap on the
-    output counts from the next horizon on.  add() costs O(1), bound() O(horizons) for each new age and O(n log n) in
-    those of known length."""
+    output counts from the next horizon on.
+
+    add() takes O(1).  bound() takes O(horizons) for each new age, and O(n log n) in sequences of known length."""
 
     def __init__(self, block_size: int, caution: float) -> None:
         """`caution`: the quantile, in standard deviations of a normal."""

@@ -1,10 +1,10 @@
 """Growth policy: which sequence takes another block when the pool runs full, so that bad luck is no preemption.
 
 Admission starts what will *probably* fit.  When unusually few outputs end, the pool fills up, and sequences have to
-pause.  A paused sequence keeps its blocks and loses nothing, as long as others end.  So it matters which ones go on.  A
-token costs every sequence 1/block_size of a block, and an end gives back all that a sequence holds.  Where large and
-small sequences end equally often, a token of a large one is the better bet on a free block.  So the smaller a sequence,
-the more blocks have to be left over when it takes one.  The last blocks belong to the largest one.
+pause.  A paused sequence keeps its blocks and loses nothing, as long as others end.  So it matters which ones continue.
+A token takes 1/block_size of a block, whatever the sequence, and an end gives back all that a sequence holds.  Where
+large and small sequences end equally often, a token of a large one is more likely to free many blocks.  So the smaller
+a sequence, the more blocks have to be left over when it takes one.  The last blocks belong to the largest one.
 
     blocks that must be left over
     |                                              .'     head + spread
@@ -29,7 +29,7 @@ POWER = 4
 
 
 class GrowthPolicy:
-    """The sizes of all sequences that hold blocks, at one moment.  Building costs O(n log n), a question O(log n)."""
+    """The sizes of all sequences that hold blocks, at one moment.  Building takes O(n log n), a question O(log n)."""
 
     def __init__(self, holders: Iterable[tuple[int, int]]) -> None:
         """`holders`: (blocks held, blocks still needed at the most) of each."""

@@ -12,7 +12,7 @@ def prompt_budget(limits: Limits, costs: StepCostModel, batch: Batch, waiting: i
 
     `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been computed again yet.  All of
     them paused together when their engine died.  Until the last one resumes, the bound on the stretch protects only
-    sequences that began here, so that recomputing is not held back for those that resumed first."""
+    sequences that began here.  Otherwise those that resumed first would hold back the recomputing of the others."""
     budget = limits.step_tokens - batch.decoding
     if limits.step_target_s:
         within = costs.tokens_within(batch.decoding, limits.step_target_s)

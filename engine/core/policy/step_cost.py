@@ -20,11 +20,11 @@ LEAST = 1  # prompt tokens a step may always have, or a prompt would never end
 CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
 FIRST = 128  # prompt tokens of the steps before anything was measured: of an 8B model on two cores, seconds
 FLOOR = 64  # prompt tokens that a slow machine's step may have: fewer would read all weights for next to nothing
-PROBE = 64  # after so many steps with prompts in a row one goes without, to see what steps take by themselves
+PROBE = 64  # after this many consecutive steps with prompts one has none, to measure decode-only steps
 
 
 class StepCostModel:
-    """Moving averages, in seconds.  Nothing is known before it was measured; O(1) for each reading."""
+    """Moving averages, in seconds.  Nothing is known before it was measured.  A reading takes O(1)."""
 
     def __init__(self, swap_bytes_per_s: float = 0.0) -> None:
         """`swap_bytes_per_s`: a first estimate; 0: not known."""
@@ -83,8 +83,8 @@ class StepCostModel:
     def tokens_within(self, seqs: int, seconds: float) -> int | None:
         """Most prompt tokens with `seqs` that decode, so that their step takes up to `seconds`.
 
-        Prompts get at least the time that the step takes without them, or a machine on which that is long would spend
-        nearly all of a prompt on reading weights; and at least FLOOR tokens.  None: not known."""
+        Prompts get at least the time that the step takes without them, and at least FLOOR tokens.  Otherwise a machine
+        on which that time is long would spend nearly all of a prompt on reading weights.  None: not known."""
         if not self.token_s:
             return None
         alone = self.decode_s(max(1, seqs))

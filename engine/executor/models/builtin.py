@@ -1,7 +1,7 @@
 """The checkpoint served when no model is named: llama shape, seeded random weights, a real byte-level BPE tokenizer.
 
-Its text makes no sense, but it is a checkpoint like any other (config, safetensors, tokenizer, chat template), made
-in seconds from what is on the machine, so that a first run needs no network:
+Its text makes no sense, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It is
+made in seconds from what is on the machine, so that a first run needs no network:
 
     python -m engine.executor.models.builtin [DIRECTORY]     makes it if need be, prints where it is
 """

@@ -4,8 +4,9 @@
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
-engine/executor/README.md has the measurements.  A decoder layer as transformers writes it, and as it runs here (T
-tokens, sequence after sequence; `x` is the residual stream, which the last product of each half updates in place):
+engine/executor/README.md has the measurements.  The left column is a decoder layer as transformers writes it, the right
+one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual stream, which the last product of
+each half updates in place:
 
     input norm, 6 operators          part of the next product
     q, k, v projections              one product, of the normed input           linear: norm, product
@@ -174,8 +175,8 @@ class Decoder(nn.Module):
         super().__init__()
         plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
-        # Angles depend on the position alone (models/hf.py checks the length up to which they do), so each is
-        # computed once, as the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
+        # Angles depend on the position alone; models/hf.py checks up to which length.  So each is computed once, as
+        # the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
         positions = torch.arange(max_model_len, device=model.device)
         cos, sin = plain.rotary_emb(self.embed_tokens.weight[:1], positions[None])
         self.angles = torch.stack([cos[0], sin[0]], 1)

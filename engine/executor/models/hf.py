@@ -79,9 +79,11 @@ def load_model(
 ) -> LoadedModel:
     """Load `name` (a directory or a hub name) onto `device` and prove that it can be served.
 
-    dtype: auto (the checkpoint's own), float32, bfloat16 or float16.  max_model_len 0: what the model was made for.
-    random: make the weights up, for measurements; the directory needs no weight files.
-    deterministic: logits must not depend on the batch, to the last bit, even if that costs time.
+      dtype          auto (the checkpoint's own), float32, bfloat16 or float16
+      max_model_len  tokens; 0: what the model was made for
+      random         make the weights up, for measurements; the directory needs no weight files
+      deterministic  logits must not depend on the batch, to the last bit, even if that is slower
+
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
@@ -182,8 +184,8 @@ def check_length(config: PretrainedConfig, asked: int) -> int:
     made_for: int = getattr(text, "max_position_embeddings", None) or 0
     rope = getattr(text, "rope_parameters", None) or {}
     for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # These two change every angle once the longest sequence *of the batch* passes a limit: a request's tokens
-        # would depend on its batch mates, and keys already cached would be wrong.  Up to the limit they are sound.
+        # These two change every angle once the longest sequence *of the batch* passes a limit.  A request's tokens
+        # would then depend on other requests, and cached keys would be wrong.  Up to the limit they are sound.
         if one.get("rope_type") == "longrope":
             made_for = min(made_for, one.get("original_max_position_embeddings") or made_for)
     if not made_for:

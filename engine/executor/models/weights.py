@@ -1,8 +1,8 @@
 """The fingerprint of a model: what must be equal for two engines to share a cached prefix.
 
 Digest of every weight file's content, the config and the dtype.  Hashing gigabytes takes seconds to minutes, so files
-are hashed in parallel, and a digest is kept under ~/.cache/quire by (real path, size, mtime in ns).  A file from the
-hub needs no hashing: its cache stores large files under their own sha256.
+are hashed in parallel.  A digest is kept under ~/.cache/quire by (real path, size, mtime in ns).  A file from the hub
+needs no hashing: its cache stores large files under their own sha256.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _sha256(file: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write atomically.  A cache that cannot be written only costs time, so that is no error."""
+    """Write atomically.  A cache that cannot be written only takes time, so that is no error."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
