@@ -1,5 +1,5 @@
-// A *row* is one query head of one query.  All rows of a sequence that read the same KV head are numbered
-// query * G + head (G = H / Hkv) and cut into items of at most kRows rows.  So a loaded key serves the G heads of a
+// A *row* is one query head of one query.  The rows of a sequence that read one KV head have numbers query * G + head,
+// where G = H / Hkv.  They are cut into items of at most kRows rows.  So a loaded key serves the G heads of a
 // decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
 //
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
@@ -89,7 +89,7 @@ void widen(float* to, int stride, const T* from, int64_t count) {
   store(to, load(rest));
 }
 
-// Computes score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.
+// Computes score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.  The function
 // at(k, c) returns chunk c of key k.  Every product sums chunk after chunk and then across lanes, in one order whatever R is.
 template <int R, class At>
 void dot(float* score, const float* query, const At& at, int key, int dim) {

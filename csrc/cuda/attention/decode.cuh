@@ -8,15 +8,15 @@
 //
 // Each warp streams the keys of its share through its own ring in shared memory, several tiles ahead.  It needs no other
 // warp until the share is done.  A tile is 16 keys and 16 values, fetched by cp.async.  Keys past the end or outside the
-// window are not read: zeros stand in for them, because the cache may hold NaN there (it does in tests).
+// window are not read: zeros stand in for them.  The cache may hold NaN there; it does in tests.
 //
 // The tensor cores get keys as rows and heads as columns.  So a group of 8 heads fills the 8 columns of mma.m16n8k16, and
 // a group of 4 fills half of them:
 //   S^T [16 keys, 8 heads] = K [16 keys, D] Q^T         K by ldmatrix, Q^T stays in registers for a whole piece
 //   O^T [D, 8 heads]      += V^T [D, 16 keys] P^T       V^T by ldmatrix.trans, P^T from S^T by movmatrix
 //
-// An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  ldmatrix moves pairs of e4m3 as if they were
-// one number, so the lanes get every 16 numbers of a head in another order.  For K, Q's fragments have the same order.
+// An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  A pair of e4m3 is one number to ldmatrix,
+// so the lanes get every 16 numbers of a head in another order.  For K, Q's fragments have the same order.
 // For V, the order is undone when results are stored.
 
 #pragma once

@@ -68,8 +68,8 @@ struct alignas(16) DecodeShare {
   __host__ __device__ int count() const { return begins_in.unused; }
 };
 
-// Which CTAs share the first head group of this CTA, if it began in an earlier one, and the last head group, if it
-// continues in a later one.  The first CTA of a group owns its counter of arrivals.
+// Which CTAs share head groups with this one: its first, if that began in an earlier CTA, and its last, if that continues
+// in a later one.  The first CTA of a group owns its counter of arrivals.
 struct alignas(16) DecodeEnds {
   int first_owner;  // -1: the first head group begins here
   int first_last;

@@ -9,7 +9,7 @@
 //                few tiles to fill the GPU (a few queries after a long cached prefix).
 //
 // prefill_plan writes the list of items once a step for all layers.  CTAs take them in order by a ticket.  Heavy sequences
-// are first, and in a sequence one KV head follows the other: tiles that run at the same time then share keys in L2.
+// are first.  In a sequence one KV head follows the other, so that tiles that run together share keys in L2.
 
 #pragma once
 

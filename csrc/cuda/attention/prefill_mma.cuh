@@ -59,8 +59,8 @@ struct Config {
   static constexpr int kCtasPerSm = 2;
 };
 
-// Hands the CTA its items.  It takes the next one while the last tiles of this one are computed, and no earlier: an item
-// taken early is one that an idle CTA could compute.
+// Hands the CTA its items.  It takes the next one while the last tiles of this one are computed.  It takes none earlier,
+// because another CTA may be idle by then.
 template <class C>
 class Queue {
  public:
