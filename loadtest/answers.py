@@ -134,8 +134,8 @@ def announced_pause(headers: Mapping[str, str], now_unix_s: float) -> float | No
 def pause(retry: Retry, attempt: int, announced_s: float | None, rng: random.Random) -> float | None:
     """Return the seconds to wait after the refusal of attempt `attempt` (0, 1, ...); None to give up.
 
-    obey: the announced pause.  Without one: half a second, doubled each time up to 8 s, less a random quarter at most,
-    as OpenAI's clients do.  ignore: half a second always.  never: give up.  The first two give up after MAX_RETRIES."""
+    obey: the announced pause.  Without one: half a second, doubled each time up to 8 s, less at most a random quarter,
+    like OpenAI's clients. ignore: half a second always. never: give up.  The first two give up after MAX_RETRIES."""
     if retry == "never" or attempt >= MAX_RETRIES:
         return None
     if retry == "ignore":

@@ -12,7 +12,7 @@ as in practice.  Each sends its next request as soon as its answer is complete. 
 --percent of their requests meet every bound of the SLA and none fails.  Doubling, then bisecting, finds the highest
 such number.
 
-Noise on the machine can only lower the numbers: a trial that misses once counts as a miss.  Each allocator's figures
+Noise on the machine can only lower the numbers: a trial that misses once counts as a miss.  Each allocator's results
 are written to capacity.json when they are complete, and reused when the command is started again for the same work.
 """
 
@@ -62,7 +62,7 @@ class Work:
     seed: int
 
     def requests_of(self, user: int) -> Iterator[Job]:
-        """Yield one user's requests endlessly; all prompts differ after the system prompt."""
+        """Generate one user's requests endlessly; all prompts differ after the system prompt."""
         for round_ in range(1 << 20):
             seed = self.seed + (round_ << 40) + (user << 20)
             own = lognormal(1, self.question, self.answer, seed)[0]
@@ -91,7 +91,7 @@ class Sla:
 
 @dataclass(frozen=True)
 class Trial:
-    """The figures of one number of users."""
+    """The results of one number of users."""
 
     users: int
     requests: int
@@ -213,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: int) -> dict[str, Any]:
-    """Measure one allocator: its capacity, the figures of a single user, and every trial.  Raises ServerError."""
+    """Measure one allocator: its capacity, the results of a single user, and every trial.  Raises ServerError."""
     flags = ["--kv-blocks", str(args.kv_blocks), *args.server.split(), *SYSTEMS[name]]
     trials: dict[int, Trial] = {}
     with serve(str(args.model), *flags) as server:
@@ -313,7 +313,7 @@ def main(args: argparse.Namespace, command: str) -> int:
 
 
 def earlier_figures(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures in `path`, by allocator, if they are of this configuration and commit."""
+    """Return the results in `path`, by allocator, if they are of this configuration and commit."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         page = json.loads(path.read_text(encoding="utf-8"))
         same = page["commit"].removesuffix("-dirty") == machine.commit().removesuffix("-dirty")

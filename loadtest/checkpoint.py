@@ -1,4 +1,4 @@
-"""The model of the CPU figures: llama shape, 42M parameters, bf16, seeded random weights."""
+"""The model of the measurements on a CPU: llama shape, 42M parameters, bf16, seeded random weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def make_llama_42m(directory: Path, context: int = 4096) -> None:
     """Write a checkpoint: hidden 512, 8 layers, 8 heads on 4 KV heads, intermediate 1,536, byte-level BPE tokenizer.
 
     Clients measure when text arrives, and a greedy model with random weights repeats a few tokens.  So every token that
-    it can choose has text.  The other tokens (single bytes of longer characters, the end of sequence) have a row of
-    zeros in the last layer: among 16,000 logits the largest is never 0.  `logit_bias` can still force them."""
+    it can choose has text.  The other tokens, single bytes of longer characters and the end of sequence, have zeros in
+    the last layer.  Among 16,000 logits the largest is never 0. `logit_bias` can still force them."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

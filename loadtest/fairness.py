@@ -56,7 +56,7 @@ def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, seed: int, only: str) -> dict[str, Any]:
-    """Replay one seed on a new server; return figures of each tenant that sends requests, and of the engine.
+    """Replay one seed on a new server; return the measurements of each tenant that sends requests, and of the engine.
 
     `only`: a tenant whose requests are sent alone; "" for all."""
     vocab, eos = prepare(args.model)

@@ -1,4 +1,4 @@
-"""How many tokens one gateway process streams, and what a token costs it.
+"""How many tokens one gateway process streams, and how much CPU time a token takes.
 
     python -m loadtest gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5] [--compare CHECKOUT]
 
@@ -8,7 +8,7 @@ second to each stream, 51,200 to all 256.  A gateway that falls behind merges to
 counted too.  CPU time is read from the gateway process: other work on the machine hardly changes it.
 
 `--compare CHECKOUT` measures another checkout of this project in turn with this one (`git worktree add CHECKOUT
-COMMIT`), `--rounds` times each, and reports medians: the cost of a change.
+COMMIT`).  Each is measured `--rounds` times, and medians are reported: the cost of a change.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m loadtest long-prompt DIR [--tokens 32768] [--steps 60]
 
 The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model.  The whole prompt takes
-minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt; the prompt
+minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt.  The prompt
 tokens between these are computed as fast as possible.
 """
 

@@ -68,7 +68,7 @@ def slug(name: str) -> str:
 
 
 def write(name: str, command: str, figures: Any) -> Path:
-    """Write loadtest/results/NAME.json: the figures, the command that produces them, and the machine."""
+    """Write loadtest/results/NAME.json: the results, the command that produces them, and the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(

@@ -3,10 +3,10 @@
     python -m loadtest overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
 The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
-Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives
-during a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served
-runs alternate; medians are reported.  The engine computes on `--threads` cores in both, so on a machine with two cores
-the other one is free for gateway, Redis and this client.
+Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives during
+a step waits for the step's end in both, and time to first token counts from the arrival.  Offline and served runs
+alternate; medians are reported.  The engine computes on `--threads` cores in both.  So on a machine with two cores the
+other one is free for gateway, Redis and this client.
 """
 
 from __future__ import annotations

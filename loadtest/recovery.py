@@ -2,16 +2,16 @@
 
     python -m loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
 
-MODEL is a directory, in which the 42M model is made if it is empty, or a shape of loadtest/shapes.py with random
-weights made on the device (`--load random`).  `quire serve` runs with one engine and its spare.  Each client streams
+MODEL is a directory, in which the 42M model is made if it is empty.  Or it is a shape of loadtest/shapes.py with random
+weights made on the device (`--load random`). `quire serve` runs with one engine and its spare.  Each client streams
 long answers and checks the position that every event carries.  One round is two kills (SIGKILL):
 
     first     the spare of the engine is ready, every stream has --warm tokens
     second    --second-after seconds after every stream resumed, often before the next spare is ready
 
-A stream's pause runs from its last token before the kill to its first token after it.  The parts of a restart come from
-the server's log, which this program follows: when the supervisor reported the death, when the engine reported its
-start, and the seconds that the engine itself reports ("started: ...").
+A stream's pause runs from its last token before the kill to its first token after it.  This program follows the
+server's log for the parts of a restart: when the supervisor reported the death, and when the engine reported its start.
+The engine itself reports the seconds of its start ("started: ...").
 
 `--root` measures the server of another checkout with the same clients.
 """

@@ -1,4 +1,4 @@
-"""An HTML page of one replay result, or of two: plots, figures, and whether the second is worse than the first.
+"""An HTML page of one replay result, or of two: plots, numbers, and whether the second is worse than the first.
 
     python -m loadtest report A.json [B.json] [--out report.html] [--tolerance 0.1]
 
@@ -28,7 +28,7 @@ class Judged:
     """A figure of the page, and how it is judged."""
 
     name: str
-    path: str  # dotted path into the figures
+    path: str  # dotted path into the results
     unit: str  # ms (stored in seconds), %, or text printed after the number
     better: int  # 1: more is better, -1: less is better, 0: not judged
     noise: float  # a difference that never counts, in the stored unit

@@ -2,8 +2,8 @@
 
     python -m loadtest roofline llama-8b --read-gbps 4601 --tflops 790
 
-The floor assumes that nothing else takes time: no launch, no gap, no host, activations that never leave the chip, and
-every product at the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
+The floor assumes that nothing else takes time: no launch, no gap, no host.  Activations never leave the chip, and every
+product has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
 `python -m loadtest kernels --only ceilings` measures a GPU's two ceilings.
 """
 

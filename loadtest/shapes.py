@@ -1,4 +1,4 @@
-"""Shapes of the models that GPU figures are measured with; the engine makes random weights on the device.
+"""Shapes of the models for measurements on a GPU; the engine makes random weights on the device.
 
     python -m loadtest shapes llama-8b DIR
 

@@ -114,7 +114,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summarise(records: list[Record], samples: list[Sample], slo: Slo, windows: dict[str, tuple[float, float]]) -> Any:
-    """Return all figures of a run and of each phase.  `windows`: phase -> (begin, end)."""
+    """Return all results of a run and of each phase.  `windows`: phase -> (begin, end)."""
     end = max((record.end_s for record in records), default=0.0)
     ok = [record for record in records if record.outcome == "ok"]
     good = [record for record in records if slo.met(record)]
@@ -178,8 +178,8 @@ def _phase(records: list[Record], samples: list[Sample], slo: Slo, window: tuple
 def recovery(records: list[Record], base: tuple[float, float], after: tuple[float, float]) -> float | None:
     """Return the seconds from the burst's end until TTFT is back at the base's level; None if it never is.
 
-    The level is reached at the first five successive requests, due after the burst, whose median TTFT is at most the
-    base's 90th percentile plus 1 ms."""
+    The level is reached at the first five successive requests, due after the burst, with a low median TTFT.  Low is at
+    most the base's 90th percentile plus 1 ms."""
     before = spread(t for r in records if base[0] <= r.due_s < base[1] and (t := r.ttft_s) is not None)
     later = sorted((r for r in records if after[0] <= r.due_s < after[1]), key=lambda record: record.due_s)
     if before is None:
@@ -205,7 +205,7 @@ def prefix_hits(records: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def groups(records: list[Record], slo: Slo) -> dict[str, dict[str, Any]]:
-    """Return figures for each value of each client field in which requests differ."""
+    """Return results for each value of each client field in which requests differ."""
     found: dict[str, dict[str, Any]] = {}
     for name in FIELDS:
         members: dict[str, list[Record]] = {}
@@ -334,7 +334,7 @@ def server(samples: list[Sample], earlier: Sequence[Sample] = ()) -> dict[str, A
 
 
 def series(records: list[Record], samples: list[Sample], slo: Slo) -> dict[str, Any]:
-    """Return figures over time for plots: at most 240 buckets of half a second or of whole seconds.
+    """Return series over time for plots: at most 240 buckets of half a second or of whole seconds.
 
     TTFT and outcomes belong to the bucket in which a request was due, gaps to the one in which they ended."""
     end = max([record.end_s for record in records] + [sample.at_s for sample in samples], default=0.0)

@@ -119,7 +119,7 @@ def _path(line: Line, x: Place, y: Place) -> str:
 
 
 def _bars(bars: Bars, x: Place, y: Place) -> Iterator[str]:
-    """Yield a box for each layer of each column that is not 0."""
+    """Draw a box for each layer of each column that is not 0."""
     width = max(1.0, x(bars.width) - x(0) - 0.5)
     for i, at in enumerate(bars.xs):
         floor = 0.0

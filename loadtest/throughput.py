@@ -4,10 +4,10 @@
 
 All requests are submitted at once.  Sampling is greedy, end-of-sequence is ignored, prompts are token ids.
 
-On a GPU: the shapes of Llama 8B and Qwen3 0.6B with random weights made on the device.  1,000 requests of ShareGPT-like
-lengths (loadtest/traces), Quire with and without its prefix cache; then 128 tokens in, 256 out at batch 1 to 256.
-Each figure is printed with its floor by loadtest/roofline.py, from ceilings measured in the same run.
-On a CPU: a llama shape of 42M parameters in bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
+On a GPU: the shapes of Llama 8B and Qwen3 0.6B with random weights made on the device. 1,000 requests of ShareGPT-like
+lengths (loadtest/traces), Quire with and without its prefix cache.  Then 128 tokens in, 256 out at batch 1 to 256.
+Each figure is printed with its floor by loadtest/roofline.py, from ceilings measured in the same run.  On a CPU: a
+llama shape of 42M parameters in bf16; 64 requests with lognormal lengths, means 78 in and 172 out.
 
 Writes loadtest/results/throughput_<device>.json.
 """
@@ -34,12 +34,12 @@ PEERS = Path(__file__).resolve().parent / "peers"
 BATCHES = (1, 8, 32, 128, 256)
 PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
 CPU_KV_TOKENS = 32_768
-MODEL_LEN = 8192  # tokens, on a GPU; the same as in vLLM's figures below
+MODEL_LEN = 8192  # tokens, on a GPU; the same as in vLLM's results below
 # transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape, so it runs the clipped trace's start.
 CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
 
-# vLLM 0.26 on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20: the best of runs with and without
-# prefix cache, in one process or two.
+# vLLM 0.26 on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20.  It is the best of runs with and
+# without prefix cache, in one process or two.
 VLLM_H200: dict[str, dict[str, float]] = {
     "llama-8b": {
         "tokens_per_s": 12_130,
@@ -68,7 +68,7 @@ class RunError(Exception):
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """Run one system and return the figures that it prints.  Raises RunError."""
+    """Run one system and return the results that it prints.  Raises RunError."""
     # By default vLLM reserves a core on a CPU, and looks for its model on the hub.
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     peers = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
@@ -79,7 +79,7 @@ def run(command: list[str]) -> dict[str, float]:
     )
     if done.returncode:
         raise RunError(f"{' '.join(command)}: exit status {done.returncode}")
-    # The figures are the last line that is JSON: vLLM logs more lines after it.
+    # The results are the last line that is JSON: vLLM logs more lines after it.
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     figures: dict[str, float] = json.loads(line)
     if first := figures.pop("first_token_at", None):
@@ -214,7 +214,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         for work in works:
             figures[work.name] = measure(work, 1 if gpu else args.rounds, asked)
             show(work.name, figures[work.name])
-            path = machine.write(args.name or f"throughput_{device}", command, figures)  # the figures so far
+            path = machine.write(args.name or f"throughput_{device}", command, figures)  # the results so far
             print(f"written to {path.relative_to(machine.ROOT)}", flush=True)
     return int(any(not (asked & work.systems.keys()) <= figures[work.name].keys() for work in works))
 

@@ -55,8 +55,8 @@ class Shared:
     output: int
 
 
-# chat: one system prompt.  rag: a few long documents, short questions and answers.  translation: five examples, as in
-# the PagedAttention paper (section 6.4), then a sentence and its translation.
+# chat: one system prompt. rag: a few long documents, short questions and answers. translation: five examples, then a
+# sentence and its translation, as in section 6.4 of the PagedAttention paper.
 SHARED = {
     "shared-prefix": Shared(512, 4, *MEANS["sharegpt"]),
     "chat": Shared(300, 1, *MEANS["sharegpt"]),
@@ -109,7 +109,7 @@ def jobs(workload: str, count: int, seed: int, scale: float = 1.0) -> list[Job]:
 
 
 def gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Yield seconds between arrivals, endlessly: gamma-distributed with mean 1 / rate and shape `burstiness`.
+    """Generate seconds between arrivals, endlessly: gamma-distributed with mean 1 / rate and shape `burstiness`.
 
     1 is a Poisson process, smaller values arrive in clumps, large ones evenly.  The squared coefficient of variation is
     1 / burstiness."""

@@ -69,7 +69,7 @@ def namespace() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Tiny models: a second thread costs more in barriers than it computes."""
+    """Tiny models: a second thread loses more time in barriers than it gains."""
     torch.set_num_threads(1)
 
 

@@ -31,7 +31,7 @@ MAY_SEE: dict[str, set[str]] = {
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
-    # Times single operators, which no client can: it sees them through the one door that the engine itself uses.
+    # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     "loadtest.kernels": {"loadtest", "engine.executor.ops"},
 }
 # room -> heavy or impure packages it must not import.

@@ -63,7 +63,7 @@ def test_a_failed_step_costs_no_request_a_token() -> None:
 
 
 class Chokes(ScriptedExecutor):
-    """Fails each step that computes a row whose sampling seed is `bad`, from that row's third token on."""
+    """Fails each step that computes a sequence whose sampling seed is `bad`, from its third token on."""
 
     bad = 99
     failures = 0
@@ -254,7 +254,7 @@ def test_deltas_that_go_out_together_are_merged() -> None:
 
 
 def broken(**changes: Any) -> tuple[Engine, Reports]:
-    """An engine in the middle of its work, one of whose blocks was freed under those who have it."""
+    """An engine in the middle of its work, one of whose held blocks was freed."""
     box = Reports()
     config = msgspec.structs.replace(CONFIG, **{"check_books": False} | changes)
     engine = Engine(config, ScriptedExecutor(INFO, 64), box, box)

@@ -91,7 +91,7 @@ def test_a_process_that_was_stopped_has_not_hung() -> None:
 
 
 async def test_an_engine_that_failed_claims_nothing_more() -> None:
-    """What it has said still goes out; its last report offered room."""
+    """Its emitted tokens are still sent; its last report offered room."""
     thread = BusThread(EngineConfig())
     sent = []
 

@@ -1,4 +1,4 @@
-"""How fast the kernels are, each beside the least time its bytes or operations need on this machine.
+"""How fast the kernels are, each compared with the least time that its bytes or operations need on this machine.
 
     python -m loadtest.kernels [--quick] [--only decode,prefill,layers] [--threads 2]
 

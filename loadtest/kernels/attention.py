@@ -1,4 +1,4 @@
-"""Decode and prefill attention over blocks in random order, beside contiguous cuDNN and the figures of others."""
+"""Decode and prefill attention over blocks in random order, compared with contiguous cuDNN and with peer figures."""
 
 from __future__ import annotations
 

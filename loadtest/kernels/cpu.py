@@ -1,4 +1,4 @@
-"""Attention on a CPU, beside this machine's memory and torch's own attention on contiguous tensors.
+"""Attention on a CPU, compared with this machine's memory and torch's own attention on contiguous tensors.
 
 Times are the best of several rounds, so that other work on the machine disturbs them little.
 """

@@ -196,7 +196,7 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         marks = None
         if "repetition" in wish:
             marks = torch.randint(0, 50, (count, vocab), device="cuda", dtype=torch.int32)
-            marks = marks.eq(1).int()  # one token in fifty was said before
+            marks = marks.eq(1).int()  # one token in fifty is in the output already
         table = slot_settings(count, marks=marks, **wish)
         who = torch.arange(count, device="cuda")
         known = torch.full_like(who, 100)

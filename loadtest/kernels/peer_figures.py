@@ -1,8 +1,7 @@
 """Times of other libraries for the same work on one NVIDIA H200, printed next to ours.
 
-Measured 2026-11-20 (driver 580.159, CUDA 13.0, torch 2.11, vLLM 0.26, FlashInfer 0.7.2), microseconds a call: bf16,
-head size 128, blocks of 16 tokens in random order for the first four columns, contiguous tensors for the
-last three.
+Measured 2026-11-20 (driver 580.159, CUDA 13.0, torch 2.11, vLLM 0.26, FlashInfer 0.7.2), in microseconds a call. bf16,
+head size 128.  The first four columns read blocks of 16 tokens in random order, the last three contiguous tensors.
 CUDA-graph replays, medians; what a peer plans once a step is not counted.  None: it does not do that.
 """
 

@@ -90,7 +90,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("link", ["owner", "folder"])
 def test_a_planted_link_leads_the_sweep_to_no_other_file(tmp_path: Path, link: str) -> None:
-    """Everybody may write to the temporary folder, so what lies there may be a trap."""
+    """Every user may write to the temporary folder, so a socket there may be a trap."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / embedded_redis.LOCK).write_text("kept")

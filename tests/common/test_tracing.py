@@ -1,4 +1,4 @@
-"""Spans through the real exporter to a collector in this process; a collector that fails or hangs holds nobody up."""
+"""Spans through the real exporter to a collector in this process; a collector that fails or hangs delays no request."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sampling_is_of_traces_that_begin_here(collector: Collector) -> None:
     assert never.begin("chat m", PARENT[:-2] + "00", now) is None
     never.add("queue", "", now, now, {})
     never.add("queue", PARENT[:-2] + "00", now, now, {})
-    kept = never.begin("chat m", PARENT, now)  # whoever brings a trace has decided
+    kept = never.begin("chat m", PARENT, now)  # a client that sends a trace has decided
     assert kept is not None
     kept.end({})
     never.close()
@@ -102,7 +102,8 @@ def test_the_standard_variables_count(collector: Collector, monkeypatch: pytest.
 
 
 def test_a_collector_that_hangs_delays_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans cost this thread what making them costs; on its own clock, so a busy machine does not matter."""
+    """A span takes this thread only the time to make it.  On the thread's own clock, so a busy machine does not
+    matter."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
     collector.answering.clear()
     tracer = start(collector.url)

@@ -1,7 +1,7 @@
 """An executor that runs a step plan on a KV cache of plain tokens, and reads every token back through the block table.
 
-What it samples is a hash of the whole context as the tables show it.  So a wrong table, a block freed too early, a
-copy-on-write that came too late or a stale prefix hit changes the text, and the text has an obvious reference.
+What it samples is a hash of the whole context as the tables show it.  So a wrong table, a block freed too early, a late
+copy-on-write or a stale prefix hit changes the text.  The text has an obvious reference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepFails(Exception):
 class OracleExecutor:
     def __init__(self, blocks: int, block_size: int, max_seqs: int, depth: int = 2, host_blocks: int = 0) -> None:
         self.depth = depth
-        self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: nobody's
+        self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: free
         self.size = block_size
         self.plans: deque[StepPlan] = deque()
         self.kv: list[int | None] = [None] * (blocks * block_size)  # None: garbage

@@ -1,4 +1,4 @@
-"""Faults put into the books of a busy scheduler: the whole audit names each at once, samples find it soon."""
+"""Faults put into the block accounting of a busy scheduler: the audit names each of them at once."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_seeded_fault_is_found(fault: Callable[[Rig], None], kind: type[Accoun
 
 
 def test_a_free_block_that_is_lost_is_found() -> None:
-    """A free block that is lost while another one stands there twice: no sum is wrong, and no block by itself."""
+    """A free block is missing while another one stands there twice: no sum is wrong, and no block by itself."""
     rig = busy()
     rig.pool._free[0] = rig.pool._free[1]
     with pytest.raises(AccountingError, match="among the free ones"):

@@ -26,7 +26,7 @@ def crowded(**options: Any) -> Rig:
 
 
 def until_swapped(rig: Rig) -> Sequence:
-    """Step until somebody's blocks are on the host, with the copy carried out."""
+    """Step until a sequence's blocks are on the host, with the copy carried out."""
     while not rig.core.swapping.sequences:
         rig.submit()
         if len(rig.executor.plans) == rig.executor.depth:
@@ -38,13 +38,15 @@ def until_swapped(rig: Rig) -> Sequence:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
-    """The same text, and no token is computed twice: as many as without any pressure."""
+    """The same text, and no token is computed twice: as many as without memory pressure."""
     rig, calm = crowded(depth=depth), crowded(depth=depth, blocks=64)
     rig.run()
     calm.run()
     totals = rig.core.report.totals
     assert totals.preemptions == totals.swap_preemptions > 0 == calm.core.report.totals.preemptions
-    assert totals.swapped_in_blocks == totals.swapped_out_blocks > 0  # nobody else had their blocks, and nobody left
+    assert (
+        totals.swapped_in_blocks == totals.swapped_out_blocks > 0
+    )  # no other sequence had their blocks, and none left
     assert totals.recomputed_tokens == 0
     assert rig.executor.forward_tokens == calm.executor.forward_tokens
     assert rig.answers == calm.answers
@@ -69,7 +71,7 @@ def test_a_token_on_its_way_while_its_sequence_is_swapped_is_kept() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
 def test_while_somebody_is_swapped_nothing_new_starts(blocks: int, n: int, caching: bool) -> None:
-    """Whoever starts then has run before."""
+    """Every sequence that starts then has run before."""
     rig = crowded(blocks=blocks, caching=caching)
     waited = 0
     for i in range(60):
@@ -145,7 +147,7 @@ def test_who_leaves_while_swapped_leaves_nothing_behind(end: str) -> None:
 
 
 def test_a_late_stop_ends_a_swapped_sequence() -> None:
-    """The token that was on its way ends it; over many seeds that happens, and the books stay right."""
+    """The token in flight ends it. Over many seeds that happens, and the block accounting stays right."""
     ended = 0
     for seed in range(60):
         rig = Rig(blocks=9, size=4, caching=False, preempt="swap", host_blocks=20)
@@ -169,8 +171,8 @@ def test_a_late_stop_ends_a_swapped_sequence() -> None:
 
 
 def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> None:
-    """Copy-on-write is planned for a sibling, then an older prompt takes its blocks in the same plan: the copy will not
-    be made, so what goes to the host is the block that was to be copied.  Rare: found by many random loads."""
+    """Copy-on-write is planned for a sibling, then an older prompt takes its blocks in the same plan.  The copy is not
+    made then, so the block that was to be copied goes to the host.  Rare: found by many random loads."""
     seen = 0
     for seed in range(250):
         rng = random.Random(seed)
@@ -264,8 +266,8 @@ def test_auto_does_what_is_cheaper_for_each_victim(rate: float, kinds: set[str])
 
 
 def test_auto_prefers_recompute_where_others_hold_most_of_it() -> None:
-    """A token costs 1 ms to compute, a block of 4 as much as 3 tokens to move, there and back: a swap pays.  With a
-    shared prefix of 8 blocks, which would have to be copied and would not have to be computed again, it does not."""
+    """A token takes 1 ms to compute.  A block of 4 takes as long as 3 tokens to move there and back: a swap pays.  With
+    a shared prefix of 8 blocks, which would have to be copied and would not have to be computed again, it does not."""
     for prefix, swaps in ((0, True), (32, False)):
         rig = Rig(blocks=18, size=4, preempt="auto", host_blocks=40, admission="none")
         rig.costs.token_s = 1e-3

@@ -98,7 +98,7 @@ class Rig:
         self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign, assignment]
 
     def crash(self) -> None:
-        """The engine dies with all it knew; a new one gets what was said."""
+        """The engine dies with its state; a new one gets the emitted tokens."""
         self.start()
         for request in self.requests.values():
             keys = [(request.id, index) for index in range(request.n)]
@@ -262,8 +262,8 @@ PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests with shared prefixes, siblings, salts and stops come and go on a pool too small for them, with room on
-    the host for all, some or none of what preempted ones have computed."""
+    """Requests with shared prefixes, siblings, salts and stops run on a pool too small for them.  The host has room for
+    all, some or none of the blocks of preempted sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +484,8 @@ def test_same_text_whatever_the_chunks(depth: int, chunk: int, caching: bool) ->
 
 
 def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> None:
-    """Under pressure the newest yields everything, resumes before anything newer, and says the same."""
+    """Under memory pressure the newest sequence gives up everything, resumes before any newer one, and its text is the
+    same."""
     rig = Rig(blocks=12, size=4, caching=False)
     ids = [rig.add([5 + i] * 8, 24, ignore_eos=True, seed=i) for i in range(4)]
     victims: list[str] = []
@@ -507,7 +508,7 @@ def test_preemption_newest_first_all_or_nothing_and_the_text_is_the_same() -> No
 
 
 def test_first_come_first_served() -> None:
-    """With one row, equal requests end in the order they came."""
+    """With one slot, equal requests end in the order of their arrival."""
     rig = Rig(max_seqs=1)
     ids = [rig.add([9, 9, i + 1], 5, ignore_eos=True) for i in range(5)]
     rig.run()
@@ -706,8 +707,8 @@ def test_every_continuation_gets_the_log_probabilities_of_the_prompt(depth: int,
 
 
 def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -> None:
-    """Two that could outgrow the pool together: the one behind pauses where it stands, computes nothing twice, and says
-    what it would have said."""
+    """Two that could outgrow the pool together.  The later one pauses, computes nothing twice, and its text is the
+    same."""
     rig = Rig(blocks=12, size=4, admission="forecast")
     sizes = {rig.add([2, 3, 5] * 6, 20, seed=1): 5, rig.add([7, 11], 20, seed=2): 1}
     for seq in rig.core.waiting:
@@ -722,7 +723,7 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     assert paused.table
     assert rig.core.running == 1
     assert rig.core.room()[0] == 0
-    assert rig.core.predicted_peak() >= len(paused.table)  # what waits will go on, and counts
+    assert rig.core.predicted_peak() >= len(paused.table)  # a sequence that waits will resume, and counts
     rig.run()
     assert rig.core.report.totals.pauses > 0
     assert rig.core.report.totals.preemptions == rig.core.report.totals.recomputed_tokens == 0
@@ -914,7 +915,7 @@ def test_what_another_engine_said_is_taken_as_it_is() -> None:
     rig.requests["r"] = request
     rig.core.accept(request, [None, None, None])
     rig.collect_outputs()
-    assert rig.over == {"r"}  # it had ended, and nobody knew
+    assert rig.over == {"r"}  # it had ended, but the result had not arrived
     assert rig.core.idle
 
     long = [1 + i % (VOCAB - 1) for i in range(13)]

@@ -37,7 +37,7 @@ def section(title: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Cells of every table row but heads and rules."""
+    """Cells of every line of a table but heads and rules."""
     found = []
     for line in text.splitlines():
         if line.startswith("| `") or re.match(r"\| \d{3} \|", line):

@@ -117,12 +117,12 @@ class Driver:
         self._poison += mine
 
     def plan(self) -> StepPlan:
-        """The next plan: one chunk of every unfinished prompt, one token of everybody else."""
+        """The next plan: one chunk of every unfinished prompt, one token of every other sequence."""
         size = self.config.block_size
         slices, forks = [], []
         for number, seq in self.running.items():
             if seq.computed < 0 or seq.computed == len(seq.tokens):
-                continue  # a sibling before its fork or in its very step, or a prompt nobody continues
+                continue  # a sibling before its fork or in its very step, or a prompt without continuation
             want = len(seq.tokens) - seq.computed
             decodes = seq.sampler and len(seq.tokens) > seq.prompt_len and want == 1 and number not in self._starting
             if decodes:
@@ -154,7 +154,7 @@ class Driver:
         self.steps += 1
         plan = StepPlan(self.steps, self._left, self._copies, starts, self._edits, slices, forks, poison=self._poison)
         self._left, self._copies, self._edits, self._starting, self._poison = [], [], [], [], []
-        for fork in forks:  # whoever writes first into a shared block copies it: at the next step, all but the parent
+        for fork in forks:  # the first to write into a shared block copies it: at the next step, all but the parent
             if (seq := self.running[fork.slot]).computed % size:
                 mine = self.free_blocks.pop()
                 self._copies.append((seq.table[-1], mine))

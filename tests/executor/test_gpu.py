@@ -1,7 +1,7 @@
 """The GPU step path: graphs, staging, feeding back; against transformers and against itself.
 
-bfloat16 throughout.  Greedy tokens of two ways to compute may differ where two logits nearly tie, so tokens are
-compared where the float32 model sees a clear winner.
+bfloat16 throughout.  Greedy tokens of two ways to compute may differ where two logits nearly tie.  So tokens are
+compared where the float32 model has a clear winner.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def test_ten_thousand_steps_allocate_nothing(checkpoint: Checkpoint) -> None:
 
 
 def test_a_late_host_makes_no_step_longer(checkpoint: Checkpoint) -> None:
-    """A step lasts as long as the device computes, not until somebody asks."""
+    """A step lasts as long as the device computes, not until its result is collected."""
     executor = llm(checkpoint("llama")).executor
     start = StepPlan(1, starts=[Start(0, [0])], slices=[Slice(0, 0, [5, 6, 7], Sampler(GREEDY, 3, []))])
     executor.submit(start)

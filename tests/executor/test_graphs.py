@@ -28,7 +28,7 @@ def test_steps_with_slices_fit_the_buffers() -> None:
         assert shape.decodes + shape.tokens <= 1024
         assert shape.samples == shape.logits
     assert mixed_ladder(2, 8) == []
-    # However few rows there are, nearly all of them may decode beside a slice.
+    # However few slots there are, nearly all of them may decode together with a slice.
     assert max(shape.decodes for shape in mixed_ladder(40, 256)) == 36
 
 

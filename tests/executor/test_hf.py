@@ -1,4 +1,4 @@
-"""What loads, what is refused, and how it is said: always one line, naming what is wrong."""
+"""What loads and what is refused: always with one line that names what is wrong."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_probe_catches_layers_that_never_attend(checkpoint: Checkpoint) -> N
 
 
 def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint: Checkpoint) -> None:
-    """As a convolution or a recurrence over the token axis would, beside attention that is called as it should be."""
+    """As a convolution or a recurrence over the token axis would, next to attention that is called as it should be."""
     model = plain(checkpoint("llama"))
     mlp = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda x: mlp(x.cumsum(1))

@@ -88,8 +88,8 @@ MIXES = [
 
 @pytest.mark.parametrize("s", MIXES, ids=str)
 def test_samples_follow_the_exact_distribution(s: Sampling) -> None:
-    """Chi-square over 20,000 draws of one row, bins of an expected count of at least 5; 1 in 10^5 would fail by luck
-    (and never: the seeds are fixed)."""
+    """Chi-square over 20,000 draws of one row, with bins of an expected count of at least 5. 1 in 10^5 would fail by
+    chance; the seeds are fixed, so none does."""
     count, vocab = 20_000, 60
     row = logits_of(1, vocab, seed=3, scale=1.5)
     tokens = choose(row.expand(count, -1), [msgspec.structs.replace(s, seed=i) for i in range(count)]).tokens

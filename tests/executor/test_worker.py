@@ -171,7 +171,7 @@ def test_forked_siblings(checkpoint: Checkpoint, length: int) -> None:
 
 
 def test_first_sibling_to_finish_leaves_the_others_alone(checkpoint: Checkpoint) -> None:
-    """Freed blocks are NaN: had the survivors lost a shared block, their logits would not be finite."""
+    """Freed blocks are NaN: if a shared block had been freed, the logits of the others would not be finite."""
     sampling = Sampling(temperature=0.9, seed=3)
     driver, calm = Driver(checkpoint("llama")), Driver(checkpoint("llama"))
     slots = driver.add(words(40), sampling, n=3)

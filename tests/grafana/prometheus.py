@@ -158,7 +158,7 @@ class Prometheus:
 
 @contextmanager
 def scraped(checkpoint: Path, folder: Path) -> Iterator[tuple[Deployment, Prometheus]]:
-    """Start a deployment and a Prometheus that scrapes it; yield when both are ready."""
+    """Start a deployment and a Prometheus that scrapes it; enter the context when both are ready."""
     tool("prometheus")
     with EmbeddedRedis() as redis, ending([]) as processes:
         deployment = Deployment(redis.url, checkpoint, folder, processes)

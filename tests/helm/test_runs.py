@@ -176,7 +176,7 @@ def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[
             processes.append(gateway)
             wait(lambda: node.probe("gateway", "startup"), gateway)
             assert node.probe("gateway", "liveness")
-            assert not node.probe("gateway", "readiness")  # nobody could answer yet
+            assert not node.probe("gateway", "readiness")  # no model is loaded yet
             assert not node.probe("engine", "startup")
 
             engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # which the image sets

@@ -32,7 +32,7 @@ class Batch:
     def attend(
         self, window: int = 0, soft_cap: float = 0.0, scale: float | None = None, decodes: int | None = None
     ) -> torch.Tensor:
-        """Plan, then attention into an output of NaN.  decodes: as many as there are at the front, unless told."""
+        """Plan, then attention into an output of NaN.  decodes: as many as there are at the front, unless given."""
         out = torch.full_like(self.q, NAN)
         heads, dim = self.q.shape[-2:]
         kv_heads = self.k_cache.shape[1]

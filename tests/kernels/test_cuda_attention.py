@@ -13,8 +13,8 @@ from tests.kernels.paged import NAN, Batch, error, make_batch, reference
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Queries, keys and values are exact in both; weights are rounded to the dtype before they meet the values (fp16 with an
-# e4m3 cache), and so is the output.  Measured over these tests: at most 2.3e-3 and 2.8e-4.
+# Queries, keys and values are exact in both.  Weights are rounded to the dtype before the product with the values (fp16
+# with an e4m3 cache), and so is the output.  Measured over these tests: at most 2.3e-3 and 2.8e-4.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -81,7 +81,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_the_same_every_time_and_in_a_graph() -> None:
-    """Whoever comes last merges, and whoever has time takes more, but what is added to what does not depend on it."""
+    """The last CTA to arrive merges, and an idle CTA takes more, but the order of the sums does not depend on it."""
     batch = decodes([9000, 700, 700, 0, 5000] + [300] * 40, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16).to(
         "cuda"
     )

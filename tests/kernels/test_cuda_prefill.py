@@ -13,8 +13,8 @@ from tests.kernels.paged import NAN, Batch, error, make_batch, reference
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Queries, keys and values are exact in both; weights are rounded to the dtype before they meet the values (fp16 with an
-# e4m3 cache), and so is the output.  Measured over these tests: at most 2.4e-3 and 3.0e-4.
+# Queries, keys and values are exact in both.  Weights are rounded to the dtype before the product with the values (fp16
+# with an e4m3 cache), and so is the output.  Measured over these tests: at most 2.4e-3 and 3.0e-4.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -195,7 +195,7 @@ def test_transposed_views() -> None:
 
 @pytest.mark.parametrize("dim", [80, 128])
 def test_same_lengths_same_bits(dim: int) -> None:
-    """Parts are merged in order, whoever finishes last; and the plan holds for any number of layers."""
+    """Parts are merged in order, whichever finishes last; and the plan holds for any number of layers."""
     batch = make_batch([5000, 70, 2600], [9, 30, 40], heads=8, dim=dim, dtype=torch.bfloat16).to("cuda")
     first = batch.attend()
     for _ in range(20):

@@ -41,8 +41,8 @@ def test_parts(dtype: torch.dtype) -> None:
 
 
 def test_a_query_gets_the_same_bits_in_any_chunk() -> None:
-    """As long as its keys are not shared out, and the chunk is not so small that `prefill_mma` takes it: tiles of keys
-    begin at the same places, whatever the chunk."""
+    """Tiles of keys begin at the same places, whatever the chunk.  This holds while its keys are not cut into parts and
+    the chunk is too large for `prefill_mma`."""
     batch = make_batch([700], [700], heads=64, kv_heads=8, dim=128, dtype=torch.bfloat16).to("cuda")
     whole = batch.attend()
     for first, last in [(0, 130), (130, 333), (333, 700)]:

@@ -54,7 +54,7 @@ def test_against_float64(dtype: torch.dtype, inner: int, features: int, more: bo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "features"), [(64, 64), (512, 1000), (1408, 96), (4096, 256)])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, inner: int, features: int) -> None:
-    """Alone, at any place, beside any number of others, on any number of threads."""
+    """Alone, at any place, with any number of others, on any number of threads."""
     x, weight = made(200, inner, features, dtype)
     alone = torch.cat([product(row[None], weight) for row in x])
     for threads, counts in ((1, (2, 5, 11, 12, 13, 31, 97, 200)), (2, (1, 64, 200))):

@@ -68,7 +68,7 @@ def kept_weights(x: Tensor, temperature: float, k: int, p: float, min_p: float) 
 @pytest.mark.parametrize("vocab", [5, 100, 5003, 16_000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_tokens_are_those_of_float64(dtype: torch.dtype, vocab: int, spread: float) -> None:
-    """Every draw falls on the token it does in float64, or so close beside it that float32 weights explain it."""
+    """Every draw falls on the same token as in float64, or so close to it that float32 weights explain it."""
     rng = random.Random(vocab)
     rows = 100
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)

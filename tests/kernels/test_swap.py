@@ -1,4 +1,4 @@
-"""Blocks that went to the host's memory come back byte for byte, wherever they come back to."""
+"""Blocks copied to the host's memory return byte for byte, to whatever place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_bytes(caches: Caches) -> torch.Tensor:
 @pytest.mark.parametrize(("layers", "count"), [(1, 1), (3, 5), (3, 11), (150, 4)])
 def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int) -> None:
     """More blocks than are staged at once, more caches than one launch takes, host blocks in any order, some of them
-    neighbours; all other blocks stay as they were."""
+    neighbours.  All other blocks stay as they were."""
     caches = random_caches(device, dtype, layers, 40, size=80 if layers < 10 else 8)
     swap = Swap(caches, 2 * count, at_once=4)
     swap.host.fill_(77)

@@ -1,4 +1,4 @@
-"""The model that CPU figures are measured with shows every token as text: else a client sees gaps nobody made."""
+"""The model for CPU measurements shows every token as text: otherwise a client sees gaps that no process caused."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def options(url: str, **more: Any) -> Options:
 
 
 async def test_every_request_is_answered_with_every_token(stack: Stack) -> None:
-    """Their number, their times, and what the server said about itself meanwhile."""
+    """Their number, their times, and what the server reported meanwhile."""
     arrivals = synthetic("sharegpt", [Phase("steady", 20.0, 2.0)], 1.0, seed=2, scale=0.2)
     events: list[str] = []
     records, samples = await replay(arrivals, options(stack.url), events.append)
@@ -125,7 +125,7 @@ async def test_a_stream_that_is_cut_is_an_error(aiohttp_server: Any) -> None:
 
 
 async def test_who_is_asking_reaches_the_server(aiohttp_server: Any) -> None:
-    """Key, priority, what is left of the deadline, and a length that the server is not told."""
+    """Key, priority, what is left of the deadline, and a length that the server does not get."""
     seen: list[tuple[dict[str, str], Any]] = []
 
     async def complete(request: web.Request) -> web.StreamResponse:
@@ -299,7 +299,7 @@ def test_locust(stack: Stack, tmp_path: Path) -> None:
     ],
 )
 def test_locust_shapes(stack: Stack, tmp_path: Path, shape: str, words: list[str], users: int) -> None:
-    """Short: that as many people come as the shape says, and nobody fails."""
+    """Short: as many clients arrive as the shape says, and none fails."""
     fixed = ["-f", "loadtest/locustfile.py", "Completion", "--headless", "--host", stack.url, "--scale", "0.05"]
     done = run("locust", *fixed, "--load-shape", shape, *words, "--csv", str(tmp_path / "l"), "--csv-full-history")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ SGLANG = 'sglang:num_running_reqs{m="x"} 2\nsglang:num_queue_reqs 3\nsglang:toke
         (VLLM, Sample(1.0, 0.75, 11.0, 6.0, 582.0)),
         (SGLANG, Sample(1.0, 0.5, 2.0, 3.0)),
         ("", Sample(1.0)),
-        ("quire_queue_requests 5\n", Sample(1.0)),  # a gateway before it has heard of any engine
+        ("quire_queue_requests 5\n", Sample(1.0)),  # a gateway before any engine has reported to it
     ],
 )
 def test_pages(page: str, expected: Sample) -> None:

@@ -113,7 +113,7 @@ def test_refusals_and_how_true_the_announced_pause_was() -> None:
         record(0.0, attempts=[Attempt(0.0, 429, 4.0), Attempt(4.0, 200)]),  # first in line, and first let in: 4
         record(1.0, attempts=[Attempt(1.0, 429, 6.0), Attempt(7.0, 429, 2.0), Attempt(9.0, 200)]),  # second: 8, then 2
         refused(8.5, Attempt(8.5, 503)),
-        refused(9.6, Attempt(9.6, 429, 1.0)),  # nobody got in afterwards
+        refused(9.6, Attempt(9.6, 429, 1.0)),  # no request was admitted afterwards
         record(2.0, attempts=[Attempt(2.0, 429, 0.5), Attempt(2.5, 429, 0.5), Attempt(9.1, 200)], client=DEAF),
     ]
     figures = refusals(records, [])
@@ -133,7 +133,7 @@ def test_the_line_of_refused_clients_is_served_in_the_order_in_which_they_first_
 
 
 def test_a_pause_ends_at_the_latest_when_nobody_waits() -> None:
-    """Everybody is told a minute and comes after a minute: that does not make it true."""
+    """Every client gets "a minute" and retries after a minute: that does not make it true."""
     told = [record(i / 10, attempts=[Attempt(i / 10, 429, 60.0), Attempt(60.0 + i / 10, 200)]) for i in range(3)]
     assert refusals(told, [])["retry_after_error"]["max"] == pytest.approx(0.0, abs=0.01)
     waiting = [3.0, 0.0, 3.0, 0.0, 0.0, 0.0]  # the first 0 is alone: a gauge read between two steps
@@ -144,7 +144,8 @@ def test_a_pause_ends_at_the_latest_when_nobody_waits() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.1, 20), st.booleans()), max_size=20))
 def test_clients_that_come_when_it_is_their_turn_prove_the_server_right(asked: list[tuple[float, float, bool]]) -> None:
-    """Served strictly in the order of asking, with nobody else let in: the announced pause is the needed one."""
+    """Served strictly in the order of arrival, with no other request admitted: the announced pause is the needed
+    one."""
     asked.sort()
     free, records = 0.0, []
     for at, takes, refused_first in asked:

@@ -1,4 +1,4 @@
-"""What the measuring programs promise; the figures themselves are no test's business."""
+"""The promises of the measuring programs; no test checks the numbers themselves."""
 
 from __future__ import annotations
 

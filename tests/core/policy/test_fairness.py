@@ -1,4 +1,4 @@
-"""Who yields to whom, as arithmetic; and a quiet tenant beside a loud one, in a scheduler whose pool is full."""
+"""Which sequences are preempted for which, as arithmetic; and a quiet tenant next to a loud one, in a full pool."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def step(rig: Rig, steps: int) -> None:
 @pytest.mark.parametrize("mode", ["forecast", "threshold", "watermark", "reserve", "none"])
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, knows: bool) -> None:
-    """Its prompt is in the next plan though the pool is full, whoever is before it; and everybody's text is right."""
+    """Its prompt is in the next plan though the pool is full, whatever is before it; and every text is right."""
     rig = Rig(blocks=64, size=4, max_seqs=32, admission=mode, caching=False)
     flood(rig, 40)
     step(rig, 12)
@@ -138,7 +138,7 @@ def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, k
 
 
 def test_with_every_row_taken_the_newest_gives_up_its_row() -> None:
-    """The slot has to cool first, and nobody else gets it meanwhile."""
+    """The slot has to cool first, and no other sequence gets it meanwhile."""
     rig = Rig(blocks=400, size=4, max_seqs=4)
     loud = flood(rig, 6)
     step(rig, 6)
@@ -165,7 +165,7 @@ def test_no_room_is_kept_and_nobody_yields_where_a_tenant_is_alone() -> None:
 
 
 def test_a_tenant_at_its_share_waits_like_everybody() -> None:
-    """Two equal floods: each comes to hold half, and nobody yields to the other beyond that."""
+    """Two equal floods: each ends up with half of the pool, and neither is preempted for the other beyond that."""
     rig = Rig(blocks=64, size=4, max_seqs=32, admission="forecast", caching=False)
     for i in range(30):
         for tenant in ("one", "two"):

@@ -136,7 +136,7 @@ def test_learns_a_distribution_conditional_on_what_is_produced() -> None:
 
 
 def test_what_was_cut_off_counts_as_survived() -> None:
-    """Half the clients allow 50 tokens only: outputs of those who allow more are predicted right all the same."""
+    """Half the clients allow only 50 tokens. Outputs of the other clients are predicted right all the same."""
     rng, lengths = random.Random(2), Lengths()
     for i in range(4000):
         length = lognormal(rng, 165)
@@ -233,7 +233,7 @@ def test_a_burst_with_lengths_known_is_served_without_a_preemption_on_a_full_poo
     for ours in reports["forecast"]:
         assert ours.preemptions == 0
         assert ours.utilisation > 0.90
-        assert ours.itl_max < 0.1  # nobody stalls; without a forecast, for seconds
+        assert ours.itl_max < 0.1  # no sequence stalls; without a forecast some stall for seconds
     for mode in ("threshold", "watermark", "none"):
         assert sum(report.preemptions for report in reports[mode]) > 20
         assert max(report.itl_max for report in reports[mode]) > 1
@@ -284,7 +284,7 @@ def test_when_outputs_become_four_times_as_long_there_is_no_storm() -> None:
 def test_eta_is_paged_over_static_blocks() -> None:
     assert simulate.efficiency(3, 12) == 0.25
     assert simulate.efficiency(0, 0) == 1.0
-    # 16 to 31 tokens computed, a step for each: 1 block in the first of 16 steps, then 2, of the 8 it may come to.
+    # 16 to 31 tokens are computed, a step for each: 1 block in the first of 16 steps, then 2, of at most 8.
     one = [Job(prompt_len=16, output_len=16, max_tokens=112)]
     cases: list[tuple[simulate.Mode, float, float]] = [
         ("none", 31 / 16 / 8, (16 / 16 + sum(range(17, 32)) / 32) / 16),

@@ -50,7 +50,7 @@ def test_every_output_is_judged_once_a_level_that_lies_below_its_cap(seen: list[
 
 
 class Noting(ForecastAccuracy):
-    """Keeps what it is told of cohorts."""
+    """Records the cohorts that are reported to it."""
 
     over: list[tuple[int, int]] = msgspec.field(default_factory=list)
 

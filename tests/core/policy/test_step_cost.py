@@ -1,4 +1,4 @@
-"""Measured costs, and what rests on them: the cheaper kind of preemption; prompts that do not stall streams."""
+"""The step cost model and its decisions: the faster kind of preemption, and prompts that do not stall streams."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_averages_follow_and_a_hiccup_moves_them_little() -> None:
 
 
 def test_a_few_dear_tokens_are_believed_as_soon_as_many_cheap_ones() -> None:
-    """Deep in a long prompt: three tokens a step that take as long as the step itself say what a token costs there."""
+    """Deep in a long prompt, three tokens may take as long as the step itself. That gives the time of a token there."""
     costs = StepCostModel()
     for _ in range(20):
         costs.step(0.020, 32, 0)
@@ -156,14 +156,14 @@ def p99(values: list[float]) -> float:
 @pytest.mark.parametrize(
     ("decode_s", "token_s", "context"),
     [
-        (0.007, 5e-5, 8192),  # a small model on a CPU; where attention costs as much as all else
+        (0.007, 5e-5, 8192),  # a small model on a CPU; a model whose attention takes as long as all else
         (0.006, 2.5e-5, 32_768),  # 8B on a GPU
         (0.030, 5e-4, 8192),  # no matrix units: few tokens a step
     ],
 )
 def test_a_long_prompt_does_not_stall_streams(depth: int, decode_s: float, token_s: float, context: int) -> None:
-    """32 decoders and a prompt of 32k.  ITL p99 while it is computed at most twice the steady one, with steps that
-    take 10 % more or less by chance; without the bound, at least ten times."""
+    """32 decoders and a prompt of 32k.  ITL p99 while it is computed is at most twice the steady one, with steps that
+    vary by 10 %.  Without the bound it is at least ten times that."""
 
     def machine() -> Callable[[int, int, int], float]:
         rng = random.Random(5)
@@ -259,7 +259,7 @@ def test_a_slow_machine_takes_short_steps(decode_s: float, token_s: float, longe
 
 
 def test_deep_in_a_prompt_steps_get_shorter() -> None:
-    """42M parameters on two cores: a token costs 0.3 ms at the start of a prompt and 18 ms at its end.  The average is
+    """42M parameters on two cores: a token takes 0.3 ms at the start of a prompt and 18 ms at its end.  The average is
     some steps behind a cost that grows so fast."""
 
     def took(rows: int, tokens: int, start: int) -> float:
