@@ -3,7 +3,7 @@
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make lint                                                   format, lint, types, length of functions, dead code
-#   make bench [ARGS='--rounds 1']                              tokens per second against other systems
+#   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
@@ -26,7 +26,7 @@ serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
 test: $(KERNELS)
-	@$(RUN) -m pytest -m "not gpu and not multi_gpu" $(ARGS)
+	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(ARGS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
@@ -36,6 +36,7 @@ lint: $(INSTALLED)
 	@$(RUN) -m vulture
 
 bench: $(KERNELS)
+	@$(RUN) -m pytest -q -m "perf and not gpu"
 	@$(RUN) -m loadtest.throughput $(ARGS)
 
 chaos: $(KERNELS)

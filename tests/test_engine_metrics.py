@@ -135,7 +135,8 @@ def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) 
     assert traced.samples()["quire_preempted_seconds_count"] == 0  # it was never preempted
 
 
-def test_recording_costs_a_hundredth_of_a_step() -> None:
+@pytest.mark.perf
+def test_recording_takes_a_hundredth_of_a_step() -> None:
     """Of a short one: 1 ms.  On this thread's own clock, so that a busy machine does not matter; with traces off."""
     telemetry, load = Telemetry("e0"), EngineLoad("e0", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
     steps, best, rest = 2000, float("inf"), {"was_idle": False, "orders": [], "audits": [], "totals": Totals()}

@@ -227,6 +227,7 @@ def test_hits_fade() -> None:
     assert store.stored["f00d"] == [prefix([3] * SIZE), prefix([1] * SIZE)]
 
 
+@pytest.mark.perf
 def test_counting_costs_a_few_microseconds_a_request() -> None:
     """On this thread's own clock, so that a busy machine does not matter: each finds another prefix, of 512 tokens."""
     digests = [i.to_bytes(32) for i in range(512 // SIZE - 1)]

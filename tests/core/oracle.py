@@ -60,8 +60,32 @@ class OracleExecutor:
         self.plans.append(plan)
 
     def collect(self) -> StepResult:
-        plan = self.plans.popleft()
-        size, before = self.size, list(self.kv)
+        plan, before = self.plans.popleft(), list(self.kv)
+        self._move_blocks(plan)
+        self._change_tables(plan)
+        ends = self._write_tokens(plan)
+        samplers = self._samplers(plan, ends)
+        for slot, sampler in samplers.items():
+            if ends[slot] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.kv)):
+                if plan.step % 2:  # it failed before it computed anything
+                    self.kv = before
+                raise StepFails
+        slots, sampled = [], []
+        for slot, sampler in samplers.items():
+            token = next_token(self.context(slot, ends[slot]), sampler.sampling.seed, sampler.sibling)
+            slots.append(slot)
+            sampled.append(token)
+            self.decoding[slot] = sampler, ends[slot], token
+        scored = {
+            piece.slot: [TokenLogprob(-float(token)) for token in piece.targets]
+            for piece in plan.slices
+            if piece.targets
+        }
+        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored)
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Apply swaps, poison, freed slots and copies, in the order of a step."""
+        size = self.size
         assert len({there for _, there in plan.swap_out}) == len(plan.swap_out)
         assert len({block for _, block in plan.swap_in}) == len(plan.swap_in)
         for block, there in plan.swap_out:
@@ -81,6 +105,8 @@ class OracleExecutor:
         for source, target in plan.copies:
             self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
             self.copied += 1
+
+    def _change_tables(self, plan: StepPlan) -> None:
         for start in plan.starts:
             assert 0 <= start.slot < self.max_seqs
             assert start.slot not in self.tables
@@ -89,13 +115,19 @@ class OracleExecutor:
             table = self.tables[slot]
             assert index <= len(table)
             table[index : index + 1] = [block]
+
+    def _write_tokens(self, plan: StepPlan) -> dict[int, int]:
+        """Write the step's tokens to the cache.  Returns where each slot's sequence ends now."""
         work = [(slot, position, [token]) for slot, (_, position, token) in self.decoding.items()]
         work += [(piece.slot, piece.start, list(piece.token_ids)) for piece in plan.slices]
         for slot, position, tokens in work:
             for i, token in enumerate(tokens, position):
-                self.kv[self.tables[slot][i // size] * size + i % size] = token
+                self.kv[self.tables[slot][i // self.size] * self.size + i % self.size] = token
                 self.forward_tokens += 1
-        ends = {slot: position + len(tokens) for slot, position, tokens in work}
+        return {slot: position + len(tokens) for slot, position, tokens in work}
+
+    def _samplers(self, plan: StepPlan, ends: dict[int, int]) -> dict[int, Sampler]:
+        """Return the sampler of each slot that samples.  Forks join, with the end of their parent in `ends`."""
         samplers = {slot: sampler for slot, (sampler, _, _) in self.decoding.items()}
         samplers |= {piece.slot: piece.sampler for piece in plan.slices if piece.sampler is not None}
         for fork in plan.forks:
@@ -103,23 +135,7 @@ class OracleExecutor:
             assert fork.slot not in self.tables
             self.tables[fork.slot] = list(fork.table)
             samplers[fork.slot], ends[fork.slot] = fork.sampler, ends[fork.parent]
-        for slot, sampler in samplers.items():
-            if ends[slot] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.kv)):
-                if plan.step % 2:  # it failed before it computed anything
-                    self.kv = before
-                raise StepFails
-        slots, sampled = [], []
-        for slot, sampler in samplers.items():
-            token = next_token(self.context(slot, ends[slot]), sampler.sampling.seed, sampler.sibling)
-            slots.append(slot)
-            sampled.append(token)
-            self.decoding[slot] = sampler, ends[slot], token
-        scored = {
-            piece.slot: [TokenLogprob(-float(token)) for token in piece.targets]
-            for piece in plan.slices
-            if piece.targets
-        }
-        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored)
+        return samplers
 
     def context(self, slot: int, end: int) -> list[int]:
         table = self.tables[slot]

@@ -44,9 +44,7 @@ def test_swapped_sequences_go_on_where_they_were(depth: int) -> None:
     calm.run()
     totals = rig.core.report.totals
     assert totals.preemptions == totals.swap_preemptions > 0 == calm.core.report.totals.preemptions
-    assert (
-        totals.swapped_in_blocks == totals.swapped_out_blocks > 0
-    )  # no other sequence had their blocks
+    assert totals.swapped_in_blocks == totals.swapped_out_blocks > 0  # no other sequence had their blocks
     assert totals.recomputed_tokens == 0
     assert rig.executor.forward_tokens == calm.executor.forward_tokens
     assert rig.answers == calm.answers

@@ -954,13 +954,13 @@ def test_a_request_delivered_twice_runs_once() -> None:
     assert len(rig.answers[request, 0]) == 6
 
 
-def steady_step_seconds(rows: int) -> float:
+def steady_step_seconds(seqs: int) -> float:
     """CPU seconds of plan + commit in a steady decode step."""
-    pool = BlockPool(rows * 40, 16)
+    pool = BlockPool(seqs * 40, 16)
     info = ModelInfo("scripted", "scripted", 1000, 4096, [0], 0)
-    limits = Limits(rows, 4096, 4096, 4096, 1000, 1.0, frozenset([0]), "scripted")
+    limits = Limits(seqs, 4096, 4096, 4096, 1000, 1.0, frozenset([0]), "scripted")
     core, executor = Scheduler(pool, limits), ScriptedExecutor(info, pool.total)
-    for i in range(rows):
+    for i in range(seqs):
         core.accept(Generate(f"r{i}", "gw", [2] * (5 + i % 16), 600, Sampling(seed=i), FAR))
     for _ in range(20):
         plan = core.plan(0)
@@ -986,6 +986,7 @@ def steady_step_seconds(rows: int) -> float:
     return best
 
 
+@pytest.mark.perf
 def test_a_steady_step_is_planned_in_time_of_what_changes() -> None:
-    """256 decoding rows: plan and commit cost as much CPU time as 12,000 turns of a plain loop: some 0.5 ms."""
+    """256 decoding sequences: plan and commit take the CPU time of 12,000 turns of a plain loop, some 0.5 ms."""
     assert steady_step_seconds(256) < 1.2 * python_s()

@@ -36,6 +36,13 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     assert any("[1/" in err for _, err in ends), "progress of ninja"
 
 
+def test_a_cached_start_compiles_nothing() -> None:
+    code = "from engine.executor import ops; ops.load()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+
+
+@pytest.mark.perf
 def test_cached_start_is_fast() -> None:
     """Beyond importing torch, in a fresh process; CPU time, since other work may share the machine."""
     code = (

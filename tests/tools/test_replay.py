@@ -233,6 +233,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path) -> No
     flight.close()
 
 
+@pytest.mark.perf
 def test_recording_a_turn_costs_the_loop_microseconds(tmp_path: Path) -> None:
     """Below 1 % of the shortest step there is, some 5 ms."""
     flight = recorder.Recorder(tmp_path / "log", recorder.header(config("none"), Ends(40, 1)), 1 << 20)

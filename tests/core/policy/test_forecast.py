@@ -61,6 +61,7 @@ def test_the_bound_is_exact_where_every_end_is_known(size: int, held: list[Held]
     assert peak(held, size) == simulated(held, size)
 
 
+@pytest.mark.perf
 def test_a_thousand_sequences_take_less_than_a_millisecond() -> None:
     rng, model = random.Random(3), learned(165)
     rows = [(lognormal(rng, 300), rng.randrange(700)) for _ in range(1000)]
