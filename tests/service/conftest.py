@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession
@@ -51,7 +52,7 @@ async def serve(
     closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(**changes: object) -> Served:
-        settings: dict[str, object] = {
+        settings: dict[str, Any] = {
             "fleet_s": 0.02,
             "queue_wait_s": 5.0,
             "redis_url": redis_server.url,
@@ -95,7 +96,7 @@ async def serve(
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may take as long as a busy machine makes it; it is not what is tested."""
     monkeypatch.setattr(link, "PATIENCE_S", 60.0)
-    monkeypatch.setitem(link.Link.run_script.__kwdefaults__, "patience_s", 60.0)
+    monkeypatch.setitem(link.Link.run_script.__kwdefaults__ or {}, "patience_s", 60.0)
 
 
 @pytest.fixture

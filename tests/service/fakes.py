@@ -160,8 +160,8 @@ class FakeEngine:
             outgoing: dict[str, list[Delta]] = {}
             finished = []
             for request_id, index, at in self._cancelled:
-                delta = Delta(request_id, at, [], Finish("cancelled"), index)
-                outgoing.setdefault(self._running[request_id][0].gateway, []).append(delta)
+                end = Delta(request_id, at, [], Finish("cancelled"), index)
+                outgoing.setdefault(self._running[request_id][0].gateway, []).append(end)
             self._cancelled.clear()
             for request_id, (generate, scripts, positions) in list(self._running.items()):
                 for index, (tokens, finish) in enumerate(scripts):

@@ -79,7 +79,8 @@ async def test_the_official_client_reads_a_completion(
             n=2,
             stream_options={"include_usage": True},
         )
-        texts, roles, finishes, usage = ["", ""], [0, 0], [None, None], None
+        texts, roles, usage = ["", ""], [0, 0], None
+        finishes: list[str | None] = [None, None]
         async for chunk in stream:
             for choice in chunk.choices:
                 assert usage is None

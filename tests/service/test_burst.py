@@ -15,7 +15,8 @@ from engine.core.blocks import BlockPool
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.load_report import Pace, Rate
-from engine.tools.simulate import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
+from engine.tools.simulate import FAR, SLO_TTFT_S, StepTime, engine_limits
+from engine.tools.trace import VOCAB, Job, burst
 from engine.wire.messages import Generate, Sampling
 from engine.wire.records import Fleet, TenantQueue
 from service.admission import Cost, Overloaded, decide

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import ClientSession, web
 
@@ -67,7 +68,7 @@ async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]
 
 def data(body: str) -> list[Any]:
     found = [line[6:] for line in body.splitlines() if line.startswith("data: ")]
-    return [line if line == "[DONE]" else api.msgspec.json.decode(line) for line in found]
+    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in found]
 
 
 async def test_frames_ids_comments_and_the_end(stream: Callable[[Turns], Awaitable[tuple[int, str]]]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,7 +165,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(byte_level_tokenizer: Tokenizer)
 
 
 def request(**fields: object) -> ValidRequest:
-    body = api.msgspec.json.encode({"model": "m", **fields})
+    body = msgspec.json.encode({"model": "m", **fields})
     parse = api.parse_chat if "messages" in fields else api.parse_completion
     return parse(body, GatewayConfig(), "m", 600.0)
 

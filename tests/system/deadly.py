@@ -58,7 +58,7 @@ class DeadlyBus(EngineSide):
 if __name__ == "__main__":
     _, token, Deadly.kind, *words = sys.argv
     Deadly.deadly = int(token)
-    program.ScriptedExecutor = Deadly  # type: ignore[misc]
+    program.ScriptedExecutor = Deadly  # type: ignore[attr-defined]
     if Deadly.kind == "bus":
         sys.modules["engine.bus_thread"].EngineSide = DeadlyBus  # type: ignore[attr-defined]
     sys.exit(program.main(words))

@@ -137,7 +137,7 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
                 spent = sum(process.cpu_times()[:2]) - cpu
             await asyncio.sleep(0.05)
         took = time.monotonic() - began
-        commands: dict[str, dict[str, float]] = client.info("commandstats")  # type: ignore[assignment]
+        commands: dict[str, dict[str, float]] = client.info("commandstats")
         busy = sum(one["usec"] for name, one in commands.items() if name.startswith("cmdstat_eval")) / 1e6
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -53,7 +53,7 @@ class Deployment:
             found = asyncio.run(measure(self.port, streams, tokens, psutil.Process(self.gateway.popen.pid)))
             after = cpu.cpu_times()
             kept = [key for key in client.scan_iter("*:log:*", count=1000) if key not in known]
-            held = sum(client.memory_usage(key) or 0 for key in kept)  # type: ignore[misc]
+            held = sum(client.memory_usage(key) or 0 for key in kept)
         spent = after.user + after.system - before.user - before.system
         return {
             "tokens_per_s": found["tokens_per_s"],

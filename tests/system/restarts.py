@@ -100,7 +100,8 @@ class Restarts:
                     await asyncio.sleep(COME_AGAIN_S)
                     continue
                 assert response.status == 200, await response.text()
-                seconds, usage = 0.0, {}
+                seconds = 0.0
+                usage: dict[str, Any] = {}
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         event = json.loads(line[6:])

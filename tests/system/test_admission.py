@@ -54,7 +54,7 @@ class Watch:
         def taken() -> int:
             return core.pool.total - core.pool.available
 
-        core.accept, core.plan = watched_accept, watched_plan  # type: ignore[method-assign]
+        core.accept, core.plan = watched_accept, watched_plan  # type: ignore[method-assign, assignment]
 
 
 async def ask(client: aiohttp.ClientSession, url: str, number: int, *, prompt: int = PROMPT) -> int:
@@ -86,7 +86,13 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], mode: Admission
 ) -> None:
     """Each mode fills the pool up to its own bound: a mode that admits less than it may fails as well."""
-    engine = {"executor": "scripted", "scripted_step_ms": 3.0, "kv_blocks": BLOCKS, "max_seqs": 64, "admission": mode}
+    engine: dict[str, Any] = {
+        "executor": "scripted",
+        "scripted_step_ms": 3.0,
+        "kv_blocks": BLOCKS,
+        "max_seqs": 64,
+        "admission": mode,
+    }
     waits = {"queue_wait_s": 1000.0}  # the gateway refuses no request, so only the engine's rule acts
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
         watch = Watch(stack.core)
@@ -109,7 +115,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """No gateway may queue more than the room that the engine has announced."""
-    engine = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
+    engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
     none = {"queue_wait_s": 0.0}
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:
         watch = Watch(stack.core)
@@ -127,7 +133,7 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
     file = tmp_path / "tenants.toml"
     digests = ((name, hashlib.sha256(name.encode()).hexdigest()) for name in ("loud", "quiet"))
     file.write_text("".join(f'[{name}]\nweight = 1.0\nkey_sha256 = ["{digest}"]\n' for name, digest in digests))
-    engine = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
+    engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
     options = {"queue_wait_s": 2.0, "tenants": str(file)}
 
     def full_of_the_loud_one(fleet: Fleet) -> bool:
@@ -163,7 +169,11 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """A step may take seconds, such as a long prompt on a CPU.  The loop reports nothing then; the bus thread does."""
-    engine = {"executor": "scripted", "max_seqs": 8, "lease_ms": 20_000}  # a report every third of it would be too rare
+    engine: dict[str, Any] = {
+        "executor": "scripted",
+        "max_seqs": 8,
+        "lease_ms": 20_000,
+    }  # a report every third of it would be too rare
     body = {"model": "tiny", "prompt": [9] * 20, "max_tokens": 1, "ignore_eos": True}
 
     async with aiohttp.ClientSession() as client, asyncio.timeout(60):

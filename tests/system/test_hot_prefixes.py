@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -62,7 +63,7 @@ async def test_a_deploy_keeps_the_hit_rate_and_other_weights_begin_anew(
     """A real model: four documents behind one system prompt, for two tenants' salts, and the text stays the same."""
     system = text(1, 100, VOCAB)
     documents = [system + text(10 + i, 150, VOCAB) for i in range(4)]
-    options = {"warm_seconds": LIMIT_S}
+    options: dict[str, Any] = {"warm_seconds": LIMIT_S}
     with Stack(redis_server.url, namespace, checkpoint("llama"), **options) as stack:
 
         async def ask(session: aiohttp.ClientSession, at: int, round_: int) -> tuple[str, First]:
@@ -121,7 +122,8 @@ async def test_an_engine_that_joins_under_load_is_warm(
 ) -> None:
     """Requests arrive all the time, but another engine has room for them: a rolling deploy."""
     caplog.set_level(logging.INFO, "quire.warming")
-    document, options = text(1, 200, VOCAB), {"warm_seconds": LIMIT_S}
+    document = text(1, 200, VOCAB)
+    options: dict[str, Any] = {"warm_seconds": LIMIT_S}
     with Stack(redis_server.url, namespace, checkpoint("llama"), **options) as stack:
         body = {"model": "tiny", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         asked = 0

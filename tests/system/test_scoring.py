@@ -28,7 +28,7 @@ Choice = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {"kv_blocks": 128, "chunk_tokens": 4, "gateway_options": {"retain_s": 30.0}}
+    options: dict[str, Any] = {"kv_blocks": 128, "chunk_tokens": 4, "gateway_options": {"retain_s": 30.0}}
     with EmbeddedRedis() as redis, Stack(redis.url, "scoring", checkpoint("llama"), **options) as running:
         yield running
 

@@ -405,7 +405,7 @@ class CuttingProxy:
             back.cancel()
             up_writer.close()
             writer.close()
-            self._tasks.discard(task)  # type: ignore[arg-type]
+            self._tasks.discard(task)
 
 
 async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server: EmbeddedRedis, bus: Bus) -> None:
@@ -618,7 +618,7 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
             turns += 1
 
     task = asyncio.create_task(other())
-    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:  # type: ignore[type-var]
+    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:
         async for _ in batches:
             seen.append(turns)
             if len(seen) == 8:

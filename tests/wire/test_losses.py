@@ -105,7 +105,7 @@ async def test_a_log_that_lost_its_end_is_mended(bus: Bus, name: str, lost: int)
     with redis.Redis.from_url(bus.url) as client:
         key = f"{{{bus.namespace}}}:log:{name}:0"
         whole = client.get(key)
-        client.set(key, whole[: -4 * lost])  # type: ignore[index]
+        client.set(key, whole[: -4 * lost])
         if name == "p":
             client.ltrim(f"{key}:logprobs", 0, -lost - 1)
     while engine.at:
@@ -125,7 +125,7 @@ async def test_a_log_that_lost_more_than_its_engine_ever_said_is_computed_again(
             await side.close()
     with redis.Redis.from_url(bus.url) as client:
         key = f"{{{bus.namespace}}}:log:a:0"
-        client.set(key, client.get(key)[:12])  # type: ignore[index]
+        client.set(key, client.get(key)[:12])
     lost: list[str] = []
     while not lost:  # within TAIL exchanges
         lost += (await engine.say()).lost
@@ -140,11 +140,11 @@ class Snapshots:
 
     def __init__(self, client: redis.Redis, namespace: str) -> None:
         self._client, self._pattern = client, f"{{{namespace}}}:*"
-        self._kept: dict[bytes, tuple[int, bytes]] = {}
+        self._kept: dict[bytes, tuple[int, Any]] = {}
 
     def keep(self) -> None:
         self._kept = {
-            key: (max(0, self._client.pttl(key)), self._client.dump(key))  # type: ignore[type-var]
+            key: (max(0, self._client.pttl(key)), self._client.dump(key))
             for key in self._client.scan_iter(self._pattern)
         }
 
@@ -306,7 +306,8 @@ class Losses(RuleBasedStateMachine):
         for name in self.names:
             if self.run(self.gateway.attach(name, listen=False)) is not None and name not in quarantined:
                 assert all(said.finish == Finish("length") for said in self.run(logged(self.gateway, name)))
-        for side in [self.gateway, *(engine.side for engine in self.engines)]:
+        sides: list[Any] = [self.gateway, *(engine.side for engine in self.engines)]
+        for side in sides:
             self.run(side.close())
         self.client.close()
         self.runner.close()
@@ -314,7 +315,7 @@ class Losses(RuleBasedStateMachine):
 
 def test_whatever_redis_loses_each_token_stands_where_it_belongs(redis_server: EmbeddedRedis) -> None:
     Losses.server = redis_server
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Losses,
         settings=settings(
             max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)

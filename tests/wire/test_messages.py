@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ SAMPLING = Sampling(
     prompt_logprobs=0,
 )
 GENERATE = Generate("r1", "g1", [1, 300, 70000], 16, SAMPLING, 1_700_000_000_000, "tenant", "00-ab-cd-01", 2)
-LOAD = EngineLoad(
+LOAD = cast(Any, EngineLoad)(
     "e1",
     "m",
     "f" * 4,

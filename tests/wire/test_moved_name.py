@@ -98,6 +98,6 @@ async def test_an_entry_that_is_no_batch_is_skipped(own_server: EmbeddedRedis, o
     gateway, engine = await own_bus.gateway(), await own_bus.engine()
     with redis.Redis.from_url(own_server.url) as client:
         for fields in ({"b": b"\xc1"}, {"other": b""}):
-            client.xadd(f"{{{own_bus.namespace}}}:out:g1", fields)  # type: ignore[arg-type]
+            client.xadd(f"{{{own_bus.namespace}}}:out:g1", fields)
         await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
         assert [one.deltas[0].first for one in await read(gateway, 1)] == [0]

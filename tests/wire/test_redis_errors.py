@@ -118,7 +118,7 @@ def test_what_a_server_says_is_known(own_server: EmbeddedRedis) -> None:
                 target=lambda: blocked.append(refusal(lambda: other.xread({"s": "0"}, block=20_000)))
             )
             waiting.start()
-            while not client.info("clients")["blocked_clients"]:  # type: ignore[index]
+            while not client.info("clients")["blocked_clients"]:
                 time.sleep(0.01)
             client.replicaof("127.0.0.1", "9")
             waiting.join()

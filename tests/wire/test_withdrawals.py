@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def scripts(gateway: GatewaySide) -> list[list[str]]:
             sent.append([str(word) for word in args[1::2]])
         return await original(one, *args, **options)
 
-    gateway._link.run_script = script  # type: ignore[method-assign]
+    gateway._link.run_script = script  # type: ignore[method-assign, assignment]
     return sent
 
 
@@ -45,7 +46,7 @@ async def test_streams_that_end_at_once_are_withdrawn_once_each_in_bounded_scrip
 async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(Link.run_script.__kwdefaults__, "patience_s", 0.1)
+    monkeypatch.setitem(Link.run_script.__kwdefaults__ or {}, "patience_s", 0.1)
     gateway = await bus.gateway()
     await gateway.submit(generate("a"))
     original = gateway._link.run_script
@@ -55,7 +56,7 @@ async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet
             raise BusDown("gone")
         return await original(one, *args, **options)
 
-    gateway._link.run_script = script  # type: ignore[method-assign]
+    gateway._link.run_script = script  # type: ignore[method-assign, assignment]
     await gateway.cancel("a")
     gateway.withdraw("b")
     await gateway.withdrawn()
@@ -69,7 +70,7 @@ async def test_what_does_not_reach_redis_stays_owed_and_goes_with_the_next_fleet
 
 async def test_one_sender_takes_what_comes_meanwhile_and_what_fails_is_not_forgotten() -> None:
     sent: list[list[Withdrawal]] = []
-    answers = iter([True, False, KeyError("a bug"), True, True])
+    answers: Iterator[bool | Exception] = iter([True, False, KeyError("a bug"), True, True])
 
     async def send(some: list[Withdrawal]) -> bool:
         sent.append(some)

@@ -108,7 +108,7 @@ class Target:
         """MiB of each process, and of what Redis holds."""
         found = {name: psutil.Process(one.popen.pid).memory_info().rss / 2**20 for name, one in self.processes.items()}
         with redis.Redis.from_url(self.url) as client:
-            info: dict[str, int] = client.info("memory")  # type: ignore[assignment]
+            info: dict[str, int] = client.info("memory")
         return {**found, "redis": info["used_memory"] / 2**20}
 
 

@@ -83,7 +83,7 @@ class Server:
     async def info(self, section: str) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
             with redis.Redis.from_url(self.url) as client:
-                found: dict[str, Any] = client.info(section)  # type: ignore[assignment]
+                found: dict[str, Any] = client.info(section)
                 return found
 
         return await self._call(ask)
