@@ -11,7 +11,7 @@ that move:
     `sampler` reaches the last known token, and the slot samples its next token from that token's logits.
   * From the next step on the slot *decodes*: each step it computes the token it sampled last and samples one more,
     without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
-    step costs core and wire what changed, not what runs.
+    step takes core and wire time for what changed, not for what runs.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
   * `edits` set single table entries: growth (one past the end) and copy-on-write.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.

@@ -55,7 +55,7 @@ class PlanBuilder:
         self._budget = 0  # prompt tokens that the plan can still take
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
 
-    def begin(self, limits: Limits) -> None:
+    def begin_plan(self, limits: Limits) -> None:
         """Begin the next plan."""
         self._step = self._batch.step + 1
         self._chunk_tokens = limits.chunk_tokens

@@ -61,7 +61,7 @@ class Preemption:
             totals.swapped_out_blocks += self._swapping.swap_out(seq, self._edits.copies_of(seq))
         else:
             seq.recompute_tokens = seq.computed
-            self._swapping.release(seq)
+            self._swapping.free_all_blocks(seq)
         self._edits.drop(seq)
         self._waiting.add(seq)
 

@@ -39,7 +39,7 @@ class SchedulerReport:
         """Add a request whose continuations have all ended."""
         self._finished.append(request_id)
 
-    def take(self) -> Outputs:
+    def take_outputs(self) -> Outputs:
         """Return everything since the last call."""
         out = Outputs(dict(self.deltas), self._finished, self._events)
         self.deltas, self._finished, self._events = defaultdict(list), [], []

@@ -47,19 +47,19 @@ class Scheduler:
     """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, costs: StepCostModel | None = None
+        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, step_cost: StepCostModel | None = None
     ) -> None:
         """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
 
         Raises ValueError when allocation is static and the pool caches."""
         self.pool = pool
         self.limits = limits
-        self.costs = costs or StepCostModel()
+        self.step_cost = step_cost or StepCostModel()
         self.requests = OpenRequests()
         self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_seqs, pool.block_size)
         self.report = SchedulerReport(self.batch, pool.block_size)
-        self.swapping = Swapping(pool, host or HostPool(), self.costs, limits.preempt, limits.block_bytes)
+        self.swapping = Swapping(pool, host or HostPool(), self.step_cost, limits.preempt, limits.block_bytes)
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.isolation = Isolation()
@@ -138,12 +138,12 @@ class Scheduler:
             self.report.record("requeued", seq)
             self.batch.remove(seq)
             seq.recompute_tokens = min(seq.computed, seq.known - 1)
-            self.swapping.release(seq)
+            self.swapping.free_all_blocks(seq)
             self.waiting.add(seq)
         for seq in self.waiting:  # a copy to the host may have been in a step that never ran
             if seq.host:
                 seq.recompute_tokens = seq.computed
-                self.swapping.release(seq)
+                self.swapping.free_all_blocks(seq)
         self.pool.forget(self.batch.abandon_steps())
         if (guilty := self.isolation.failed(lost)) is not None:
             self._end_request(guilty, "error", FAILED_TWICE)
@@ -156,14 +156,16 @@ class Scheduler:
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch
-        builder.begin(self.limits)
+        builder.begin_plan(self.limits)
         builder.attend_decoding()
         started = list(batch.prefilling)
-        builder.start_favoured(prompt_budget(self.limits, self.costs, batch, len(self.waiting), self.requests.behind))
+        builder.start_favoured(
+            prompt_budget(self.limits, self.step_cost, batch, len(self.waiting), self.requests.behind)
+        )
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
-        self.admission.observe(batch.step + 1)
+        self.admission.judge_predictions(batch.step + 1)
         return builder.finish()
 
     def commit(self, result: StepResult) -> None:
@@ -172,9 +174,9 @@ class Scheduler:
         Results arrive in the order of their plans.  Raises AccountingError when one is missing."""
         issued = self.batch.commit(result.step)
         if result.step_s and not issued.swaps:
-            self.costs.step(result.step_s, issued.decoding, issued.prompt_tokens)
+            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
         if result.swap_s:
-            self.costs.swapped(result.swapped_bytes, result.swap_s)
+            self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
         occupants, deltas, block_size, generated = (
             self.batch.slots.occupants,
             self.report.deltas,
@@ -215,7 +217,7 @@ class Scheduler:
 
     def outputs(self) -> Outputs:
         """Everything reported since the last call: deltas by gateway, finished requests, and milestones."""
-        return self.report.take()
+        return self.report.take_outputs()
 
     # -------------------------------------------------------------------------------------------------------- queries
 
@@ -331,7 +333,7 @@ class Scheduler:
             self.waiting.remove(seq)
         self.batch.remove(seq)
         self.report.totals.released_blocks += len(seq.table)
-        self.swapping.release(seq)
+        self.swapping.free_all_blocks(seq)
         seq.state = State.FINISHED
         if self.requests.close(seq) and reason is not None:
             self.report.finish_request(seq.request.id)

@@ -29,12 +29,12 @@ class Swapping:
     """Owns the host blocks, the host tables of swapped sequences, and the copies of the plan in the making."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, costs: StepCostModel, preempt: Preempt, block_bytes: int
+        self, pool: BlockPool, host: HostPool, step_cost: StepCostModel, preempt: Preempt, block_bytes: int
     ) -> None:
         """`block_bytes`: keys and values of a block, all layers."""
         self.host = host
         self.sequences = 0  # swapped now
-        self._pool, self._costs, self._preempt, self._block_bytes = pool, costs, preempt, block_bytes
+        self._pool, self._step_cost, self._preempt, self._block_bytes = pool, step_cost, preempt, block_bytes
         self._out: list[tuple[int, int]] = []  # (block, host block)
         self._in: list[tuple[int, int]] = []  # (host block, block)
 
@@ -59,7 +59,7 @@ class Swapping:
         # Blocks in other tables will be found again: they are neither copied back nor recomputed.
         shared = min(blocks, self._pool.shared_prefix(seq.table)) if self._pool.caching else 0
         again = max(0, seq.computed - shared * self._pool.block_size)
-        return self._costs.swap_pays((2 * blocks - shared) * self._block_bytes, again)
+        return self._step_cost.swap_pays((2 * blocks - shared) * self._block_bytes, again)
 
     def swap_out(self, seq: Sequence, planned: Mapping[int, int]) -> int:
         """Copy what it has computed to the host and release its table.  Returns the blocks copied.
@@ -85,7 +85,7 @@ class Swapping:
         self._release_host(seq)
         return len(rest)
 
-    def release(self, seq: Sequence) -> None:
+    def free_all_blocks(self, seq: Sequence) -> None:
         """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
         self._pool.release(seq.table)
         self._release_host(seq)

@@ -14,7 +14,7 @@ Tokens of a step lie one sequence after another:   | one for each decoding slot 
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
 Those of a step with slices are made on the host, save what belongs to decoding slots, in one page of memory.
 
-One plan at a time: `stage` (host only), then the owner of the Staging sends it, then `begin` (device only), then
+One plan at a time: `stage` (host only), then the owner of the Staging sends it, then `apply_staged` (device only), then
 `decode_step` and `gather`, or `mixed_step`; compute; `finish`.
 """
 
@@ -159,7 +159,7 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan on its way to the device: what `Batch.begin` needs once it has arrived."""
+    """A plan on its way to the device: what `Batch.apply_staged` needs once it has arrived."""
 
     slots: Tensor | None  # [max_seqs] i32, where the set changed
     edits: Tensor | None  # [n, 3] i32: slot, index, block
@@ -212,9 +212,9 @@ class Batch:
     # ---------------------------------------------------------------------------------------------------- on the host
 
     def stage(self, plan: StepPlan, staging: Staging) -> Staged | None:
-        """Take the plan in and put what the device must learn of it.  None: nothing to compute.
+        """Take the plan in and stage what the device must learn of it.  None: nothing to compute.
 
-        The page of a step with slices is put first: pages of one shape always lie at the same addresses.
+        The page of a step with slices is staged first: pages of one shape always lie at the same addresses.
         Raises ValueError, with the mirror in an undefined state, when the plan does not fit the buffers.
         """
         for slot in plan.freed_slots:
@@ -233,10 +233,10 @@ class Batch:
         if self._changed:
             self._changed = False
             self.decoding_slots = tuple(self._order)
-            slots = staging.put(self._host_slots)
+            slots = staging.stage_array(self._host_slots)
         if mixed is None and not decoding and slots is None and edits is None:
             return None
-        return Staged(slots, staging.put(edits) if edits is not None else None, mixed)
+        return Staged(slots, staging.stage_array(edits) if edits is not None else None, mixed)
 
     def _join(self, slot: int) -> None:
         self._host_slots[len(self._order)] = slot
@@ -320,12 +320,12 @@ class Batch:
                 page.logits_at[at : at + len(piece.targets)] = np.arange(end - size, end - size + len(piece.targets))
                 at += len(piece.targets)
 
-        there = Page.over(staging.put(memory), shape, torch.int32)
+        there = Page.over(staging.stage_array(memory), shape, torch.int32)
         targets = [
             Targets(
                 piece.slot,
                 there.logits_at[at : at + len(piece.targets)],
-                staging.put(np.array(piece.targets, dtype=np.int64)),
+                staging.stage_array(np.array(piece.targets, dtype=np.int64)),
                 piece.top,
             )
             for piece, at in wanted
@@ -333,13 +333,13 @@ class Batch:
         joined = None
         if asking:
             last = (starts + sizes - 1)[asking]
-            joined = staging.put(np.array(self._order[decoding:], dtype=np.int64)), staging.put(last)
+            joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
         return Mixed(shape, there, joined, targets)
 
     # -------------------------------------------------------------------------------------------------- on the device
 
-    def begin(self, staged: Staged) -> None:
-        """Bring the mirror up to date.  What was put must have been sent."""
+    def apply_staged(self, staged: Staged) -> None:
+        """Bring the mirror up to date.  What was staged must have been sent."""
         if staged.slots is not None:
             self.slots.copy_(staged.slots)
             self._sample_slots.copy_(staged.slots)
@@ -401,8 +401,8 @@ class Batch:
 
     def idle_step(self, shape: Shape, staging: Staging) -> Mixed:
         """A step of that shape and of no effect: it writes no key and attends to nothing."""
-        staging.begin()
-        page = Page.over(staging.put(blank(shape)[0]), shape, torch.int32)
+        staging.begin_step()
+        page = Page.over(staging.stage_array(blank(shape)[0]), shape, torch.int32)
         staging.send()
         return Mixed(shape, page, None, [])
 

@@ -84,7 +84,7 @@ class Lines:
         self._have = 0
         self._spare: list[Tensor] = []
 
-    def take(self, values: npt.NDArray[np.generic]) -> Tensor:
+    def take_line(self, values: npt.NDArray[np.generic]) -> Tensor:
         """A line [V] with these values, copied without waiting for the device."""
         if not self._spare:
             more = max(4, self._have)
@@ -96,7 +96,7 @@ class Lines:
         send(torch.from_numpy(values), line)
         return line
 
-    def give(self, line: Tensor) -> None:
+    def return_line(self, line: Tensor) -> None:
         self._spare.append(line)
 
 
@@ -160,13 +160,13 @@ class SamplerBank:
         record["marks"] = record["bias"] = 0
         lines = []
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids):
-            lines.append((self._marks, self._marks.take(self._mark(sampler))))
+            lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
             record["marks"] = lines[-1][1].data_ptr()
         if s.logit_bias:
             bias = np.zeros(self._vocab, np.float32)
             for token, added in s.logit_bias:
                 bias[token] += added
-            lines.append((self._biases, self._biases.take(bias)))
+            lines.append((self._biases, self._biases.take_line(bias)))
             record["bias"] = lines[-1][1].data_ptr()
         if lines:
             self._held[slot] = lines
@@ -184,7 +184,7 @@ class SamplerBank:
 
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):
-            lines.give(line)
+            lines.return_line(line)
 
     def _mark(self, sampler: Sampler) -> npt.NDArray[np.int32]:
         s = sampler.sampling

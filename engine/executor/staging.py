@@ -22,7 +22,7 @@ TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dt
 
 
 class Staging:
-    """`begin`, any number of `put`, `send`; then the tensors that `put` gave may be read by the device."""
+    """Call `begin_step`, `stage_array` as often as needed, `send`.  Then the device may read the staged tensors."""
 
     def __init__(self, *, capacity: int, steps: int, device: torch.device) -> None:
         """`capacity` in bytes; `steps` how many may be in flight."""
@@ -40,14 +40,14 @@ class Staging:
         self._current = 0
         self._end = 0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start the next step's collection.  Waits only for the copy of a step that ended long ago."""
         self._current = (self._current + 1) % len(self._buffers)
         self._end = 0
         if not self._here:
             self._copied[self._current].synchronize()
 
-    def put(self, values: Array) -> Tensor:
+    def stage_array(self, values: Array) -> Tensor:
         """Where these int32, int64 or float32 values will be on the device after `send`; same shape."""
         kind = TORCH[values.dtype]
         start, size = self._end, values.nbytes
@@ -61,7 +61,7 @@ class Staging:
         return there if values.ndim == 1 else there.view(values.shape)
 
     def send(self) -> None:
-        """One asynchronous copy of everything put since `begin`, on the current stream."""
+        """One asynchronous copy of everything staged since `begin_step`, on the current stream."""
         if self._here or not self._end:
             return
         self._there[: self._end].copy_(self._buffers[self._current][: self._end], non_blocking=True)

@@ -1,6 +1,6 @@
 """One rank: weights, KV cache, table mirror, samplers.  `launch(plan) -> Pending`, `collect(pending) -> StepResult`.
 
-launch   plan ─ stage ─> one pinned copy ─ begin ─> StepTensors ─ model ─> logits ─ sampling ─> tokens ─> pinned copy
+launch   plan ─ stage ─> one pinned copy ─ apply ─> StepTensors ─ model ─> logits ─ sampling ─> tokens ─> pinned copy
                                             tables, positions     └ attention writes KV        └ fed back on the device
 collect  wait for that step's event, read the tokens
 
@@ -184,10 +184,10 @@ class Worker:
                 samplers.assign(piece.slot, piece.sampler)
         for fork in plan.forks:
             samplers.assign(fork.slot, fork.sampler)
-        staging.begin()
+        staging.begin_step()
         staged = batch.stage(plan, staging)
-        poison = staging.put(np.array(plan.poison, dtype=np.int64)) if plan.poison else None
-        copies = staging.put(np.array(plan.copies, dtype=np.int64)) if plan.copies else None
+        poison = staging.stage_array(np.array(plan.poison, dtype=np.int64)) if plan.poison else None
+        copies = staging.stage_array(np.array(plan.copies, dtype=np.int64)) if plan.copies else None
         staging.send()
 
         samplers.flush()
@@ -201,7 +201,7 @@ class Worker:
             ops.block_copy(self._flat, copies)
         if staged is None:
             return Pending(plan.step)
-        batch.begin(staged)
+        batch.apply_staged(staged)
         if staged.mixed is not None:
             return self._mixed(plan.step, staged.mixed)
         return self._decode(plan.step) if batch.decoding_slots else Pending(plan.step)

@@ -172,7 +172,7 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
         again = statistics.median(times[1:])
         moved = 2 * -(-tokens // size) * size * info.kv_bytes_per_token
         there_and_back = moved / executor.swap_bytes_per_s
-        pays = llm.engine.core.costs.swap_pays(moved, tokens)
+        pays = llm.engine.core.step_cost.swap_pays(moved, tokens)
         rate, kind = executor.swap_bytes_per_s / 1e9, "swap" if pays else "recompute"
         say(f"{size:>10} {rate:>6.2f} {there_and_back * 1e3:>9.2f} {again * 1e3:>14.2f}   {kind}")
         figures |= {

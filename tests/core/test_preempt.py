@@ -254,9 +254,9 @@ def test_only_what_was_computed_before_counts_as_recomputed() -> None:
 @pytest.mark.parametrize(("rate", "kinds"), [(1e12, {"swap"}), (1e-3, {"recompute"})])
 def test_auto_does_what_is_cheaper_for_each_victim(rate: float, kinds: set[str]) -> None:
     rig = crowded(preempt="auto")
-    rig.costs.swap_bytes_per_s = rate
-    rig.costs.step(0.001, 1, 0)
-    rig.costs.step(0.002, 1, 100)
+    rig.step_cost.swap_bytes_per_s = rate
+    rig.step_cost.record_step(0.001, 1, 0)
+    rig.step_cost.record_step(0.002, 1, 100)
     rig.run()
     totals = rig.core.report.totals
     assert totals.preemptions > 0
@@ -268,8 +268,8 @@ def test_auto_prefers_recompute_where_others_hold_most_of_it() -> None:
     a shared prefix of 8 blocks, which would have to be copied and would not have to be computed again, it does not."""
     for prefix, swaps in ((0, True), (32, False)):
         rig = Rig(blocks=18, size=4, preempt="auto", host_blocks=40, admission="none")
-        rig.costs.token_s = 1e-3
-        rig.costs.swap_bytes_per_s = 64 * 2 / 3e-3
+        rig.step_cost.token_s = 1e-3
+        rig.step_cost.swap_bytes_per_s = 64 * 2 / 3e-3
         for i in range(3):
             rig.add([7] * prefix + [5 + i] * 8, 20 if prefix else 36, ignore_eos=True, seed=i)
         while not rig.core.report.totals.preemptions:

@@ -83,8 +83,8 @@ class Rig:
     def start(self) -> None:
         blocks, size, max_seqs, depth, host_blocks = self._shape
         self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
-        self.host, self.costs = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
-        self.core = Scheduler(self.pool, self.limits, self.host, self.costs)
+        self.host, self.step_cost = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
+        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost)
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
@@ -354,8 +354,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(bytes_per_s=st.sampled_from([1.0, 64e3, 64e6]), prompt_tokens=st.integers(0, 16))
     def measured(self, bytes_per_s: float, prompt_tokens: int) -> None:
         """In mode "auto" sometimes the one is cheaper, sometimes the other."""
-        self.rig.costs.swapped(int(bytes_per_s), 1.0)
-        self.rig.costs.step(0.01, 3, prompt_tokens)
+        self.rig.step_cost.record_swap(int(bytes_per_s), 1.0)
+        self.rig.step_cost.record_step(0.01, 3, prompt_tokens)
 
     @rule()
     def crash(self) -> None:

@@ -30,11 +30,11 @@ def batch() -> Batch:
 
 def begun(b: Batch, plan: StepPlan) -> StepTensors:
     staging = Staging(capacity=1 << 16, steps=2, device=CPU)
-    staging.begin()
+    staging.begin_step()
     staged = b.stage(plan, staging)
     assert staged is not None
     staging.send()
-    b.begin(staged)
+    b.apply_staged(staged)
     if staged.mixed:
         return b.mixed_step(staged.mixed)
     step = b.decode_step(len(b.decoding_slots))

@@ -87,7 +87,7 @@ def test_every_byte_comes_back(
     assert totals.swap_preemptions == totals.preemptions > 0
     assert witness.returned == totals.swapped_in_blocks > 0
     assert totals.recomputed_tokens == 0
-    assert crowded.engine.core.costs.swap_bytes_per_s > 0
+    assert crowded.engine.core.step_cost.swap_bytes_per_s > 0
     assert crowded.engine.core.swapping.host.available == crowded.executor.host_blocks == 72
 
 

@@ -20,8 +20,8 @@ def test_what_is_put_arrives(device: str) -> None:
             np.arange(3, dtype=np.float32),
         ]
         giant = np.arange(100) * turn
-        staging.begin()
-        there = [staging.put(value) for value in values] + [staging.put(giant)]
+        staging.begin_step()
+        there = [staging.stage_array(value) for value in values] + [staging.stage_array(giant)]
         staging.send()
         for sent, found in zip([*values, giant], there, strict=True):
             assert found.device.type == device

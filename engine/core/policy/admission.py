@@ -61,7 +61,7 @@ class AdmissionPolicy(Protocol):
     def forget_sizes(self) -> None:
         """Sort the sizes of the running sequences again before the next answer of may_grow()."""
 
-    def observe(self, step: int) -> None:
+    def judge_predictions(self, step: int) -> None:
         """Judge earlier predictions by what the sequences hold at the end of `step`."""
 
 
@@ -106,12 +106,12 @@ class Unlimited:
         return self.forecast.peak(self._batch.holders(), self._batch.step, self._batch.late)
 
     def begin_starts(self) -> None:
-        self.forecast.begin()
+        self.forecast.forget_demand()
 
     def forget_sizes(self) -> None:
         pass
 
-    def observe(self, step: int) -> None:
+    def judge_predictions(self, step: int) -> None:
         self.forecast.watch(self._batch.holders(), step, self._batch.late)
 
     def _forecast(self, pool: BlockPool) -> AdmissionForecast:
@@ -175,7 +175,7 @@ class PeakBound(Unlimited):
 class Reserve(PeakBound):
     """Starts a sequence only if all running ones fit at their greatest length."""
 
-    def observe(self, step: int) -> None:
+    def judge_predictions(self, step: int) -> None:
         """Nothing to judge: the greatest length is no prediction."""
 
     def _forecast(self, pool: BlockPool) -> AdmissionForecast:
@@ -221,7 +221,7 @@ class WholeTables(Unlimited):
     def predicted_peak(self) -> int:
         return self._pool.total - self._pool.available
 
-    def observe(self, step: int) -> None:
+    def judge_predictions(self, step: int) -> None:
         """Nothing to judge: what a sequence holds never changes."""
 
 

@@ -36,13 +36,13 @@ class AdmissionForecast:
         self._cohort: Cohort | None = None
         self._look_again = 0  # the step to look at it again
 
-    def begin(self) -> None:
+    def forget_demand(self) -> None:
         """A plan begins its starts: forget the demand summed up for the plan before."""
         self._demand = None
 
     def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
         """Return whether the peak predicted for all holders and `seq` stays within the pool (mode "reserve": at their
-        greatest lengths).  `hits`: its cached blocks.  If so, it counts as a holder until begin()."""
+        greatest lengths).  `hits`: its cached blocks.  If so, it counts as a holder until forget_demand()."""
         if self._demand is None:
             if step < self.ask_again:
                 return False
@@ -78,7 +78,7 @@ class AdmissionForecast:
             produced, cap = seq.known - seq.prompt_len, seq.limit - seq.prompt_len
             if ended or produced >= cap:
                 self.calibration.output(seq.predicted, produced, cap)
-            self.lengths.observe(seq.request.tenant, produced, ended)
+            self.lengths.record_output(seq.request.tenant, produced, ended)
 
     def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
         """Judge the bounds, one cohort after the other, by what their members hold.  Call it in every step."""

@@ -171,7 +171,7 @@ class LengthModel:
         own = self._tenants.get(tenant)
         return own if own is not None and own.weight >= TENANT_ENOUGH else self._model
 
-    def observe(self, tenant: str, produced: int, ended: bool) -> None:
+    def record_output(self, tenant: str, produced: int, ended: bool) -> None:
         """An output is over after `produced` tokens (>= 1).
 
         `ended`: by itself.  Otherwise it ran into its cap, or was cancelled, and would have gone on."""

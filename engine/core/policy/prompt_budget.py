@@ -7,7 +7,7 @@ from engine.core.limits import Limits
 from engine.core.policy.step_cost import FIRST, StepCostModel
 
 
-def prompt_budget(limits: Limits, costs: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
+def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
     """Return the least of three bounds: the token budget, the aimed step time, and the stretch of a decode step.
 
     `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been computed again yet.  All of
@@ -15,7 +15,7 @@ def prompt_budget(limits: Limits, costs: StepCostModel, batch: Batch, waiting: i
     sequences that began here.  Otherwise those that resumed first would hold back the recomputing of the others."""
     budget = limits.step_tokens - batch.decoding
     if limits.step_target_s:
-        within = costs.tokens_within(batch.decoding, limits.step_target_s)
+        within = step_cost.tokens_within(batch.decoding, limits.step_target_s)
         if within is None and not batch.committed:
             within = FIRST
         budget = budget if within is None else min(budget, within)
@@ -25,5 +25,5 @@ def prompt_budget(limits: Limits, costs: StepCostModel, batch: Batch, waiting: i
     if not protected:
         return budget
     pending = len(batch.prefilling) + waiting
-    stretched = costs.prompt_tokens(batch.decoding, pending, limits.itl_stretch, protected)
+    stretched = step_cost.prompt_tokens(batch.decoding, pending, limits.itl_stretch, protected)
     return budget if stretched is None else min(budget, stretched)

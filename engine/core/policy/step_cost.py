@@ -33,7 +33,7 @@ class StepCostModel:
         self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a step without prompts
         self._mixed = 0  # steps with prompts and decoding sequences since the last one without prompts
 
-    def step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
+    def record_step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
         """Learn from a step without a swap.  `seqs`: sequences that decoded in it."""
         if not prompt_tokens:
             self._mixed = 0
@@ -51,7 +51,7 @@ class StepCostModel:
         weight = FRESH * min(1.0, max(prompt_tokens / ROUND, beyond / alone if alone else 0.0))
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
-    def swapped(self, size: int, seconds: float) -> None:
+    def record_swap(self, size: int, seconds: float) -> None:
         """Learn from a copy of `size` bytes between device and host."""
         rate = size / seconds
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate

@@ -28,7 +28,7 @@ def learned(mean: float, count: int = 2000, seed: int = 1, cap: int = 10_000) ->
     rng, model = random.Random(seed), LengthModel()
     for _ in range(count):
         length = lognormal(rng, mean)
-        model.observe("", min(length, cap), ended=length <= cap)
+        model.record_output("", min(length, cap), ended=length <= cap)
     return model
 
 
@@ -151,20 +151,20 @@ def test_follows_a_change() -> None:
     rng, model = random.Random(4), learned(40)
     assert model.lengths("").quantile(0.5, 0, 4000) < 40
     for _ in range(1200):
-        model.observe("", lognormal(rng, 400), ended=True)
+        model.record_output("", lognormal(rng, 400), ended=True)
     assert model.lengths("").quantile(0.5, 0, 4000) > 200
 
 
 def test_a_tenant_is_believed_once_it_has_shown_enough() -> None:
     rng, model = random.Random(5), learned(300)
     for _ in range(30):
-        model.observe("terse", lognormal(rng, 20), ended=True)
+        model.record_output("terse", lognormal(rng, 20), ended=True)
     assert model.lengths("terse") is model.lengths("nobody yet")
     for _ in range(300):
-        model.observe("terse", lognormal(rng, 20), ended=True)
+        model.record_output("terse", lognormal(rng, 20), ended=True)
     assert model.lengths("terse").quantile(0.5, 0, 4000) < 25
     for i in range(1100):  # tables are bounded: who has not been seen for longest is forgotten
-        model.observe(f"t{i}", 10, ended=True)
+        model.record_output(f"t{i}", 10, ended=True)
     assert model.lengths("terse") is model.lengths("nobody yet")
 
 

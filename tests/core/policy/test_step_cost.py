@@ -22,10 +22,10 @@ def test_nothing_is_decided_before_it_was_measured() -> None:
     costs = StepCostModel()
     assert not costs.swap_pays(1, 1_000_000)
     assert costs.prompt_tokens(4, 1, 2.0) is None
-    costs.step(0.010, 0, 100)
+    costs.record_step(0.010, 0, 100)
     assert not costs.swap_pays(1, 1_000_000)
     assert costs.prompt_tokens(4, 1, 2.0) == 0  # see first how long four rows take by themselves
-    costs.swapped(1000, 0.001)
+    costs.record_swap(1000, 0.001)
     assert costs.swap_pays(99, 1)
 
 
@@ -40,7 +40,7 @@ def test_nothing_is_decided_before_it_was_measured() -> None:
 )
 def test_the_cheaper_one(bytes_per_s: float, tokens_per_s: float, block_bytes: int, swaps: bool) -> None:
     costs = StepCostModel(bytes_per_s)
-    costs.step(100 / tokens_per_s, 0, 100)
+    costs.record_step(100 / tokens_per_s, 0, 100)
     assert costs.swap_pays(2 * 7 * block_bytes, 100) == swaps
 
 
@@ -58,18 +58,18 @@ def test_fewer_bytes_or_more_tokens_never_speak_against_a_swap(
 def test_averages_follow_and_a_hiccup_moves_them_little() -> None:
     costs = StepCostModel()
     for _ in range(40):
-        costs.step(0.010, 20, 0)
-        costs.step(0.010 + 200 * 5e-5, 20, 200)
+        costs.record_step(0.010, 20, 0)
+        costs.record_step(0.010 + 200 * 5e-5, 20, 200)
     assert costs.decode_s(20) == pytest.approx(0.010)
     assert costs.token_s == pytest.approx(5e-5)
     assert costs.decode_s(5) == costs.decode_s(300) == costs.decode_s(20)  # all that is known
-    costs.step(3.0, 20, 0)
-    costs.step(3.0, 20, 200)
+    costs.record_step(3.0, 20, 0)
+    costs.record_step(3.0, 20, 200)
     assert costs.decode_s(20) < 0.013
     assert costs.token_s < 8e-5
     for _ in range(40):
-        costs.step(0.020, 20, 0)
-        costs.step(0.020 + 200 * 1e-4, 20, 200)
+        costs.record_step(0.020, 20, 0)
+        costs.record_step(0.020 + 200 * 1e-4, 20, 200)
     assert costs.decode_s(20) == pytest.approx(0.020, rel=0.02)
     assert costs.token_s == pytest.approx(1e-4, rel=0.02)
 
@@ -78,15 +78,15 @@ def test_a_few_dear_tokens_are_believed_as_soon_as_many_cheap_ones() -> None:
     """Deep in a long prompt, three tokens may take as long as the step itself. That gives the time of a token there."""
     costs = StepCostModel()
     for _ in range(20):
-        costs.step(0.020, 32, 0)
-        costs.step(0.020 + 1000 * 5e-4, 32, 1000)
+        costs.record_step(0.020, 32, 0)
+        costs.record_step(0.020 + 1000 * 5e-4, 32, 1000)
     before = costs.prompt_tokens(32, 1, 2.0)
     assert before == pytest.approx(28, abs=1)
     for _ in range(10):
-        costs.step(0.020 + 3 * 6e-3, 32, 3)
+        costs.record_step(0.020 + 3 * 6e-3, 32, 3)
     assert costs.prompt_tokens(32, 1, 2.0) == 2
     for _ in range(10):  # three that take next to nothing say little
-        costs.step(0.0201, 32, 3)
+        costs.record_step(0.0201, 32, 3)
     assert costs.prompt_tokens(32, 1, 2.0) in (1, 2, 3)
 
 
@@ -96,16 +96,16 @@ def test_a_prompt_always_goes_on(steps: list[tuple[float, int, int]]) -> None:
     costs = StepCostModel()
     for seconds, rows, tokens in steps:
         if rows + tokens:
-            costs.step(seconds, rows, tokens)
+            costs.record_step(seconds, rows, tokens)
         if costs.prompt_tokens(7, 1, 2.0) == 0:
-            costs.step(seconds, 7, 0)
+            costs.record_step(seconds, 7, 0)
         assert (budget := costs.prompt_tokens(7, 1, 2.0)) is None or budget >= LEAST
 
 
 def test_a_crowd_of_prompts_gets_more() -> None:
     costs = StepCostModel()
-    costs.step(0.010, 32, 0)
-    costs.step(0.020, 32, 100)
+    costs.record_step(0.010, 32, 0)
+    costs.record_step(0.020, 32, 100)
     few, quarter, many, flood = (costs.prompt_tokens(32, pending, 2.0) for pending in (1, 8, 16, 960))
     assert few == quarter == pytest.approx(70, abs=1)
     assert many == pytest.approx(140, abs=1)
@@ -192,25 +192,25 @@ def test_where_a_token_takes_half_a_step_prompts_go_on_token_by_token(depth: int
 
 def test_steps_without_prompts_are_seen_now_and_then() -> None:
     costs = StepCostModel()
-    costs.step(0.010, 8, 0)
+    costs.record_step(0.010, 8, 0)
     for _ in range(PROBE):
         assert costs.prompt_tokens(8, 1, 2.0) != 0
-        costs.step(0.020, 8, 100)
+        costs.record_step(0.020, 8, 100)
     assert costs.prompt_tokens(8, 1, 2.0) == 0
-    costs.step(0.010, 8, 0)
+    costs.record_step(0.010, 8, 0)
     assert costs.prompt_tokens(8, 1, 2.0) != 0
 
 
 def test_a_step_takes_what_the_machine_can_do_in_the_time() -> None:
     costs = StepCostModel()
     assert costs.tokens_within(0, 1.0) is None
-    costs.step(0.1, 1, 0)
-    costs.step(0.1 + 500 * 2e-3, 0, 500)
+    costs.record_step(0.1, 1, 0)
+    costs.record_step(0.1 + 500 * 2e-3, 0, 500)
     assert costs.tokens_within(0, 1.0) == pytest.approx(450, abs=1)  # the weights are read by any step
     assert costs.tokens_within(0, 0.15) == FLOOR
     slow = StepCostModel()
-    slow.step(1.5, 1, 0)
-    slow.step(1.5 + 1000 * 0.01, 1, 1000)
+    slow.record_step(1.5, 1, 0)
+    slow.record_step(1.5 + 1000 * 0.01, 1, 1000)
     assert slow.tokens_within(1, 2.0) == pytest.approx(150, abs=1)  # as long for prompts as for the weights
 
 
@@ -292,5 +292,5 @@ def test_no_reading_takes_a_step_below_its_floor(steps: list[tuple[float, int, i
     costs = StepCostModel()
     for seconds, rows, tokens in steps:
         if rows + tokens:
-            costs.step(seconds, rows, tokens)
+            costs.record_step(seconds, rows, tokens)
         assert (budget := costs.tokens_within(rows, 2.0)) is None or budget >= FLOOR
