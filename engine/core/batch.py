@@ -55,13 +55,14 @@ class Batch:
         return self.step - self.committed
 
     def issue(self, decoding: int, prompt_tokens: int, swaps: bool, sealed: list[int]) -> int:
-        """Note that the next plan goes out.  Returns its step number."""
+        """Record that the next plan is issued.  Returns its step number."""
         self.step += 1
         self._issued.append(IssuedPlan(decoding, prompt_tokens, swaps, sealed))
         return self.step
 
     def commit(self, step: int) -> IssuedPlan:
-        """Note that the result of `step` arrived.  Raises AccountingError when it is not the oldest step in flight."""
+        """Record that the result of `step` arrived.  Raises AccountingError when it is not the oldest step in
+        flight."""
         if step != self.committed + 1:
             raise AccountingError(f"result of step {step} after step {self.committed}")
         self.committed = step

@@ -1,7 +1,7 @@
 """Isolation: finds the request that makes steps fail, so that it ends and the others finish.
 
 A failed step (StepError: out of memory, an exception in a kernel's binding) names no culprit.  Every sequence in it
-goes back to the queue with its tokens and is computed again.  Most failures do not repeat, so all start again together.
+returns to the queue with its tokens and is computed again.  Most failures do not repeat, so all start again together.
 A sequence that was in two failed steps without gaining a token between them becomes a suspect.  Suspects run in groups,
 one group after the other, and a group whose step fails is split in half:
 

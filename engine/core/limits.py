@@ -36,7 +36,7 @@ Milestone = Literal["started", "resumed", "first", "paused", "continued", "preem
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A milestone of one continuation, for metrics and recordings: the core knows no time."""
+    """A milestone of one continuation, for metrics and recordings: the core has no clock."""
 
     kind: Milestone
     request: Generate

@@ -198,7 +198,7 @@ class PlanBuilder:
         self._advance(seq)
 
     def _advance(self, seq: Sequence) -> None:
-        """Let computed catch up with known, as far as the budget goes."""
+        """Let computed catch up with known, within the budget."""
         start, known, size = seq.computed, seq.known, self._pool.block_size
         count = min(known - start, self._budget, self._chunk_tokens)
         if count <= 0:

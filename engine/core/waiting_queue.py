@@ -10,7 +10,7 @@ from engine.core.sequence import Sequence, State
 
 
 class WaitingQueue:
-    """Sequences that have started before stand ahead of all others; within each part, rank decides.
+    """Sequences that have started before are ahead of all others; within each part, rank decides.
 
     While a preempted sequence waits, no new one can take the blocks that it needs."""
 

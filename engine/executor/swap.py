@@ -45,7 +45,7 @@ class Swap:
             self._stream = torch.cuda.Stream(self._device)
         staged = min(at_once, host_blocks) if self._stream else 0
         self._staging = torch.empty(staged, *shape, dtype=torch.uint8, device=self._device)
-        # [host blocks, caches, bytes of a block in one of them].  On a CPU pages come into being when first written.
+        # [host blocks, caches, bytes of a block in one of them].  On a CPU pages are allocated when first written.
         self.host = torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=self._stream is not None)
         self._block_bytes = shape[0] * shape[1]
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end

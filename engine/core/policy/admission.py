@@ -32,7 +32,8 @@ PRESSURE_SLOTS = 64  # sizes are sorted again every 1 + sequences / PRESSURE_SLO
 
 
 class AdmissionPolicy(Protocol):
-    """Decides which sequences may start and grow.  The scheduler asks; the policy changes no sequence and no block."""
+    """Decides which sequences may start and grow.  The policy only answers the scheduler; it changes no sequence and no
+    block."""
 
     forecast: AdmissionForecast  # learns lengths and judges its own predictions in every mode
     preempts: bool  # sequences may be preempted so that another tenant's can start
@@ -203,7 +204,7 @@ class Forecast(PeakBound):
         return left >= 0 and self._sizes.may_take(len(seq.table), left)
 
     def forget_sizes(self) -> None:
-        """Sequences that ended must not stand in the way of the largest one that is left."""
+        """Sequences that ended must not delay the largest one that is left."""
         self._sizes_step = 0
 
 

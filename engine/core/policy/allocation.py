@@ -16,12 +16,12 @@ from engine.core.sequence import Sequence
 
 
 class AllocationPolicy(Protocol):
-    """Decides which blocks a sequence starts with, and what the prefix cache knows of them."""
+    """Decides which blocks a sequence starts with, and which of them the prefix cache can find."""
 
     shares_prompt: bool  # the continuations of a request share one prefill
 
     def admission_mode(self, limits: Limits) -> str:
-        """The name of the admission mode that goes with it."""
+        """The name of the admission mode that it needs."""
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """Cached blocks of the longest prefix, without the last token: computing that one gives the first logits."""

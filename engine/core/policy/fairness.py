@@ -13,7 +13,7 @@ below its share preempts the newest sequences of the tenant that holds most, as 
     +----------------------------> tenants
 
 No block is kept free for requests that might arrive.  A sequence is preempted for fairness at most once, so at worst
-every token is computed twice.  It stands before all that never ran, and resumes when another one ends.
+every token is computed twice.  It waits ahead of all that never ran, and resumes when another one ends.
 
 A block in several tables counts in each.
 """

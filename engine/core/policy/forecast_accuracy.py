@@ -3,7 +3,7 @@
 Two predictions are judged.  For each output, when its sequence starts: the lengths within which it stays with the
 probabilities of `LEVELS`.  Where the life table is right, these shares of the outputs do.  And for the sequences that
 hold blocks at some moment, a cohort: the bound on what they hold at once, without sequences that join later.  A bound
-should be passed rarely (forecast.py says how rarely) and not lie far above.
+should be passed rarely (forecast.py has the rate) and not lie far above.
 """
 
 from __future__ import annotations

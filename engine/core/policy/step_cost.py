@@ -47,7 +47,7 @@ class StepCostModel:
         reading = beyond / prompt_tokens
         if not self.token_s:
             self.token_s = reading
-        # A few tokens say as much as many where they are what the step's time went to.
+        # A few tokens count as much as many where they took most of the step's time.
         weight = FRESH * min(1.0, max(prompt_tokens / ROUND, beyond / alone if alone else 0.0))
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
