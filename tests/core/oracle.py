@@ -17,13 +17,13 @@ EOS = 0
 
 
 def next_token(context: list[int], seed: int, sibling: int) -> int:
-    """The reference model: a function of the context and who asks, nothing else."""
+    """The reference model: a function of the context, the seed and the sibling, nothing else."""
     digest = blake2b(repr((context, seed, sibling)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
 
 
 def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: frozenset[int]) -> list[int]:
-    """What one continuation must come to, however it was batched, chunked, forked or preempted."""
+    """The tokens of one continuation, however it was batched, chunked, forked or preempted."""
     tokens = list(prompt)
     while len(tokens) < limit:
         tokens.append(next_token(tokens, seed, sibling))

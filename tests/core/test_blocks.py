@@ -22,7 +22,7 @@ def chain(tokens: list[int], size: int, fingerprint: str = "model", salt: str = 
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables come, grow, fork and go in any order; a shadow of plain sets says what the pool must say."""
+    """Tables start, grow, fork and end in any order; a model of plain sets predicts every answer of the pool."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Preemption: who yields, what becomes of what was computed, and how it comes back."""
+"""Preemption: which sequence is chosen, what happens to its computed tokens, and how it resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}
 
 
 def crowded(**options: Any) -> Rig:
-    """Four sequences of up to 32 tokens in a pool of 48: two at a time get to their end."""
+    """Four sequences of up to 32 tokens in a pool of 48: two at a time can finish."""
     rig = Rig(**({"blocks": 12, "size": 4, "caching": False} | SWAP | options))
     for i in range(4):
         rig.add([5 + i] * 8, 24, ignore_eos=True, seed=i)
@@ -296,7 +296,7 @@ def test_the_audit_sees_a_host_block_in_no_table_and_one_in_two() -> None:
 
 
 def test_no_plan_brings_back_what_it_sends_away() -> None:
-    """Swapping out comes first within a plan: a block brought back by a plan must not be sent away by it."""
+    """Within a plan blocks are swapped out first: a plan must not swap out a block that it brings back."""
 
     def moved(plan: StepPlan) -> bool:
         return bool({block for block, _ in plan.swap_out} & {block for _, block in plan.swap_in})

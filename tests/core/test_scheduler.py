@@ -77,7 +77,7 @@ class Rig:
         self.over: set[str] = set()
         self.milestones: dict[tuple[str, int], list[str]] = defaultdict(list)
         self.plans: list[StepPlan] = []
-        self.failures: list[dict[tuple[str, int], int]] = []  # of each failed step: who was in it, tokens known
+        self.failures: list[dict[tuple[str, int], int]] = []  # of each failed step: key -> known tokens
         self.now = 0
 
     def start(self) -> None:
@@ -211,7 +211,7 @@ class Rig:
         self.core.auditor.whole()
 
     def note(self, event: Event) -> None:
-        """Milestones come in an order that makes sense, the last one once."""
+        """Milestones are in a sensible order, the last one once."""
         key = event.request.id, event.index
         past = self.milestones[key]
         assert "ended" not in past
@@ -240,7 +240,7 @@ class Rig:
         self.verify()
 
     def verify(self) -> None:
-        """Every continuation that was not ended from outside says what the reference says."""
+        """Every continuation that was not ended from outside has the text of the reference."""
         for request in self.requests.values():
             for index in range(request.n):
                 finish = self.finishes.get((request.id, index))
@@ -444,7 +444,7 @@ TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=4
 
 
 def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None:
-    """Two of four fit at once, though each says 3 tokens of the 24 it may: what paging is there to end."""
+    """Two of four fit at once, though each generates 3 of its 24 tokens: the waste that paging ends."""
     rig = Rig(blocks=16, size=4, allocation="static")
     stop = reference([5] * 8, 0, 0, 11, frozenset())[2]
     ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
@@ -661,7 +661,7 @@ def test_watermark_keeps_a_twentieth_free_and_none_keeps_nothing() -> None:
 
 def test_only_ends_of_their_own_are_learnt() -> None:
     rig = Rig()
-    rig.add([1] * 4, 30, ignore_eos=True)  # its length says nothing about what the model would do
+    rig.add([1] * 4, 30, ignore_eos=True)  # its length does not show what the model would generate
     rig.run()
     assert rig.core.admission.forecast.lengths.lengths("").weight == 0
     rig.add([1] * 4, 3)
@@ -920,7 +920,7 @@ def test_what_another_engine_said_is_taken_as_it_is() -> None:
 
     long = [1 + i % (VOCAB - 1) for i in range(13)]
     rig.over, rig.requests = set(), {}
-    rig.core.accept(request, [long, None, None])  # it comes from an engine that could hold more
+    rig.core.accept(request, [long, None, None])  # an engine that could hold more accepted it
     out = rig.core.outputs()
     assert out.deltas["gw"] == [Delta("r", 13, [], Finish("length"), 0)]
     assert out.finished == ["r"]

@@ -1,4 +1,4 @@
-"""Which sizes have graphs, and who takes which; capturing itself is tested on a GPU."""
+"""Which sizes have graphs, and which step takes which; capturing itself is tested on a GPU."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "v
     ],
 )
 def test_the_probe_sees_what_attention_is_asked_for(family: str, changes: dict[str, object], reason: str) -> None:
-    """Architectures that do go through the interface, but ask it for something that is not implemented."""
+    """Architectures that use the interface, but with an argument that is not implemented."""
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
             config_of(family, **(SMALL | changes)), attn_implementation=attention.NAME

@@ -1,4 +1,5 @@
-"""Forced swaps through scheduler, worker and kernels: every byte comes back, and the text is that of a calm run."""
+"""Forced swaps through scheduler, worker and kernels: every byte returns, and the text is that of a run without
+swaps."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Witness:
     def __init__(self, executor: LocalExecutor) -> None:
         assert executor._worker is not None
         self.executor, self.swap = executor, executor._worker.swap
-        self.away: dict[int, bytes] = {}  # host block -> content of the block that went there
+        self.away: dict[int, bytes] = {}  # host block -> content of the block that was copied there
         self.returned = 0
         self._out, self._back = self.swap.out, self.swap.back
         self.swap.out, self.swap.back = self.out, self.back  # type: ignore[method-assign]

@@ -172,7 +172,7 @@ def test_penalties_equal_transformers_and_the_formula() -> None:
         logits[2] - 1.5 * torch.bincount(torch.tensor(history[10:]), minlength=VOCAB),
     ]
     bank = bank_of({i: Sampler(one, PROMPT, [], history) for i, one in enumerate(s)})
-    # The adjusted logits show in the order in which tokens come when each one chosen is then forbidden by its bias.
+    # The order of the tokens shows the adjusted logits, when the bias forbids each one after it was chosen.
     for _ in range(30):
         tokens = sample(bank, logits, (0, 1, 2), torch.arange(3), torch.full((3,), 14)).tokens.tolist()
         assert tokens == [int(x.argmax()) for x in adjusted]

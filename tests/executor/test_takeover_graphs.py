@@ -1,7 +1,7 @@
 """Graphs recorded while requests are served, after a takeover: which, when, and that they change no token.
 
-On a CPU, with graphs that remember what to run and run it when replayed.  Like real ones they know tensors only by
-where these lie.  What a real device does while it records is for tests/executor/test_gpu.py.
+On a CPU, with graphs that remember what to run and run it when replayed.  Like real ones they hold addresses, not
+tensors.  What a real device does while it records is for tests/executor/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def round_of(engine: LLM, seed: int) -> list[list[int]]:
-    """Prompts with a common beginning, some greedy, some not, of many lengths: rows come and go."""
+    """Prompts with a common beginning, some greedy, some not, of many lengths: sequences start and end."""
     prompts = [words(40, 0) + words(1 + 9 * i % 70, seed + i) for i in range(14)]
     counts = [3 + 5 * i % 30 for i in range(14)]
     greedy, sampled = Sampling(temperature=0.0, ignore_eos=True), Sampling(temperature=0.9, seed=5, ignore_eos=True)

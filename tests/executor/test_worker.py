@@ -127,7 +127,7 @@ def test_greedy_text_in_a_mixed_batch(checkpoint: Checkpoint, reference: Referen
     again = driver.add(prompts[4], chunk=20)
     assert again[0] in (slots[0], slots[3])
     assert driver.generate(again, 12) == [wanted[4]]
-    # The survivors went on meanwhile; each token of theirs is the argmax after what came before it.
+    # The others continued meanwhile; each of their tokens is the argmax after the tokens before it.
     for slot, prompt in zip(slots, prompts, strict=True):
         if slot in driver.running and slot not in again:
             known = driver.running[slot].tokens
@@ -181,7 +181,7 @@ def test_first_sibling_to_finish_leaves_the_others_alone(checkpoint: Checkpoint)
 
 
 def test_resume_after_preemption(checkpoint: Checkpoint) -> None:
-    """Recompute prompt and output in one go: the sampled text goes on as if nothing had happened."""
+    """Recompute prompt and output in one go: the sampled text continues unchanged."""
     prompt = words(30)
     sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=0.5, repetition_penalty=1.3)
     driver = Driver(checkpoint("qwen3"))
@@ -229,7 +229,7 @@ def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
         [float(exact[i, token]) for i, token in enumerate(prompt[1:])], abs=1e-4
     )
     known = [prompt + driver.running[slot].output, list(driver.running[decoding[0]].tokens)]
-    driver.step()  # the layers run again for what comes next
+    driver.step()  # the layers run again for the next chunk
     assert len(ran) == 2
     for tokens, each in zip(known, (slot, decoding[0]), strict=True):
         assert driver.running[each].tokens[len(tokens)] == int(own_logits(reference(family), tokens)[-1].argmax())

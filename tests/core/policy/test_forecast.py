@@ -123,7 +123,7 @@ def test_before_any_history_lengths_spread_over_orders_of_magnitude() -> None:
     assert 20 <= lengths.quantile(0.5, 0, 10_000) <= 50
     assert lengths.quantile(0.95, 0, 10_000) >= 250
     assert lengths.quantile(0.95, 0, 100) == 100
-    assert lengths.quantile(0.5, 1000, 10_000) >= 500  # who has come far, goes on
+    assert lengths.quantile(0.5, 1000, 10_000) >= 500  # a long output usually continues
 
 
 def test_learns_a_distribution_conditional_on_what_is_produced() -> None:
@@ -163,7 +163,7 @@ def test_a_tenant_is_believed_once_it_has_shown_enough() -> None:
     for _ in range(300):
         model.record_output("terse", lognormal(rng, 20), ended=True)
     assert model.lengths("terse").quantile(0.5, 0, 4000) < 25
-    for i in range(1100):  # tables are bounded: who has not been seen for longest is forgotten
+    for i in range(1100):  # tables are bounded: the tenant unseen for longest is dropped
         model.record_output(f"t{i}", 10, ended=True)
     assert model.lengths("terse") is model.lengths("nobody yet")
 
@@ -229,7 +229,7 @@ def table(known: bool) -> dict[str, list[simulate.Report]]:
 
 
 def test_a_burst_with_lengths_known_is_served_without_a_preemption_on_a_full_pool() -> None:
-    """E4: max_tokens says the length (ignore_eos), as in the measurements of the peers."""
+    """`max_tokens` is the length (ignore_eos), as in the measurements of the peers."""
     reports = table(known=True)
     for ours in reports["forecast"]:
         assert ours.preemptions == 0
@@ -269,7 +269,7 @@ def test_a_cold_start_into_a_burst_ends_in_no_storm() -> None:
 
 
 def test_when_outputs_become_four_times_as_long_there_is_no_storm() -> None:
-    """For a while the table says what was, not what is; the bounds are too low, and rows wait instead."""
+    """For a while the table holds the earlier lengths. The bounds are too low, and sequences pause instead."""
     rng, at = random.Random(8), 0.0
     jobs = []
     for i in range(500):
@@ -298,7 +298,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
 
 
 def test_static_allocation_wastes_what_paging_saves() -> None:
-    """On the ShareGPT-like trace, where every request may say 2,048 tokens."""
+    """On the ShareGPT-like trace, where every request has max_tokens 2,048."""
     trace = Path(__file__).resolve().parents[3] / "loadtest" / "traces" / "sharegpt_like.jsonl"
     jobs = read_trace(trace, max_tokens=2048, rate=20.0)[:200]
     reports = {mode: simulate.simulate(jobs, simulate.engine_limits(mode), 2048) for mode in ("forecast", "static")}

@@ -1,4 +1,4 @@
-"""What is predicted and what comes: the counts that say whether the forecast is to be believed."""
+"""Predictions against outcomes: the counts that show whether the forecast is right."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_few_dear_tokens_are_believed_as_soon_as_many_cheap_ones() -> None:
     for _ in range(10):
         costs.record_step(0.020 + 3 * 6e-3, 32, 3)
     assert costs.prompt_tokens(32, 1, 2.0) == 2
-    for _ in range(10):  # three that take next to nothing say little
+    for _ in range(10):  # three that take next to nothing change little
         costs.record_step(0.0201, 32, 3)
     assert costs.prompt_tokens(32, 1, 2.0) in (1, 2, 3)
 
