@@ -112,7 +112,7 @@ class Answer:
 
 
 def announced_pause(headers: Mapping[str, str], now_unix_s: float) -> float | None:
-    """Return the seconds that a refusal asks a client to wait; None without a readable header.
+    """Return the seconds to wait that a refusal announces; None without a readable header.
 
     The order is that of OpenAI's clients: `retry-after-ms`, then `Retry-After` in seconds or as a date."""
     for name, scale in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):

@@ -34,7 +34,7 @@ ANONYMOUS = ClientProfile()
 
 
 class ProfileError(ValueError):
-    """A value is not valid: the text says what was given and what it must be.  The caller adds where it was given."""
+    """A value is not valid. The text has the value and what it must be.  The caller adds where it was given."""
 
 
 def parse_priority(text: str) -> str | int:

@@ -6,8 +6,8 @@
 Each kind of user has its own entries: ttft, itl, e2e in milliseconds, "refused 429", "failed".  ttft counts from the
 first attempt, pauses included; itl is the time between events.
 
-This loop is closed: users of a slower server send less, so the load shrinks.  Real users do the same.  Percentiles
-under overload therefore come from `python -m loadtest replay`, which is open.
+This loop is closed: users of a slower server send less, so the load shrinks.  Real users do the same.  So percentiles
+under overload are measured with `python -m loadtest replay`, which is open.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Attempt:
 
     sent_s: float
     status: int  # HTTP; 0 without an answer
-    announced_s: float | None = None  # seconds that the refusal asks the client to wait
+    announced_s: float | None = None  # seconds to wait that the refusal announces
 
 
 @dataclass

@@ -22,7 +22,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """Stacked: each layer stands on those before it."""
+    """Stacked: each layer is drawn on top of those before it."""
 
     width: float  # in units of x
     xs: Sequence[float]

@@ -69,7 +69,7 @@ class RunError(Exception):
 
 def run(command: list[str]) -> dict[str, float]:
     """Run one system and return the results that it prints.  Raises RunError."""
-    # By default vLLM reserves a core on a CPU, and looks for its model on the hub.
+    # By default vLLM reserves a core on a CPU, and searches for its model on the hub.
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     peers = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
     peers |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # greedy sampling does not need it, and it may not be installed

@@ -2,5 +2,5 @@
 
     python -m loadtest.kernels [--quick] [--only decode,prefill,layers] [--threads 2]
 
-The only part of loadtest that knows an inside of ours: engine.executor.ops (tests/test_borders.py).
+The only part of loadtest that imports an internal module: engine.executor.ops (tests/test_borders.py).
 """

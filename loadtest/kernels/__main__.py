@@ -40,7 +40,7 @@ def cell(value: float | str | None, form: str) -> str:
 
 
 def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print the rows as they come; return them."""
+    """Print the rows as they are measured; return them."""
     print(f"\n{title}", flush=True)
     kept: list[dict[str, Any]] = []
     columns: list[str] = []
@@ -55,7 +55,7 @@ def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
-    """Every table asked for."""
+    """Every table of `only`."""
     from loadtest.kernels import attention, layers
     from loadtest.kernels.timing import measure_ceilings
 

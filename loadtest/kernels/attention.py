@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the last `queries` of each sequence's keys are what it asks for."""
+    """One call, whose queries stand at the last `queries` positions of each sequence."""
 
     heads: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""What stands around attention and products: each against the bytes it must move, and torch's own operators."""
+"""The operators around attention and products: each against the bytes it must move, and torch's own operators."""
 
 from __future__ import annotations
 

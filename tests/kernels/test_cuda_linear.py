@@ -1,4 +1,4 @@
-"""Matrix products on a GPU, with what stands around them, against float64."""
+"""Matrix products on a GPU, with the operators around them, against float64."""
 
 from __future__ import annotations
 

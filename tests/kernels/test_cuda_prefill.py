@@ -82,7 +82,7 @@ def test_a_chunk_large_enough_for_large_tiles(dim: int) -> None:
 
 
 def test_decodes_and_chunks_in_one_call() -> None:
-    """Decodes come first, as the scheduler lists them; then chunks, single queries among them."""
+    """Decodes are first, as the scheduler lists them; then chunks, single queries among them."""
     lens = [1, 500, 64, 3000, 17, 33, 700, 1, 90, 2000]
     queries = [1, 1, 1, 1, 1, 20, 700, 1, 1, 100]
     for heads, kv_heads, dim, e4m3 in [(8, 2, 128, False), (7, 1, 64, False), (8, 8, 256, True), (8, 2, 80, True)]:

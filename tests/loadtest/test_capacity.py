@@ -41,7 +41,7 @@ def test_the_highest_number_is_found(limit: int, first: int, most: int) -> None:
         (0.9, [0.04] * 9, "ok", True),
         (1.1, [0.04] * 9, "ok", False),
         (0.9, [0.06] * 9, "ok", False),
-        (0.9, [0.01] * 99 + [1.5], "ok", False),  # a mean of 25 ms, and a reader who looks at nothing for 1.5 s
+        (0.9, [0.01] * 99 + [1.5], "ok", False),  # a mean of 25 ms, and one gap of 1.5 s
         (0.9, [0.04] * 9, "error", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""The fairness run: what it says of one tenant's requests."""
+"""The fairness run: its results for one tenant's requests."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def test_nobody_there_is_an_error_of_each_request() -> None:
 
 @pytest.mark.parametrize(("retry", "attempts"), [("obey", 2), ("ignore", 3), ("never", 1)])
 async def test_refused_clients_obey_or_don_t(aiohttp_server: Any, retry: Any, attempts: int) -> None:
-    """A server that is full for 0.9 s and says so."""
+    """A server that is full for 0.9 s and refuses requests."""
     opened: list[float] = []
 
     async def complete(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Metrics pages of the servers we know."""
+"""Metrics pages of the supported servers."""
 
 from __future__ import annotations
 

@@ -121,7 +121,10 @@ def test_refusals_and_how_true_the_announced_pause_was() -> None:
     assert (figures["requests_refused"], figures["retried"], figures["first_retry_success"]) == (5, 2, 0.5)
     assert figures["attempts_per_success"] == pytest.approx(10 / 3, abs=1e-3)
     errors = figures["retry_after_error"]
-    assert (errors["p50"], errors["max"]) == (0.0, 0.25)  # of [0, |6 - 8| / 8, 0]; who doesn't listen isn't asked
+    assert (errors["p50"], errors["max"]) == (
+        0.0,
+        0.25,
+    )
 
 
 def test_the_line_of_refused_clients_is_served_in_the_order_in_which_they_first_asked() -> None:
