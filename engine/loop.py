@@ -151,7 +151,7 @@ class Engine:
             orders=orders,
             audits=audits,
             totals=self.core.report.totals,
-            count_wasted_slots=self.core.wasted_slots,
+            count_wasted_slots=self.core.wasted_positions,
         )
 
     def _plan(self, record: TurnRecord) -> None:

@@ -278,11 +278,11 @@ class Scheduler:
         joins.  A few steps old when many run."""
         return self.admission.predicted_peak() if self.requests else 0
 
-    def used_slots(self) -> tuple[int, int]:
+    def used_positions(self) -> tuple[int, int]:
         """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""
         return used_positions(self.live(), self.batch.step + 1, self.pool.block_size)
 
-    def wasted_slots(self) -> int:
+    def wasted_positions(self) -> int:
         """KV positions allocated that hold no token.  O(sequences)."""
         return wasted_positions(self.live(), self.batch.step + 1, self.pool.block_size)
 

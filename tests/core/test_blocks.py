@@ -130,7 +130,7 @@ def test_blocks_on_demand() -> None:
             rig.submit()
             assert len(seq.table) == -(-(prompt + decoded) // 16)
             assert decoded or len(seq.table) == blocks
-            filled, allocated = rig.core.used_slots()
+            filled, allocated = rig.core.used_positions()
             assert filled == prompt + decoded
             assert allocated - filled <= 15
             rig.commit()

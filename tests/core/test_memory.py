@@ -14,7 +14,7 @@ from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Generate, Sampling
 
 
-def test_at_least_96_percent_of_the_slots_hold_tokens() -> None:
+def test_at_least_96_percent_of_the_allocated_cache_holds_tokens() -> None:
     """Block size 16, lognormal lengths of mean 161 in and 338 out.  A static reservation of the longest sequence would
     use a quarter of its memory."""
     rng = random.Random(3)
@@ -33,10 +33,10 @@ def test_at_least_96_percent_of_the_slots_hold_tokens() -> None:
     while (plan := core.plan(0)) is not None:
         executor.submit(plan)
         core.commit(executor.collect())
-        slots = core.used_slots()
-        filled, allocated, static = filled + slots[0], allocated + slots[1], static + core.running * 2048
+        used = core.used_positions()
+        filled, allocated, static = filled + used[0], allocated + used[1], static + core.running * 2048
         tables = sum(bool(seq.table) for seq in core.live())
-        assert slots[1] - slots[0] <= 15 * tables  # at most the tail of one block for each sequence
+        assert used[1] - used[0] <= 15 * tables  # at most the tail of one block for each sequence
     # Half a block of 16 for each sequence of about 500 tokens; the same load on the same seed.
     assert filled / allocated == pytest.approx(0.985, abs=0.003)
     assert filled / static == pytest.approx(0.242, abs=0.005)

@@ -206,8 +206,8 @@ class Rig:
             self.over.add(request_id)
         for event in out.events:
             self.note(event)
-        filled, allocated = self.core.used_slots()
-        assert self.core.wasted_slots() == allocated - filled
+        filled, allocated = self.core.used_positions()
+        assert self.core.wasted_positions() == allocated - filled
         self.core.auditor.whole()
 
     def note(self, event: Event) -> None:
@@ -425,7 +425,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def waste_is_below_one_block_a_sequence(self) -> None:
         if self.rig.limits.allocation == "static":
             return
-        filled, allocated = self.rig.core.used_slots()
+        filled, allocated = self.rig.core.used_positions()
         tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}
         assert 0 <= allocated - filled <= 3 * len(tails)
         assert allocated == 4 * (self.rig.pool.total - self.rig.pool.available)
@@ -450,7 +450,7 @@ def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None
     ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
     rig.submit()
     assert [seq.table for seq in rig.core.live()] == [list(range(8)), list(range(8, 16)), [], []]
-    assert rig.core.used_slots() == (16, 64)
+    assert rig.core.used_positions() == (16, 64)
     assert rig.core.room() == (0, 4)
     assert rig.core.batch.reserved_blocks == 16
     rig.run()
