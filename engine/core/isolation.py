@@ -14,8 +14,8 @@ one group after the other, and a group whose step fails is split in half:
     step runs    D | E F G H  ...        once every group has gained a token, anything may start
 
 One bad request among n makes at most 4 + log2(n) steps fail.  Halves find the request in the fewest steps.  After the
-death of an engine, suspects are tried one at a time instead ("Suspects" in engine/wire/README.md): a death takes longer
-to recover from than a failed step.
+death of an engine, suspects are tried one at a time instead ("Suspects" in engine/wire/README.md).  Recovery from a
+death takes longer than from a failed step.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from engine.executor.worker import GPU_DEPTH, Pending, Worker
 log = logging.getLogger(__name__)
 
 # Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
-# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024, and 1024 tokens a step are 1.5 % slower
+# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024. 1024 tokens a step are 1.5 % slower
 # than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
@@ -44,10 +44,10 @@ def device_kind(config: EngineConfig) -> str:
 class LocalExecutor:
     """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
-    Load it on the thread that will use it.  OpenMP keeps a team of threads for each thread that ever computed; with a
+    Load it on the thread that will use it.  OpenMP keeps a team of threads for each thread that ever computed.  With a
     second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every barrier.
-    Measured on 2 cores, the products of a 42M-parameter model, one team against two: 2.4 ms against 7.7 ms a step at
-    batch 1, 3.3 ms against 9.1 ms at batch 64.
+    Measured on 2 cores, the products of a 42M-parameter model took 2.4 ms a step at batch 1 and 3.3 ms at batch 64.
+    With two teams they took 7.7 ms and 9.1 ms.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -100,8 +100,8 @@ class LocalExecutor:
         if kind == "cuda":
             log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
         # A device computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
-        # nothing: 5.5 to 5.8 ms a token at batch 1 with depth 1, 5.6 to 6.0 with 2.  It also computes one token too
-        # many after each stop token, and a request that arrives during step N waits for N+1 as well.
+        # nothing.  A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with 2.  It also computes one
+        # token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Pending | Exception] = deque()
         self._begun: deque[float] = deque()  # when each was submitted
