@@ -68,13 +68,13 @@ def test_a_token_on_its_way_while_its_sequence_is_swapped_is_kept() -> None:
 @pytest.mark.parametrize("blocks", [12, 14])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("caching", [True, False])
-def test_while_somebody_is_swapped_nothing_new_starts(blocks: int, n: int, caching: bool) -> None:
-    """Every sequence that starts then has run before."""
+def test_while_a_sequence_is_swapped_nothing_new_starts(blocks: int, n: int, caching: bool) -> None:
+    """Every sequence that starts then has run before, even if a new one is more urgent."""
     rig = crowded(blocks=blocks, caching=caching)
     waited = 0
     for i in range(60):
         if i % 6 == 0:
-            rig.add([30 + i % 7] * 5, 9, n=n, ignore_eos=True, seed=i)
+            rig.add([30 + i % 7] * 5, 9, n=n, ignore_eos=True, seed=i, priority=-1 if i % 12 else 0)
         swapped = {id(seq) for seq in rig.core.waiting if seq.host}
         fresh = [seq for seq in rig.core.waiting if not seq.started_before]
         rig.submit()
