@@ -24,6 +24,7 @@ from typing import TypeVar
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service.admission import Overloaded
 from service.api import Refusal
@@ -431,6 +432,11 @@ class Streams:
             self._kept = now
             if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
                 await self._bus.keep(over)
+
+    @property
+    def quotas(self) -> QuotaStore:
+        """The quotas of tenants in Redis."""
+        return self._bus.quotas
 
     @property
     def fleet(self) -> Fleet:
