@@ -69,7 +69,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenants: Annotated[
         str,
         Meta(
-            description="TOML file of tenants, with weights and key digests (see service/tenants.py). The "
+            description="TOML file of tenants, with weights, key digests and quotas (see service/tenants.py). The "
             "queue is fair between "
             "tenants."
         ),

@@ -1,7 +1,8 @@
 """One request, step by step.
 
     Handlers.answer -> bodies.read -> Handlers.begin:
-        api.parse -> tokenizer.encode -> api.fit -> admission.decide -> streams.open -> text_stream.decode -> sse.write
+        api.parse -> tokenizer.encode -> api.fit -> quotas.hold
+            -> admission.decide -> streams.open -> text_stream.decode -> sse.write
 
 A client that resumes an answer takes a shorter way (`Handlers.resume`, see `resume.py`):
 

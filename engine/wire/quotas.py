@@ -85,7 +85,8 @@ class QuotaStore:
         return Buckets(quota, float(requests_ms), float(tokens_ms))
 
     async def _take(self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, *counts: int) -> Taken:
-        limits = ("" if one is None else one for one in msgspec.structs.astuple(quota))
+        given = (quota.requests_per_minute, quota.tokens_per_minute, quota.max_requests)
+        limits = ("" if limit is None else limit for limit in given)
         reply = await self._run(QUOTA_TAKE, tenant, *limits, request_id, deadline_ms, *counts)
         used_up, wait_ms, requests_ms, tokens_ms = reply
         return Taken(used_up.decode() or None, float(wait_ms), Buckets(quota, float(requests_ms), float(tokens_ms)))
