@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.gateway_side import GatewaySide
 from engine.wire.layout import EXPIRY_MS, QUOTA_MS, TOMBSTONE_MS
+from engine.wire.messages import Generate, Sampling
 from engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
 from engine.wire.scripts import SETTLE, Script
 
 T0 = 1_790_000_000_000  # unix ms at which the clock of a test begins
-MINUTE_S = QUOTA_MS / 1000
 
 
 class Clocked:
@@ -258,6 +260,36 @@ async def test_what_a_killed_gateway_took_comes_back_with_time(redis_server: Emb
         assert taken.buckets.tokens == 100 - 100 + 16 - 2
         side.set(T0 + QUOTA_MS + 1_200)
         assert (await store.look("acme", quota)).tokens == 100
+
+
+async def test_a_killed_gateway_holds_a_place_only_as_long_as_its_request_lives(
+    redis_server: EmbeddedRedis, namespace: str
+) -> None:
+    """Another gateway counts its request while it waits in the queue, and not once it was withdrawn."""
+    quota = Quota(max_requests=1)
+    killed = GatewaySide(redis_server.url, "g0", namespace=namespace, grace_s=0.0)
+    other = GatewaySide(redis_server.url, "g1", namespace=namespace, grace_s=0.0)
+    again = GatewaySide(redis_server.url, "g0", namespace=namespace, grace_s=0.0)
+    try:
+        await killed.open()
+        await other.open()
+        far_ms = (await other.fleet()).time_ms + 3_600_000
+        assert (await killed.quotas.take("acme", quota, "cmpl-a", far_ms, [(3, 5)])).used_up is None
+        assert (
+            await killed.submit(Generate("cmpl-a.0", "g0", [1, 2, 3], 5, Sampling(), far_ms, tenant="acme"))
+        ).accepted
+        assert (await other.quotas.take("acme", quota, "cmpl-b", far_ms, [(3, 5)])).used_up == "concurrent"
+        await again.open()  # the supervisor restarts it: its requests have no listener
+        until = time.monotonic() + 20
+        while (await other.quotas.take("acme", quota, "cmpl-b", far_ms, [(3, 5)])).used_up is not None:
+            assert time.monotonic() < until
+            await other.fleet()
+        assert (await killed.quotas.take("acme", quota, "cmpl-c", far_ms, [(3, 5)])).used_up == "concurrent"
+        await killed.quotas.restore("acme", quota, "cmpl-b")
+        assert (await killed.quotas.take("acme", quota, "cmpl-c", far_ms, [(3, 5)])).used_up is None
+    finally:
+        for side in (killed, other, again):
+            await side.close()
 
 
 async def test_the_keys_of_a_tenant_go_away_by_themselves(redis_server: EmbeddedRedis, namespace: str) -> None:
