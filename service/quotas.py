@@ -4,7 +4,7 @@
                                   |                     |                      '--> settle.lua gives back tokens
                                   '-> OverQuota (429)   '-- refused: quota_return.lua gives everything back
 
-A tenant without quotas costs no script.  Redis keeps the buckets (`engine/wire/quotas.py`), for all gateways together.
+A tenant without quotas needs no script.  Redis keeps the buckets (`engine/wire/quotas.py`), for all gateways together.
 """
 
 from __future__ import annotations

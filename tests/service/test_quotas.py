@@ -143,7 +143,7 @@ async def test_beyond_a_quota_the_refusal_says_when_and_the_official_client_wait
             answer = await client.completions.create(model="tiny", prompt=[5, 6, 7, 8], max_tokens=26)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 6
-        assert time.monotonic() - start > 1.9  # as it was told, and without a third attempt
+        assert time.monotonic() - start > 1.9  # as retry-after-ms said, and without a third attempt
         metrics = served.gateway._middleware._telemetry.expose().decode()
         refused = 'quire_quota_refusals_total{gateway="g0",quota="tokens_per_minute",tenant="acme"}'
         assert f"{refused} 2.0" in metrics or began - start > 1.9  # a machine too busy for the client to be refused
@@ -164,9 +164,7 @@ async def test_requests_a_minute_are_refused_with_the_time_of_the_next(
         assert (await ask(served.session, FREE))[0] == 200
 
 
-async def test_requests_at_once_are_counted_until_they_end_whoever_ends_them(
-    serve: Serve, engine: EngineMaker, tmp_path: Path
-) -> None:
+async def test_requests_at_once_are_counted_until_they_end(serve: Serve, engine: EngineMaker, tmp_path: Path) -> None:
     path = tenants_file(tmp_path, max_requests=1)
     served, other = await serve(tenants=path, resume_s=0.0), await serve(tenants=path)
     async with engine(endless, step_s=0.01) as fake:

@@ -160,7 +160,7 @@ class QuotaMachine(RuleBasedStateMachine):
                 return
         assert found.used_up is None
         model.take(name, prompts, deadline_ms)
-        if twice:  # the reply was lost, and the other gateway's clock does not matter
+        if twice:  # as if the reply had not arrived; the other gateway takes nothing again
             assert self.taken(1 - where, name, prompts, deadline_ms).used_up is None
 
     @rule(where=st.integers(0, 1), ms=st.integers(0, 90_000), little=st.booleans())
