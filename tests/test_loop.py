@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripte
 from engine.llm import LLM
 from engine.load_report import Rate
 from engine.loop import ConfigError, Engine, build_scheduler
-from engine.orders import Audit, LocalBox, Report, Resume, merged
+from engine.orders import LocalBox, Report, Resume, merged
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 from engine.wire.records import ExchangeReply
@@ -280,19 +279,6 @@ def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         engine.turn()
     assert len([record for record in caplog.records if "balance" in record.message]) == 1
     assert box.said[-1].load.audits > box.said[-1].load.alarms > 0
-
-
-def test_an_ordered_check_is_answered() -> None:
-    for engine, box in (broken(bad_books="log"), broken()):
-        box.orders.append(Audit("a1"))
-        with contextlib.suppress(DoubleFree):
-            engine.turn()
-        [(name, finding)] = box.said[-1].audited
-        assert name == "a1"
-        assert "among the free ones" in finding
-        if engine.config.bad_books == "log":
-            engine.turn()
-            assert box.said[-1].audited == ()
 
 
 def test_a_check_that_another_thread_requests_is_answered_by_the_loop() -> None:

@@ -51,7 +51,7 @@ MEET = load("meet")
 SUBMIT, PROMISE, CANCEL, KEEP = load("submit"), load("promise"), load("cancel"), load("keep")
 ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), load("read_log")
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
-QUARANTINED, AUDIT = load("quarantined"), load("audit")
+QUARANTINED = load("quarantined")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")

@@ -26,9 +26,7 @@ from engine.wire.messages import Abort, Generate, Sampling
 
 INFO = ModelInfo("m", "f00d", 1000, 512, [0], 64)
 MODES = get_args(Admission)
-TURN = TurnRecord(
-    marks=[], unix_ms=0, was_idle=False, orders=[], audits=[], totals=Totals(), count_wasted_slots=lambda: 0
-)
+TURN = TurnRecord(marks=[], unix_ms=0, was_idle=False, orders=[], totals=Totals(), count_wasted_slots=lambda: 0)
 
 
 class Ends(ScriptedExecutor):
