@@ -359,7 +359,7 @@ def test_a_flight_that_began_warm_is_replayed_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "flight"
     config = msgspec.structs.replace(CONFIG, kv_blocks=64)
     executor, box = Counted(), Ends()
-    flight = recorder.Recorder(path, recorder.header(config, executor), 1 << 20)
+    flight = recorder.Recorder(path, config, executor, 1 << 20)
     engine = Engine(config, executor, box, box, observers=[flight])
     store: Any = Store(*(prefix(text(i, 4)) for i in range(6)))
     warm(engine, store, observers=[flight])
@@ -369,7 +369,6 @@ def test_a_flight_that_began_warm_is_replayed_as_it_was(tmp_path: Path) -> None:
     flight.close()
     assert sum(box.cached.values()) > 0
     log = recorder.read(path)
-    assert log.whole
     same, difference = replay.replay(log)
     assert difference is None
     assert same > 40
