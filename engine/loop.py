@@ -113,9 +113,11 @@ class Engine:
 
     def run(self) -> None:
         """Run turns until drained.  The owner of the inbox must give back the requests that are still here then."""
-        while not (self.draining and self._may_leave()):
-            more = self._idle and self.executor.catch_up()
-            self.turn(0.0 if more else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
+        draining = False
+        while not (draining and self._may_leave()):
+            draining = self.draining  # read before the turn, so that one turn reports it at least
+            at_once = self._idle and (draining or self.executor.catch_up())
+            self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 
     def turn(self, wait_s: float = 0.0) -> None:
         """Run one step.  `wait_s`: how long to wait for the first order."""

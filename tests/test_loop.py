@@ -20,6 +20,7 @@ from engine.llm import LLM
 from engine.load_report import Rate
 from engine.loop import ConfigError, Engine, build_scheduler
 from engine.orders import LocalBox, Report, Resume, merged
+from engine.turn_record import TurnRecord
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 from engine.wire.records import ExchangeReply
@@ -333,3 +334,20 @@ def test_work_that_the_start_put_off_is_done_while_no_request_is_here() -> None:
     engine.run()
     assert left[0] == 3
     assert left[-1] == 0
+
+
+def test_a_turn_reports_that_the_engine_drains_whenever_the_signal_arrives() -> None:
+    """Also between a turn's report and the look at the flag: hot prefixes would not be written, nor gateways know."""
+
+    class Signal:
+        reported = False
+
+        def observe(self, record: TurnRecord) -> None:
+            self.reported |= record.draining
+            engine.draining = True
+
+    box, signal = Reports(), Signal()
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box, observers=[signal])
+    engine.run()
+    assert signal.reported
+    assert box.said[-1].load.draining
