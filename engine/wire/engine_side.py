@@ -37,7 +37,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may listen at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
-        self.hot_prefixes = HotPrefixStore(self._link.run_script, engine)
+        self.hot_prefixes = HotPrefixStore(self._link)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0  # of the last exchange
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines

@@ -55,3 +55,4 @@ QUARANTINED = load("quarantined")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")
+REQUESTS_WAIT = load("requests_wait")
