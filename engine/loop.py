@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from copy import copy
 
 from engine.accounting_checks import AccountingChecks
 from engine.common.errors import OperatorError
@@ -209,7 +210,8 @@ class Engine:
             observer.observe(record)
         self.checks.observe(record)
         if self.checks.fatal:
-            self._publish(record)  # the gateways must learn of the alarm before the engine ends
+            # The gateways must learn of the alarm before the engine ends; the record stays as the observers saw it.
+            self._publish(copy(record))
             raise self.checks.fatal
 
     def _may_leave(self) -> bool:

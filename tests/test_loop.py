@@ -274,6 +274,23 @@ def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
     assert engine.core.report.totals.double_frees == 1
 
 
+def test_the_last_record_of_such_an_engine_stays_as_observers_saw_it() -> None:
+    """The flight recorder reads it on another thread, and this turn is the one to replay."""
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.seen: list[tuple[TurnRecord, Outputs]] = []
+
+        def observe(self, record: TurnRecord) -> None:
+            self.seen.append((record, record.outputs))
+
+    engine, _ = broken()
+    engine.observers.append(keeps := Keeps())
+    with pytest.raises(DoubleFree):
+        engine.run()
+    assert all(record.outputs is outputs for record, outputs in keeps.seen)
+
+
 def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     engine, box = broken(bad_books="log", check_books=True)
     while engine.core.report.totals.double_frees < 2:
