@@ -229,7 +229,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = ""
     flight_log_mib: Annotated[
-        int, Meta(ge=1, description="Most MiB of the flight log and the one before it (.1) together.")
+        int, Meta(ge=1, description="Most MiB of the flight log. At this size it ends: a replay needs its beginning.")
     ] = 64
     request_log: Annotated[
         str,

@@ -103,8 +103,6 @@ class Gateway:
                 web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
             ]
         )
-        if self._config.debug_endpoints:
-            app.add_routes([web.post("/debug/audit", status.audit)])
         return app
 
     def page(self) -> web.Application:

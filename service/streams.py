@@ -161,10 +161,6 @@ class Streams:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
         return await self._ask(self._bus.twin(key))
 
-    async def audit(self, patience_s: float) -> dict[str, str | None]:
-        """See GatewaySide.audit.  Raises Refusal(503)."""
-        return await self._ask(self._bus.audit(patience_s))
-
     async def release(self, key: IdempotencyKey, duplicate: DuplicateRequest) -> None:
         """Free an idempotency key whose first request, `duplicate`, has no answer.  Raises Refusal(503)."""
         await self._ask(self._bus.release(key, duplicate.request_id))

@@ -1,4 +1,4 @@
-"""Faults put into the books of a busy scheduler: the whole audit names each at once, samples find it soon."""
+"""Faults put into the books of a busy scheduler: the check names each."""
 
 from __future__ import annotations
 
