@@ -14,6 +14,7 @@ from typing import Any
 from loadtest.report import look_up, show
 
 GAP_S = 0.1  # the longest gap that a stream may have
+ORACLE = ("simulated", "bound", "without_lengths")  # shares of `engine.tools oracle`
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ COLUMNS = (
     Column("on time, due after the burst", "overload.on_time.after", "%"),
     Column("burst, of the oracle's", "compared.burst_of_oracle", "%", _every_load(0.9, ANY)),
     Column("burst, of the upper bound", "compared.burst_of_bound", "%"),
+    Column("burst, of the best without lengths", "compared.burst_of_without_lengths", "%"),
     Column("all, of the oracle's", "compared.all_of_oracle", "%"),
     Column("all, of the upper bound", "compared.all_of_bound", "%"),
     Column("answered", "overload.answered", ""),
@@ -84,7 +86,8 @@ def median(values: Sequence[float | None]) -> float | None:
 def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[str, Any] | None) -> dict[str, Any]:
     """Return a run's figures over those of `fifo` with the same load and seed, and over the oracle's.
 
-    oracle: {"burst": {"simulated": share, "bound": share}, "all": {...}}, as `engine.tools oracle --json` writes it."""
+    oracle: {"burst": {"simulated": share, "bound": share, "without_lengths": share}, "all": {...}}, as `engine.tools
+    oracle --json` writes it."""
     own = result["figures"]["overload"]
 
     def ratio(a: float | None, b: float | None) -> float | None:
@@ -96,6 +99,7 @@ def compared(result: dict[str, Any], fifo: dict[str, Any] | None, oracle: dict[s
         share, best = own["on_time"].get(which), (oracle or {}).get(which, {})
         found[f"{which}_of_oracle"] = ratio(share, best.get("simulated"))
         found[f"{which}_of_bound"] = ratio(share, best.get("bound"))
+        found[f"{which}_of_without_lengths"] = ratio(share, best.get("without_lengths"))
     return found
 
 
@@ -131,7 +135,7 @@ def goals(found: dict[str, Any]) -> list[str]:
             for _, low, high in (limit for limit in column.limits if limit[0] == load):
                 bounds = [f">= {show(low, column.unit)}"] if high == ANY else [f"<= {show(high, column.unit)}"]
                 state = "no figure" if value is None else "reached" if low <= value <= high else "MISSED"
-                lines.append(f"{load:6} {column.name:30} {show(value, column.unit):>10}  {bounds[0]:>12}  {state}")
+                lines.append(f"{load:6} {column.name:34} {show(value, column.unit):>10}  {bounds[0]:>12}  {state}")
     return lines
 
 
@@ -141,16 +145,16 @@ def table(found: dict[str, Any]) -> str:
     for load, systems in found["figures"].items():
         counts = found["seeds"][load]
         head = "".join(f"{f'{system} ({counts[system]})':>15}" for system in systems)
-        lines.append(f"{f'{load}: medians over seeds':34}{head}")
+        lines.append(f"{f'{load}: medians over seeds':36}{head}")
         for column in COLUMNS:
             values = [figures[column.name] for figures in systems.values()]
             if any(value is not None for value in values):
-                lines.append(f"{column.name:34}" + "".join(f"{show(value, column.unit):>15}" for value in values))
+                lines.append(f"{column.name:36}" + "".join(f"{show(value, column.unit):>15}" for value in values))
         lines.append("")
     for seed, oracle in found["oracle"].items():
         if oracle:
             cells = (
-                f"{which}: simulated {show(oracle[which]['simulated'], '%')}, bound {show(oracle[which]['bound'], '%')}"
+                f"{which}: " + ", ".join(f"{name} {show(oracle[which].get(name), '%')}" for name in ORACLE)
                 for which in ("burst", "all")
             )
             lines.append(f"perfect knowledge, seed {seed}: {'; '.join(cells)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from engine.tools.pool_model import Goal, Policy, Pool, Work
 
@@ -33,16 +33,18 @@ class OneQueue:
         return len(self._queue)
 
 
-Order = Literal["oldest", "newest", "smallest prompt", "least work"]
+Order = Literal["oldest", "newest", "smallest prompt", "fewest tokens", "token class", "least work"]
 
 
 class TwoLanes:
-    """The gateway's two lanes before one engine, with lengths known to the engine alone or to both.
+    """The gateway's two lanes before one engine.
 
-    order, late_order: which of a lane starts first.  "least work" needs to know output lengths.
+    order, late_order: which of a lane starts first.  "fewest tokens" counts prompt and output, "token class" does in
+    powers of two and then takes the oldest, "least work" counts seconds of the engine (`Work.costs`).  These three need
+    to know output lengths.
     late_share: fraction of the started prompt tokens that the late lane gets while both lanes have requests.
-    skip: whether a request may start before one of its lane that does not fit.
-    largest: fraction of the requests, those with the most work, that go to the late lane while any request waits."""
+    estimate: whether a request goes to the late lane on arrival if it is estimated to wait too long; else when it did.
+    """
 
     def __init__(
         self,
@@ -52,35 +54,31 @@ class TwoLanes:
         order: Order = "oldest",
         late_order: Order = "oldest",
         late_share: float = 0.1,
-        skip: bool = False,
-        largest: float = 0.0,
         estimate: bool = True,
     ) -> None:
-        self._work, self._goal, self._late_share = work, goal, late_share
-        self._skip, self._estimate = skip, estimate
+        self._work, self._goal, self._late_share, self._estimate = work, goal, late_share, estimate
         self._key, self._late_key = self._key_of(order), self._key_of(late_order)
         self._on_time: list[int] = []
         self._late: list[int] = []
         self._recent: deque[tuple[float, int]] = deque()  # (when, prompt tokens) of starts
         self._prompts = [0, 0]  # prompt tokens started from the on-time and the late lane while both had requests
-        ranked = sorted(work.costs)
-        self._most = ranked[int((1 - largest) * (len(ranked) - 1))] if largest else float("inf")
 
-    def _key_of(self, order: Order) -> Callable[[int], float]:
-        requests = self._work.requests
-        return {
-            "oldest": lambda number: requests[number].at_s,
+    def _key_of(self, order: Order) -> Callable[[int], tuple[float, float]]:
+        requests, work = self._work.requests, self._work
+        lengths = [request.prompt_len + request.output_len for request in requests]
+        first: dict[Order, Callable[[int], float]] = {
+            "oldest": lambda number: 0.0,
             "newest": lambda number: -requests[number].at_s,
-            "smallest prompt": lambda number: float(requests[number].prompt_len),
-            "least work": lambda number: self._work.costs[number],
-        }[order]
+            "smallest prompt": lambda number: requests[number].prompt_len,
+            "fewest tokens": lambda number: lengths[number],
+            "token class": lambda number: lengths[number].bit_length(),
+            "least work": lambda number: work.costs[number],
+        }
+        return lambda number: (first[order](number), requests[number].at_s)
 
     def arrive(self, number: int, now_s: float) -> None:
-        crowded = bool(self._on_time or self._late)
-        if (crowded and self._work.costs[number] > self._most) or self._wait(number, now_s) > self._goal.ttft_s:
-            self._late.append(number)
-        else:
-            self._on_time.append(number)
+        late = self._wait(number, now_s) > self._goal.ttft_s
+        (self._late if late else self._on_time).append(number)
 
     def _wait(self, number: int, now_s: float) -> float:
         """Return the estimated seconds until a request starts: prompt tokens ahead of it over the pace of starts."""
@@ -109,37 +107,44 @@ class TwoLanes:
             self._take(self._late, pool, now_s, 1)
 
     def _take(self, lane: list[int], pool: Pool, now_s: float, which: int, most: int = 1 << 30) -> None:
-        """Start requests of a lane, `most` at most, until one does not fit; with `skip` also those after it."""
+        """Start requests of a lane, `most` at most, until one does not fit."""
         both = bool(self._on_time and self._late)
-        started = set()
-        for number in lane:
-            if len(started) == most:
+        started = 0
+        for number in lane[:most]:
+            if not pool.start(number):
                 break
-            if pool.start(number):
-                started.add(number)
-                tokens = self._work.requests[number].prompt_len
-                self._recent.append((now_s, tokens))
-                self._prompts[which] += tokens if both else 0
-            elif not self._skip:
-                break
-        lane[:] = [number for number in lane if number not in started]
+            started += 1
+            tokens = self._work.requests[number].prompt_len
+            self._recent.append((now_s, tokens))
+            self._prompts[which] += tokens if both else 0
+        del lane[:started]
 
     def waiting(self) -> int:
         return len(self._on_time) + len(self._late)
 
 
+def _lanes(**options: Any) -> Callable[[Work, Goal], Policy]:
+    return lambda work, goal: TwoLanes(work, goal, **options)
+
+
 POLICIES: dict[str, Callable[[Work, Goal], Policy]] = {
     "one queue": OneQueue,
-    "two lanes": TwoLanes,
-    "two lanes, nothing guaranteed": lambda work, goal: TwoLanes(work, goal, late_share=0.0),
-    "no estimate": lambda work, goal: TwoLanes(work, goal, estimate=False),
-    "no estimate, newest first": lambda work, goal: TwoLanes(work, goal, estimate=False, order="newest"),
-    "no estimate, smallest prompt": lambda work, goal: TwoLanes(work, goal, estimate=False, order="smallest prompt"),
-    "largest 10 % late": lambda work, goal: TwoLanes(work, goal, largest=0.1),
-    "largest 20 % late": lambda work, goal: TwoLanes(work, goal, largest=0.2),
-    "largest 30 % late": lambda work, goal: TwoLanes(work, goal, largest=0.3),
-    "largest 40 % late": lambda work, goal: TwoLanes(work, goal, largest=0.4),
-    "least work first": lambda work, goal: TwoLanes(work, goal, estimate=False, order="least work"),
-    "least work first, skipping": lambda w, g: TwoLanes(w, g, estimate=False, order="least work", skip=True),
-    "least work, late too": lambda w, g: TwoLanes(w, g, estimate=False, order="least work", late_order="least work"),
+    "lanes": _lanes(),
+    "lanes, nothing guaranteed": _lanes(late_share=0.0),
+    "lanes without estimate": _lanes(estimate=False),
+    "lanes, newest first": _lanes(order="newest"),
+    "lanes, smallest prompt first": _lanes(order="smallest prompt"),
+    "lanes, fewest tokens first": _lanes(order="fewest tokens"),
+    "lanes, lowest token class first": _lanes(order="token class"),
+    "lanes, least work first": _lanes(order="least work"),
+    "lanes, least work, late too": _lanes(order="least work", late_order="least work"),
 }
+# Policies that need no output length.
+WITHOUT_LENGTHS = (
+    "one queue",
+    "lanes",
+    "lanes, nothing guaranteed",
+    "lanes without estimate",
+    "lanes, newest first",
+    "lanes, smallest prompt first",
+)

@@ -1,12 +1,13 @@
 """`python -m engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
 
 `python -m loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were measured.
-Two figures, each for the requests due in the burst and for all:
+Three figures, each for the requests due in the burst and for all:
 
-    simulated   what a schedule with perfect knowledge of lengths and arrivals reaches on a virtual clock
-    bound       what no schedule can exceed
+    simulated         what a schedule with perfect knowledge of lengths and arrivals reaches on a virtual clock
+    bound             what no schedule can exceed; the best possible share lies between these two
+    without_lengths   the best of the policies of lane_policies.py that know neither output lengths nor the future
 
-so the best possible share lies between them.  `--policies` also runs policies without that knowledge on the same clock.
+`--policies` prints every policy of lane_policies.py.
 
 A request is on time if its j-th token (0, 1, ...) is out at most ttft_s + j * pace_s after its arrival.
 
@@ -36,7 +37,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.tools.lane_policies import POLICIES
+from engine.tools.lane_policies import POLICIES, WITHOUT_LENGTHS
 from engine.tools.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 from engine.tools.simulate import StepTime
 
@@ -141,15 +142,15 @@ def clairvoyant(work: Work, goal: Goal, counted: Sequence[bool], rounds: int) ->
         outcome = run(work, Clairvoyant(work, goal, chosen, keys, skip), goal)
         return [a and b for a, b in zip(outcome.on_time, counted, strict=True)]
 
-    best: tuple[int, list[bool], list[bool], Sequence[float], bool] | None = None
+    keys: Sequence[float]
+    best: tuple[int, list[bool], list[bool], Sequence[float], bool] = (-1, [], [], costs, True)
     for share in SHARES:
         allowed = set(ranked[: round(share * len(ranked))])
         chosen = [number in allowed for number in range(len(costs))]
         for keys, skip in itertools.product((costs, arrivals), (True, False)):
             served = tried(chosen, keys, skip)
-            if best is None or sum(served) > best[0]:
+            if sum(served) > best[0]:
                 best = (sum(served), served, chosen, keys, skip)
-    assert best is not None
     rng = random.Random(0)
     for _ in range(rounds if ranked else 0):
         count, served, chosen, keys, skip = best
@@ -170,11 +171,12 @@ def clairvoyant(work: Work, goal: Goal, counted: Sequence[bool], rounds: int) ->
 
 
 def shares(work: Work, goal: Goal, rounds: int) -> dict[str, dict[str, float]]:
-    """Return for "burst" and "all": requests, and the shares `simulated` and `bound`.
+    """Return for "burst" and "all": requests, and the shares `simulated`, `bound` and `without_lengths`.
 
     Each is the best for itself: to serve more of the burst, a schedule may refuse requests outside it.  Without a phase
     "burst" that entry has no requests and shares of 0."""
     found = {}
+    rows = {row["policy"]: row for row in policies(work, goal)}
     for name in ("burst", "all"):
         counted = [name == "all" or request.phase == name for request in work.requests]
         total = sum(counted)
@@ -184,6 +186,7 @@ def shares(work: Work, goal: Goal, rounds: int) -> dict[str, dict[str, float]]:
             "requests": float(total),
             "simulated": round(served / total, 4) if total else 0.0,
             "bound": round(most / total, 4) if total else 0.0,
+            "without_lengths": round(max(rows[policy][name] for policy in WITHOUT_LENGTHS), 4),
         }
     return found
 

@@ -97,7 +97,7 @@ def test_what_is_not_counted_may_be_left_out_for_what_is() -> None:
     requests = [Request(0.0, 8, 1, "base"), Request(0.0, 8, 1, "burst")]
     work, goal = Work(requests, Capacity(4, 2, STEP)), Goal(2.5, 1.0)
     found = shares(work, goal, rounds=5)
-    assert found["burst"] == {"requests": 1.0, "simulated": 1.0, "bound": 1.0}
+    assert found["burst"] == {"requests": 1.0, "simulated": 1.0, "bound": 1.0, "without_lengths": 0.0}
     assert found["all"]["simulated"] == 0.5
 
 
@@ -107,7 +107,7 @@ def test_no_step_holds_more_than_the_pool_and_every_request_of_a_queue_runs(
     requests: list[Request], blocks: int
 ) -> None:
     work, goal = Work(requests, Capacity(blocks, 2, STEP)), Goal()
-    for policy in (OneQueue(work, goal), TwoLanes(work, goal), TwoLanes(work, goal, order="least work", skip=True)):
+    for policy in (OneQueue(work, goal), TwoLanes(work, goal), TwoLanes(work, goal, order="least work")):
         pool_held: list[int] = []
 
         class Watched(Pool):
@@ -169,7 +169,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path.write_text(json.dumps(page))
     assert tools.main(["oracle", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["burst"] == found["all"] == {"requests": 1.0, "simulated": 1.0, "bound": 1.0}
+    assert (
+        found["burst"]
+        == found["all"]
+        == {"requests": 1.0} | dict.fromkeys(("simulated", "bound", "without_lengths"), 1.0)
+    )
     assert main([str(path), "--policies"]) == 0
     printed = capsys.readouterr().out
     assert "bound 100.0%" in printed
