@@ -136,55 +136,60 @@ def test_what_has_no_value_is_larger_than_everything() -> None:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
+def test_perfect_knowledge_is_asked_with_the_arrivals_and_the_measured_steps(tmp_path: Path) -> None:
+    words = ("--rate", "2", "--seconds", "1", "--peak", "8", "--peak-seconds", "2", "--after-seconds", "1")
+    args = parsed("--into", str(tmp_path), "--kv-tokens", "4096")
+    runs = [burst.Run("fifo", "known", 3, "", lambda: pytest.fail("started"), (*words, "--seed", "3"))]
+    step = {"fixed": 0.01, "row": 0.0, "prompt_token": 0.0}
+    fifo = result("fifo", 3, 0.5, 9.0, step_time=step)
+    fifo["figures"]["itl_s"] = {"p99": 0.05}
+    found = burst.oracle_of(3, [result("lanes", 3, 0.5, 9.0, step_time=None), fifo], runs, args)
+    given = json.loads((tmp_path / "arrivals_3.json").read_text())
+    assert (given["blocks"], given["block_size"], given["pace_s"], given["step"]) == (256, 16, 0.05, step)
+    assert {request["phase"] for request in given["requests"]} >= {"burst"}
+    assert found["all"]["requests"] == len(given["requests"])
+    assert 0 < found["all"]["simulated"] <= found["all"]["bound"] <= 1
+    assert burst.oracle_of(3, [result("lanes", 3, 0.5, 9.0, step_time=None)], runs, args) is None
+
+
+def burst_run(model: Path, into: Path, *extra: str, status: int = 0) -> str:
+    """Run the command with a second a phase and a scripted engine; return its stdout."""
+    short = "--rate 5 --seconds 1 --peak-seconds 1 --after-seconds 1 --scale 0.1 --context 256 --ask-tokens 256"
+    words = "--systems fifo --loads known,warm --seeds 1 --fifo-server= --warm-requests 5 --drain 60"
+    server = ["--server", "--executor scripted --scripted-step-ms 5 --no-spare", "--into", str(into)]
+    command = [sys.executable, "-m", "loadtest", "burst", str(model), *short.split(), *words.split(), *server, *extra]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_no_run_starts_that_would_end_too_late(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    said = burst_run(checkpoint("llama"), tmp_path, "--minutes", "0.5", status=1)
+    assert "left to do: known fifo, seed 1\nleft to do: warm fifo, seed 1" in said
+
+
 @pytest.mark.system
 def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    into = tmp_path / "burst"
-    short = ["--rate", "5", "--seconds", "1", "--peak-seconds", "1", "--after-seconds", "1", "--scale", "0.1"]
-    words = [
-        "--systems",
-        "fifo,none",
-        "--loads",
-        "known,warm",
-        "--seeds",
-        "1",
-        "--context",
-        "256",
-        "--ask-tokens",
-        "256",
-    ]
-    servers = ["--server", "--executor scripted --scripted-step-ms 5 --no-spare", "--fifo-server="]
-    more = ["--warm-requests", "5", "--drain", "60", "--into", str(into)]
-    model = str(checkpoint("llama"))
-    command = [sys.executable, "-m", "loadtest", "burst", model, *short, *words, *servers, *more]
-
-    def burst_run(*extra: str, status: int = 0) -> str:
-        done = subprocess.run([*command, *extra], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout
-
-    assert "left to do: known fifo, seed 1" in burst_run("--minutes", "0.001", status=1)
-    said = burst_run()
-    assert "4 of 4 runs to do" in said
+    said = burst_run(checkpoint("llama"), tmp_path)
+    assert "2 of 2 runs to do" in said
     assert "known: medians over seeds" in said
-    names = [f"burst_{load}_{system}_1.json" for load in ("known", "warm") for system in ("fifo", "none")]
-    results = {name: json.loads((into / name).read_text()) for name in names}
-    for name, each in results.items():
-        assert each["figures"]["overload"]["answered"] == each["figures"]["requests"] > 10, name
+    results = {load: json.loads((tmp_path / f"burst_{load}_fifo_1.json").read_text()) for load in ("known", "warm")}
+    for each in results.values():
+        assert each["figures"]["overload"]["answered"] == each["figures"]["requests"] > 10
         assert set(each["figures"]["overload"]["on_time"]) == {"base", "burst", "after", "all"}
-    assert results[names[0]]["config"]["work"] == results[names[1]]["config"]["work"]
-    assert results[names[0]]["config"]["work"]["ends"] == "max_tokens"
-    assert results[names[2]]["config"]["work"]["ends"] == "logit_bias"  # this checkpoint has no countdown
-    summary = json.loads((into / "burst.json").read_text())
-    assert summary["seeds"] == {"known": {"fifo": 1, "none": 1}, "warm": {"fifo": 1, "none": 1}}
-    assert summary["figures"]["known"]["none"]["unanswered"] == 0
+    assert results["known"]["config"]["work"]["ends"] == "max_tokens"
+    assert results["warm"]["config"]["work"]["ends"] == "logit_bias"  # this checkpoint has no countdown
+    summary = json.loads((tmp_path / "burst.json").read_text())
+    assert summary["seeds"] == {"known": {"fifo": 1}, "warm": {"fifo": 1}}
+    assert summary["figures"]["known"]["fifo"]["unanswered"] == 0
     assert summary["figures"]["known"]["fifo"]["the same over fifo's"] == 1.0
     assert summary["command"].startswith("python -m loadtest burst DIR ")
 
-    (into / names[3]).write_text('{"cut": ')  # as a run that was killed while it wrote
-    before = (into / names[0]).stat().st_mtime_ns
-    assert "1 of 4 runs to do" in burst_run()
-    assert (into / names[0]).stat().st_mtime_ns == before
-    assert json.loads((into / names[3]).read_text())["system"] == "none"
+    (tmp_path / "burst_warm_fifo_1.json").write_text('{"cut": ')  # as a run that was killed while it wrote
+    before = (tmp_path / "burst_known_fifo_1.json").stat().st_mtime_ns
+    assert "1 of 2 runs to do" in burst_run(checkpoint("llama"), tmp_path)
+    assert (tmp_path / "burst_known_fifo_1.json").stat().st_mtime_ns == before
+    assert json.loads((tmp_path / "burst_warm_fifo_1.json").read_text())["system"] == "fifo"
 
 
 @pytest.mark.system
