@@ -65,7 +65,7 @@ COLUMNS = (
     ),
     *(
         Column(f"{lane}, burst: {name}", f"overload.lanes.burst.{lane}.{path}", unit)
-        for lane in ("on-time", "late", "none")
+        for lane in ("on_time", "late", "none")
         for name, path, unit in (
             ("requests", "requests", ""),
             ("TTFT p50", "ttft_s.p50", "ms"),

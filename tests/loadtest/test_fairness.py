@@ -21,7 +21,7 @@ def test_refusals_first_tokens_and_gaps_are_the_tenants_own() -> None:
         asked("quiet", 1.0, [429, 200], [3.0]),
         asked("quiet", 2.0, [429], [], "refused"),
         asked("loud", 0.0, [200], [9.0, 30.0], lane="late"),
-        asked("loud", 0.0, [200], [0.5, 1.0], lane="on-time"),
+        asked("loud", 0.0, [200], [0.5, 1.0], lane="on_time"),
     ]
     found = of_tenant(records, "quiet")
     assert (found["requests"], found["completed"], found["refused_at_first"]) == (3, 2, 2)

@@ -20,9 +20,9 @@ def answered(due: float, times: list[float], lane: str = "", statuses: tuple[int
 def test_shares_lanes_and_the_last_first_token() -> None:
     records = [
         answered(1.0, [1.5, 1.6]),
-        answered(11.0, [12.0, 12.1], "on-time"),
+        answered(11.0, [12.0, 12.1], "on_time"),
         answered(12.0, [30.0, 30.1, 30.7], "late", (429, 429, 200)),
-        answered(13.0, [13.1, 13.9], "on-time"),  # on time, but 0.8 s a token
+        answered(13.0, [13.1, 13.9], "on_time"),  # on time, but 0.8 s a token
         answered(14.0, [], statuses=(429,)),
     ]
     found = figures(records, [], Slo(), WINDOWS)
@@ -31,7 +31,7 @@ def test_shares_lanes_and_the_last_first_token() -> None:
     assert (found["last_first_token_s"], found["last_end_s"]) == (30.0, 30.7)
     assert found["longest_gap_s"] == 0.8
     burst = found["lanes"]["burst"]
-    assert {lane: each["requests"] for lane, each in burst.items()} == {"late": 1, "none": 1, "on-time": 2}
+    assert {lane: each["requests"] for lane, each in burst.items()} == {"late": 1, "none": 1, "on_time": 2}
     assert burst["late"]["ttft_s"]["p50"] == 18.0
     assert burst["none"]["ttft_s"] is None
 
