@@ -312,7 +312,7 @@ def prepare_model(args: argparse.Namespace) -> tuple[int, int]:
 def measure_all(
     args: argparse.Namespace, runs: list[Run], found: dict[Run, dict[str, Any] | None], began: float
 ) -> tuple[list[dict[str, Any]], int]:
-    """Measure what is missing, while it fits --minutes.  Return all results and the number of failed or left runs."""
+    """Measure the missing runs that fit --minutes.  Return all results and the number of failed or left runs."""
     results, failed = [], 0
     for number, run in enumerate(runs, 1):
         result = found[run]

@@ -1,4 +1,4 @@
-"""The table of `python -m loadtest burst`: medians over seeds, a block for each load, and what must be reached.
+"""The table of `python -m loadtest burst`: medians over seeds, a block for each load, and the goals.
 
 Pure: results in, figures and text out.
 """
@@ -125,7 +125,7 @@ def page(results: Sequence[dict[str, Any]], oracles: dict[int, dict[str, Any] | 
 
 
 def goals(found: dict[str, Any]) -> list[str]:
-    """Return a line for each goal of system `lanes`: what it is, what was measured, and whether it is reached."""
+    """Return a line for each goal of system `lanes`: its name, the measured value, the limit, and the verdict."""
     lines = []
     for load, systems in found["figures"].items():
         if "lanes" not in systems:

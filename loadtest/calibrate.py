@@ -91,7 +91,7 @@ async def closed_loop(
 def calibrate(options: Options, jobs: Sequence[Job], blocks: int, block_size: int, use: float) -> Calibration:
     """Return the rate at which requests like `jobs` keep the fraction `use` of the pool in use.
 
-    What is left of the difference between `use` and the measured use is corrected in proportion."""
+    The rate is corrected in proportion to the measured use."""
     clients = clients_for(jobs, blocks, block_size, use)
     tokens_per_s, kv = asyncio.run(closed_loop(options, jobs, clients, RAMP_S, MEASURE_S))
     rate = tokens_per_s * len(jobs) / sum(job.output_len for job in jobs)

@@ -21,7 +21,7 @@ BEFORE_BURST_S = 5.0  # the pool's use is averaged over this time before the bur
 def figures(
     records: Sequence[Record], samples: Sequence[Sample], slo: Slo, windows: dict[str, tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return what tells one way to handle an overload from another.
+    """Return the figures that compare ways to handle an overload.
 
     on_time: the share of requests with the first token and the mean gap within `slo`, of those due in each phase and of
     all.  A request that got no answer counts as late."""

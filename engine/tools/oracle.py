@@ -1,11 +1,11 @@
 """`python -m engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
 
 `python -m loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were measured.
-Three figures, each for the requests due in the burst and for all:
+Three shares, each of the requests due in the burst and of all:
 
-    simulated         what a schedule with perfect knowledge of lengths and arrivals reaches on a virtual clock
-    bound             what no schedule can exceed; the best possible share lies between these two
-    without_lengths   the best of the policies of lane_policies.py that know neither output lengths nor the future
+    simulated         of a schedule with perfect knowledge of lengths and arrivals, on a virtual clock
+    bound             a share that no schedule can exceed; the best possible one lies between these two
+    without_lengths   of the best of the policies of lane_policies.py that know neither output lengths nor the future
 
 `--policies` prints every policy of lane_policies.py.
 
@@ -101,7 +101,7 @@ def bound(work: Work, goal: Goal, counted: Sequence[bool]) -> int:
 class Clairvoyant:
     """Starts the chosen requests in the order of `keys` while they can be on time, and drops the others.
 
-    What is dropped can run after the last arrival, which changes nothing for those on time.
+    Dropped requests can run after the last arrival, where they delay no request that is on time.
     skip: whether a request may start before one that is ahead of it and does not fit."""
 
     def __init__(self, work: Work, goal: Goal, chosen: Sequence[bool], keys: Sequence[float], skip: bool) -> None:
