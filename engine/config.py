@@ -53,7 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["safetensors", "random"],
         Meta(
             description="Where weights come from. safetensors: the checkpoint. random: made up on the device, for "
-            "benchmarks; the model's directory then needs only a config.json."
+            "benchmarks; the model's directory then needs only a config.json. Tensors of its weight files, if any, are "
+            "used."
         ),
     ] = "safetensors"
     device: Annotated[
