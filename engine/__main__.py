@@ -29,7 +29,7 @@ from engine.hot_prefixes import warm
 from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
 from engine.metrics_page import Page
-from engine.recorder import Recorder, header
+from engine.recorder import Recorder
 from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
 from engine.watchdog import Watchdog
@@ -161,8 +161,7 @@ class Server:
         config = self._config
         try:
             if config.flight_log:
-                first, size = header(config, self._executor), config.flight_log_mib << 20
-                self._flight = Recorder(Path(config.flight_log), first, size)
+                self._flight = Recorder(Path(config.flight_log), config, self._executor, config.flight_log_mib << 20)
             if config.request_log:
                 self._requests = RequestLog(Path(config.request_log), config.request_log_mib << 20)
         except OSError as error:

@@ -32,19 +32,15 @@ class AccountingChecks:
         self._checked = False  # since the engine became idle
         self._alarm_at = 0.0  # monotonic seconds from which the next error is logged
         self._requests: deque[Future[str]] = deque()  # of other threads
-        self.findings: tuple[tuple[str, str], ...] = ()  # results of this turn's ordered checks: name and finding
         self.fatal: AccountingError | None = None  # the engine must report its counts once more and end
-        core.auditor.whole()  # a count above 0 in its load tells the gateways that this engine can be ordered to check
 
     def observe(self, record: TurnRecord) -> None:
         """Check where a check is due.  Never raises: see `fatal`."""
-        self.findings = ()
         settled = record.idle and record.was_idle and not record.orders and not self._checked
         requests = [self._requests.popleft() for _ in range(len(self._requests))]
-        if self._each_turn or settled or record.audits or requests:
+        if self._each_turn or settled or requests:
             found = self._check()
             self._checked = True
-            self.findings = tuple((name, found) for name in record.audits)
             for request in requests:
                 request.set_result(found)
         self._checked &= record.idle

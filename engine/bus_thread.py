@@ -23,7 +23,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.metrics import Telemetry
-from engine.orders import Audit, Order, Report, Resume, merged, on_own_clock, without
+from engine.orders import Order, Report, Resume, merged, on_own_clock, without
 from engine.wire.engine_side import EngineSide
 from engine.wire.layout import STALE_MS
 from engine.wire.link import BusDown
@@ -49,7 +49,7 @@ class BusThread:
         self.relieved = False  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
-        self._orders: queue.SimpleQueue[Order | Audit] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
         # Lost requests whose tokens the loop may still publish, because it has not taken the abort yet: id -> number of
         # the loss.  Those tokens must not be sent: this engine has its lease again, perhaps even the same request.
@@ -57,7 +57,6 @@ class BusThread:
         self._losses = 0
         self._put = self._sent = 0  # tokens since start: each count is written by one of the two threads
         self._report: Report | None = None
-        self._findings: deque[tuple[str, str]] = deque()  # results of ordered accounting checks, not yet sent
         self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
         self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
         self._claims = 0
@@ -92,10 +91,10 @@ class BusThread:
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join()
 
-    def drain(self, wait_s: float) -> list[Order | Audit]:
+    def drain(self, wait_s: float) -> list[Order]:
         if self._failure is not None:
             raise self._failure
-        orders: list[Order | Audit] = []
+        orders: list[Order] = []
         try:
             orders.append(self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait())
             while True:
@@ -112,7 +111,6 @@ class BusThread:
             self._put += sum(map(len, outputs.deltas.values()))
             self._outputs.append((outputs, report.dropped))
         self._report = report
-        self._findings.extend(report.audited)
         self._ring()
 
     def requests_wait(self) -> bool:
@@ -167,9 +165,6 @@ class BusThread:
                 await self._wait(min(config.lease_ms, STALE_MS) / 3000)
                 if self._report is not None:
                     await self._exchange(bus, self._report)
-                    while self._findings:
-                        with contextlib.suppress(BusDown):  # the gateway has given up by then
-                            await bus.audited(*self._findings.popleft())
                     if self._hot and writing.done():
                         writing = asyncio.create_task(self._write_hot(bus))
                     if self._report.load.draining:
@@ -270,5 +265,3 @@ class BusThread:
             self._orders.put(Resume(request, known) if known else request)
         for abort in reply.aborts:
             self._orders.put(abort)
-        for name in reply.audits:
-            self._orders.put(Audit(name))

@@ -53,7 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["safetensors", "random"],
         Meta(
             description="Where weights come from. safetensors: the checkpoint. random: made up on the device, for "
-            "benchmarks; the model's directory then needs only a config.json."
+            "benchmarks; the model's directory then needs only a config.json. Tensors of its weight files, if any, are "
+            "used."
         ),
     ] = "safetensors"
     device: Annotated[
@@ -229,7 +230,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = ""
     flight_log_mib: Annotated[
-        int, Meta(ge=1, description="Most MiB of the flight log and the one before it (.1) together.")
+        int, Meta(ge=1, description="Most MiB of the flight log. At this size it ends: a replay needs its beginning.")
     ] = 64
     request_log: Annotated[
         str,

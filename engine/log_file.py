@@ -18,23 +18,23 @@ log = logging.getLogger("quire.engine")
 QUEUE = 10_000  # records that may wait for the disk; beyond it they are dropped, and counted
 
 
-def no_header() -> bytes:
-    return b""
-
-
 class LogFile:
-    """Appends records to FILE; at half the allowance FILE becomes FILE.1, in the place of the one before.
+    """Appends records to FILE, within an allowance.
+
+    With rotation FILE becomes FILE.1, in the place of the one before, at half the allowance.  Without it the log is
+    always whole: it ends at the allowance, and where the disk is too slow.
 
     write() never waits and never raises.  A full disk ends the log, with one line in the program's log, and not the
     engine."""
 
-    def __init__(self, path: Path, max_bytes: int, header: Callable[[], bytes] = no_header) -> None:
-        """Start a new FILE; an existing one becomes FILE.1.  Both together stay below `max_bytes`.  `header` returns
-        what every file begins with; it runs on the writer thread.  Raises OSError."""
-        self._path, self._half, self._header = path, max_bytes // 2, header
+    def __init__(self, path: Path, max_bytes: int, *, rotates: bool = True) -> None:
+        """Start a new FILE; with rotation an existing one becomes FILE.1.  All files together stay below `max_bytes`.
+
+        Raises OSError."""
+        self._path, self._max_bytes, self._rotates = path, max_bytes, rotates
         self._queue: queue.Queue[Callable[[], bytes] | None] = queue.Queue(QUEUE)
         self.dropped = 0  # records since start, because the queue was full
-        if path.exists():
+        if rotates and path.exists():
             os.replace(path, self.previous)
         self._open()
         self._thread = threading.Thread(target=self._run, name=f"log {path.name}", daemon=True)
@@ -47,9 +47,12 @@ class LogFile:
     def write(self, encode: Callable[[], bytes]) -> None:
         """Append the record that `encode` returns; it runs on the writer thread."""
         try:
-            self._queue.put_nowait(encode)
+            if self._rotates or not self.dropped:
+                self._queue.put_nowait(encode)
         except queue.Full:
             self.dropped += 1
+            if not self._rotates:
+                log.warning("%s ends here: the disk is too slow", self._path)
 
     def close(self) -> None:
         """Write what has gathered."""
@@ -59,27 +62,32 @@ class LogFile:
     def _open(self) -> None:
         self._file = self._path.open("wb")
         self._size = 0
-        self._append(self._header())
-
-    def _append(self, data: bytes) -> None:
-        self._file.write(data)
-        self._size += len(data)
 
     def _run(self) -> None:
-        broken = False
+        ended = False
         while (encode := self._queue.get()) is not None:
-            if broken:
+            if ended:
                 continue
             try:
-                self._append(encode())
-                if self._size > self._half:
-                    self._file.close()
-                    os.replace(self._path, self.previous)
-                    self._open()
-                elif self._queue.empty():
-                    self._file.flush()
+                ended = not self._append(encode())
             except OSError as error:
-                broken = True
+                ended = True
                 log.error("%s ends here: %s", self._path, error)
         with contextlib.suppress(OSError):
             self._file.close()
+
+    def _append(self, data: bytes) -> bool:
+        """Return whether the log goes on.  Raises OSError."""
+        if not self._rotates and self._size + len(data) > self._max_bytes:
+            self._file.flush()
+            log.warning("%s ends here: it has %d bytes; a longer one needs a larger limit", self._path, self._size)
+            return False
+        self._file.write(data)
+        self._size += len(data)
+        if self._rotates and self._size > self._max_bytes // 2:
+            self._file.close()
+            os.replace(self._path, self.previous)
+            self._open()
+        elif self._queue.empty():
+            self._file.flush()
+        return True

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from copy import copy
 
 from engine.accounting_checks import AccountingChecks
 from engine.common.errors import OperatorError
@@ -29,7 +30,7 @@ from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
 from engine.load_report import LoadReport
-from engine.orders import Audit, Inbox, Order, Outbox, Report, Resume, apply_order
+from engine.orders import Inbox, Outbox, Report, Resume, apply_order
 from engine.turn_record import Observer, TurnRecord
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort
@@ -113,9 +114,11 @@ class Engine:
 
     def run(self) -> None:
         """Run turns until drained.  The owner of the inbox must give back the requests that are still here then."""
-        while not (self.draining and self._may_leave()):
-            more = self._idle and self.executor.catch_up()
-            self.turn(0.0 if more else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
+        draining = False
+        while not (draining and self._may_leave()):
+            draining = self.draining  # read before the turn, so that one turn reports it at least
+            at_once = self._idle and (draining or self.executor.catch_up())
+            self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 
     def turn(self, wait_s: float = 0.0) -> None:
         """Run one step.  `wait_s`: how long to wait for the first order."""
@@ -128,15 +131,9 @@ class Engine:
 
     def _accept(self, wait_s: float) -> TurnRecord:
         """Pass the orders that have arrived to the scheduler."""
-        arrived = self._inbox.drain(wait_s)
+        orders = list(self._inbox.drain(wait_s))
         now = time.monotonic()
-        orders: list[Order] = []
-        audits: list[str] = []
-        for order in arrived:
-            if isinstance(order, Audit):
-                audits.append(order.name)
-                continue
-            orders.append(order)
+        for order in orders:
             apply_order(self.core, order)
             if not isinstance(order, Abort):
                 self._accepted += 1
@@ -149,7 +146,6 @@ class Engine:
             unix_ms=steady_ms(),
             was_idle=self._idle,
             orders=orders,
-            audits=audits,
             totals=self.core.report.totals,
             count_wasted_slots=self.core.wasted_positions,
         )
@@ -188,7 +184,7 @@ class Engine:
             self._load.pace.step(record.marks[-1])
         record.marks.append(time.monotonic())
 
-    def _publish(self, record: TurnRecord, audited: tuple[tuple[str, str], ...] = ()) -> None:
+    def _publish(self, record: TurnRecord) -> None:
         """Hand the outputs and the state of the engine to the outbox."""
         core, now = self.core, time.monotonic()
         record.draining = self.draining
@@ -196,7 +192,7 @@ class Engine:
         record.load = self._load.describe(core, now, draining=record.draining)
         record.outputs = core.outputs()
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
-        report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped, audited)
+        report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped)
         self._outbox.put(record.outputs, report)
         if self._behind_since and not core.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0
@@ -213,9 +209,9 @@ class Engine:
         for observer in self.observers:
             observer.observe(record)
         self.checks.observe(record)
-        if self.checks.findings or self.checks.fatal:  # the gateways must learn of an alarm before the engine ends
-            self._publish(record, self.checks.findings)
         if self.checks.fatal:
+            # The gateways must learn of the alarm before the engine ends; the record stays as the observers saw it.
+            self._publish(copy(record))
             raise self.checks.fatal
 
     def _may_leave(self) -> bool:

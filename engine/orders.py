@@ -25,12 +25,6 @@ class Resume(msgspec.Struct, frozen=True):
     outputs: list[list[int] | None]  # tokens of each continuation so far; None: that continuation has ended
 
 
-class Audit(msgspec.Struct, frozen=True):
-    """Check the whole block accounting and report the result under this name."""
-
-    name: str
-
-
 Order = Generate | Resume | Abort
 
 
@@ -39,7 +33,7 @@ class Inbox(Protocol):
 
     relieved: bool  # another engine can take over every request of this one
 
-    def drain(self, wait_s: float) -> Sequence[Order | Audit]:
+    def drain(self, wait_s: float) -> Sequence[Order]:
         """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
 
 
@@ -51,7 +45,6 @@ class Report(msgspec.Struct, frozen=True):
     room_requests: int
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
-    audited: tuple[tuple[str, str], ...] = ()  # results of ordered checks: name, finding ("": none)
 
 
 class Outbox(Protocol):
@@ -71,10 +64,10 @@ class LocalBox:
     relieved = full = False
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
-        self.orders: list[Order | Audit] = []  # the caller appends, the engine takes
+        self.orders: list[Order] = []  # the caller appends, the engine takes
         self._on_delta = on_delta
 
-    def drain(self, wait_s: float) -> list[Order | Audit]:
+    def drain(self, wait_s: float) -> list[Order]:
         orders, self.orders = self.orders, []
         return orders
 

@@ -1,116 +1,92 @@
-"""The flight recorder: every input of the scheduler, so that `python -m engine.tools simulate --replay LOG` can make
+"""The flight recorder: every input of the scheduler, so that `python -m engine.tools simulate --replay FILE` can make
 every decision again.
 
-    TurnRecord --Recorder--> numbers for ids, digests for names --> FILE (and FILE.1 before it)
+    TurnRecord --Recorder--> FILE: a Header, then a LoggedTurn for each turn that had anything to do, one JSON line each
 
-The core is pure: orders, times and results determine its decisions.  No token and no name is written.  A prompt is its
-length and, for each block, eight bytes of the digest that the prefix cache knows the block by: enough for equal hits.
+The core is pure: orders, times and results determine its decisions.  No token and no name is written.  Of each full
+block the log has eight bytes of the digest by which the prefix cache knows it: enough for equal hits.
 
-A log is a sequence of records, each a length (4 bytes, big-endian) and a msgpack array.  The first record of every file
-is a `Header`, all others are `LoggedTurn`s.  A record cut short by a crash ends the log.
+A replay needs the beginning, so a log that is full ends.  A line cut short by a crash is left out.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import msgspec
 
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
-from engine.core.limits import Event
-from engine.core.plan import StepResult
+from engine.core.blocks import chain_digest, root_digest
+from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import Executor, ModelInfo
 from engine.log_file import LogFile
-from engine.orders import Order, Resume, request_of
+from engine.orders import Resume
 from engine.request_log import digest
 from engine.turn_record import TurnRecord
-from engine.wire.messages import Abort
+from engine.wire.messages import Abort, Generate, Sampling
 
-VERSION = 2
+VERSION = 3
 DIGEST = 8  # bytes kept of a block's digest
-_LENGTH = struct.Struct(">I")
-_NO_RESULT = StepResult(0, [], [])
+STOP = 0  # stands for every token that ends an output
+PRIVATE = ("model", "served_name", "redis_url", "namespace", "engine_id", "kernels", "flight_log", "request_log")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The engine when the file began."""
+    """The engine when it started."""
 
-    version: int
-    config: EngineConfig  # without names of places and people
-    info: ModelInfo
+    flight_log: int  # VERSION
+    config: EngineConfig  # without PRIVATE
+    info: ModelInfo  # without its name
     blocks: int
     max_seqs: int  # of the executor, like all that follow
     step_tokens: int
     depth: int
     host_blocks: int
     swap_bytes_per_s: float
-    first_number: int = 1  # of the requests that arrive in this file
 
 
-def header(config: EngineConfig, executor: Executor) -> Header:
-    """Return the first record of a log of this engine."""
-    private = ("model", "served_name", "redis_url", "namespace", "engine_id", "kernels", "flight_log", "request_log")
-    config = msgspec.structs.replace(config, **dict.fromkeys(private, ""))
-    info, sizes = msgspec.structs.replace(executor.info, name=""), (executor.max_seqs, executor.step_tokens)
-    swap = executor.host_blocks, executor.swap_bytes_per_s
-    return Header(VERSION, config, info, executor.blocks, *sizes, executor.depth, *swap)
+class Arrival(msgspec.Struct, frozen=True, tag="arrival", omit_defaults=True):
+    """A request as the engine got it."""
 
-
-class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A request as the engine got it.  Its number is its place among all arrivals, from 1."""
-
+    request: Generate  # without tokens; tenant and salt are digests; stop_token_ids is [STOP] if a token may end it
     prompt_len: int  # tokens
-    max_new: int  # tokens
-    n: int
-    deadline_ms: int
-    priority: int
-    weight: float
-    tenant: str  # digest; "": none
-    salt: str  # digest; "": none
-    stops: bool  # a token may end it before max_new
-    scores_prompt: bool  # it wants prompt logprobs, so no prefix is reused
+    blocks: bytes  # of the prompt, like those of LoggedTurn
     begun: list[int | None] = []  # by another engine: output tokens of each continuation; None: that one had ended
-
-
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request was aborted, or `lost` to another engine."""
-
-    number: int
-    index: int
-    lost: bool
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A milestone, see engine.core.limits.Event."""
 
     kind: str
-    number: int
+    id: str
     index: int
     step: int
     tokens: int
     reason: str = ""
-    digests: bytes = b""  # of an "ended": of its full blocks in order, DIGEST bytes each
 
 
-class LoggedTurn(msgspec.Struct, frozen=True, array_like=True):
-    """One turn of the loop that had anything to do."""
+class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The inputs and the decisions of one turn."""
 
     now_ms: int  # unix time the plan was made for
-    orders: list[Arrival | Cancel]  # taken in before the plan
-    stalled: bool  # no plan was made: the outbox was full
-    failed: bool  # the steps in flight were lost
-    step_s: float  # measured by the executor, see StepResult; so are the next two
-    swapped_bytes: int
-    swap_s: float
-    bad_rows: list[int]  # rows whose logits were not finite
-    impossible_rows: list[int]  # rows whose request's own settings left no token
-    events: list[Entry]
-    lost: int = 0  # turns before this one that the disk was too slow for
+    orders: list[Arrival | Abort] = []  # taken in before the plan
+    stalled: bool = False  # no plan was made: the outbox was full
+    failed: bool = False  # the steps in flight were lost
+    result: StepResult | None = None  # of the step that was collected, without rows, tokens and texts
+    plan: int = 0  # checksum of the plan; 0: none
+    events: list[Entry] = []
+    blocks: list[bytes] = []  # for each "ended" in `events`: DIGEST bytes of each full block, in order
+
+
+class Log(NamedTuple):
+    """A log in memory."""
+
+    header: Header
+    turns: list[LoggedTurn]
 
 
 class FlightLogError(OperatorError):
@@ -122,129 +98,83 @@ class FlightLogError(OperatorError):
 class Recorder:
     """Observer that writes a flight log."""
 
-    def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
-        """Start a new log; a log of an earlier engine is deleted.  Raises OSError."""
-        self._header = header
-        self._arrived = 0
-        self._dropped = 0  # turns, as of the last one written
-        self._open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
-        for old in parts(path):
-            old.unlink(missing_ok=True)
-        self._file = LogFile(path, max_bytes, self._first_record)
+    def __init__(self, path: Path, config: EngineConfig, executor: Executor, max_bytes: int) -> None:
+        """Start a new log of at most `max_bytes`.  Raises OSError."""
+        self._file = LogFile(path, max_bytes, rotates=False)
+        sizes = executor.blocks, executor.max_seqs, executor.step_tokens, executor.depth, executor.host_blocks
+        config = msgspec.structs.replace(config, **dict.fromkeys(PRIVATE, ""))
+        info = msgspec.structs.replace(executor.info, name="")
+        header = Header(VERSION, config, info, *sizes, executor.swap_bytes_per_s)
+        self._file.write(lambda: msgspec.json.encode(header) + b"\n")
+        self._block_size, self._fingerprint = config.block_size, info.fingerprint
 
     def observe(self, record: TurnRecord) -> None:
-        if record.was_idle and record.idle and not record.orders:
-            return
-        lost, self._dropped = self._file.dropped - self._dropped, self._file.dropped
-        # The record is the loop's: the writer thread gets what does not change any more.
-        result, facts = record.result or _NO_RESULT, (record.now_ms, record.stalled, record.failed)
-        self._file.write(partial(self._encode, facts, record.orders, result, record.outputs.events, lost))
+        if not (record.was_idle and record.idle and not record.orders):
+            self._file.write(partial(self._line, record))
 
     def close(self) -> None:
         """Write what has gathered."""
         self._file.close()
 
-    # All that follows runs on the writer thread.
-
-    def _first_record(self) -> bytes:
-        return _framed(msgspec.structs.replace(self._header, first_number=self._arrived + 1))
-
-    def _encode(
-        self, facts: tuple[int, bool, bool], orders: list[Order], result: StepResult, events: list[Event], lost: int
-    ) -> bytes:
-        now_ms, stalled, failed = facts
-        arrived = [logged for order in orders if (logged := self._order(order)) is not None]
-        swap, bad = (result.swapped_bytes, result.swap_s), (list(result.failed), list(result.impossible))
-        entries = [entry for event in events if (entry := self._entry(event)) is not None]
-        return _framed(LoggedTurn(now_ms, arrived, stalled, failed, result.step_s, *swap, *bad, entries, lost))
-
-    def _order(self, order: Order) -> Arrival | Cancel | None:
-        """None: the order is about a request that is over, or one that is running already."""
-        request = request_of(order)
-        if request is None or isinstance(order, Abort):
-            found = self._open_requests.get(order.id) if isinstance(order, Abort) else None
-            return Cancel(found[0], order.index, order.lost) if found and isinstance(order, Abort) else None
-        if request.id in self._open_requests:
-            return None
-        begun = [None if o is None else len(o) for o in order.outputs] if isinstance(order, Resume) else []
-        self._arrived += 1
-        if alive := len(begun) - begun.count(None) if begun else request.n:
-            self._open_requests[request.id] = [self._arrived, alive]
-        sampling = request.sampling
-        return Arrival(
-            len(request.token_ids),
-            request.max_new_tokens,
-            request.n,
-            request.deadline_ms,
-            request.priority,
-            request.weight,
-            digest(request.tenant),
-            digest(request.cache_salt),
-            bool(sampling.stop_token_ids) or not sampling.ignore_eos,
-            sampling.prompt_logprobs >= 0,
-            begun,
-        )
-
-    def _entry(self, event: Event) -> Entry | None:
-        found = self._open_requests.get(event.request.id)
-        if found is None:  # the request arrived before turns were lost
-            return None
-        digests = b""
-        if event.kind == "ended":
-            digests = b"".join(block[:DIGEST] for block in event.digests)
-            found[1] -= 1
-            if not found[1]:
-                del self._open_requests[event.request.id]
-        return Entry(event.kind, found[0], event.index, event.step, event.tokens, event.reason or "", digests)
+    def _line(self, record: TurnRecord) -> bytes:
+        return msgspec.json.encode(logged(record, self._block_size, self._fingerprint)) + b"\n"
 
 
-class Log(NamedTuple):
-    """A log in memory."""
+def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
+    """Return what the log keeps of a turn."""
+    result, events = record.result, record.outputs.events
+    if result is not None:
+        blank: dict[str, object] = {"slots": [], "tokens": [], "logprobs": {}, "prompt_logprobs": {}}
+        texts = {"failed": dict.fromkeys(result.failed, ""), "impossible": dict.fromkeys(result.impossible, "")}
+        result = msgspec.structs.replace(result, **blank, **texts)
+    return LoggedTurn(
+        record.now_ms,
+        [order if isinstance(order, Abort) else _arrival(order, block_size, fingerprint) for order in record.orders],
+        record.stalled,
+        record.failed,
+        result,
+        _checksum(record.plan),
+        [Entry(e.kind, e.request.id, e.index, e.step, e.tokens, e.reason or "") for e in events],
+        [_joined(event.digests) for event in events if event.kind == "ended"],
+    )
 
-    header: Header
-    turns: list[LoggedTurn]
-    first: int  # number of the first request in it
 
-    @property
-    def whole(self) -> bool:
-        """Whether it begins with the engine and has no gaps: only then every decision can be made again."""
-        return self.first == 1 and not any(turn.lost for turn in self.turns)
+def _arrival(order: Generate | Resume, block_size: int, fingerprint: str) -> Arrival:
+    request = order.request if isinstance(order, Resume) else order
+    begun = [None if o is None else len(o) for o in order.outputs] if isinstance(order, Resume) else []
+    tokens, sampling = request.token_ids, request.sampling
+    digests = [root_digest(fingerprint, request.cache_salt)]
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        digests.append(chain_digest(digests[-1], tokens[at : at + block_size]))
+    stops = [STOP] if sampling.stop_token_ids or not sampling.ignore_eos else []
+    sampling = Sampling(ignore_eos=True, stop_token_ids=stops, prompt_logprobs=min(0, sampling.prompt_logprobs))
+    names = {"tenant": digest(request.tenant), "cache_salt": digest(request.cache_salt)}
+    bare = msgspec.structs.replace(request, gateway="", token_ids=[], sampling=sampling, traceparent="", **names)
+    return Arrival(bare, len(tokens), _joined(digests[1:]), begun)
 
 
-def parts(path: Path) -> tuple[Path, Path]:
-    """Return the two files of a log, the older one first."""
-    return path.with_name(path.name + ".1"), path
+def _joined(digests: list[bytes]) -> bytes:
+    return b"".join(digest[:DIGEST] for digest in digests)
+
+
+def _checksum(plan: StepPlan | None) -> int:
+    """Return a checksum of a plan without its token ids and sampling parameters."""
+    if plan is None:
+        return 0
+    slices = [(piece.slot, piece.start, len(piece.token_ids)) for piece in plan.slices]
+    forks = [(fork.slot, fork.parent, fork.table) for fork in plan.forks]
+    moves = plan.copies, plan.edits, plan.swap_out, plan.swap_in
+    return crc32(msgspec.msgpack.encode((plan.step, plan.freed_slots, plan.starts, slices, forks, moves)))
 
 
 def read(path: Path) -> Log:
-    """Read FILE.1, if there is one, and FILE as one log.  Raises FlightLogError."""
-    headers: list[Header] = []
-    turns: list[LoggedTurn] = []
-    for part in parts(path):
-        if part != path and not part.exists():
-            continue
-        try:
-            records = list(_records(part.read_bytes()))
-            headers.append(msgspec.msgpack.decode(records[0], type=Header))
-            if headers[-1].version != VERSION:
-                raise FlightLogError(f"{part}: version {headers[-1].version}; this program reads {VERSION}")
-            turns += [msgspec.msgpack.decode(record, type=LoggedTurn) for record in records[1:]]
-        except (OSError, IndexError, msgspec.DecodeError) as error:
-            raise FlightLogError(f"{part} is no flight log: {error}") from None
-    return Log(headers[0], turns, headers[0].first_number)
-
-
-def _framed(record: Header | LoggedTurn) -> bytes:
-    data = msgspec.msgpack.encode(record)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    at = 0
-    while at + _LENGTH.size <= len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        if at + length > len(data):
-            return
-        yield data[at : at + length]
-        at += length
+    """Return the log in a file.  Raises FlightLogError."""
+    try:
+        first, *rest = path.read_bytes().split(b"\n")[:-1] or [b""]
+        version = msgspec.json.decode(first, type=dict[str, object]).get("flight_log")
+        if version != VERSION:
+            raise FlightLogError(f"{path} is no flight log of version {VERSION}: its version is {version}")
+        header = msgspec.json.decode(first, type=Header)
+        return Log(header, [msgspec.json.decode(line, type=LoggedTurn) for line in rest])
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise FlightLogError(f"{path} is no flight log: {error}") from None

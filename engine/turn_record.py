@@ -25,7 +25,6 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     unix_ms: int  # unix time at marks[0], on this process's clock
     was_idle: bool  # no request was here after the turn before
     orders: list[Order]  # as the inbox gave them
-    audits: list[str]  # names of the accounting checks that were ordered
     now_ms: int = 0  # unix time the plan was made for
     stalled: bool = False  # no plan was made, because the outbox was full
     plan: StepPlan | None = None  # the step that was submitted

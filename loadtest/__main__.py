@@ -13,7 +13,7 @@ from loadtest import command_line
 COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("replay", "send requests at given times to a running server and record latencies, goodput, refusals"),
     "report": ("report", "draw one result of replay, or compare two (exit status 1: the second is worse)"),
-    "burst": ("burst", "replay a burst against every admission mode, and against vLLM"),
+    "burst": ("burst", "replay a threefold burst against two lanes, one queue, other modes and vLLM"),
     "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
     "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),

@@ -3,6 +3,7 @@
     python -m loadtest fairness DIR [--seeds 1,2,3]
 
 Each seed gives one set of arrivals, which is replayed twice on a new server: all of them, and the quiet tenant's alone.
+The loud tenant sends more than the server can serve in time, so both of the gateway's lanes are in use.
 The executor is scripted: steps take a fixed time and compute nothing, so only the waiting differs.
 DIR holds a model's tokenizer and config; the 42M model is made there if it holds none.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48: 77 tokens in, 162 out"
     )
     parser.add_argument("--ask-tokens", type=int, default=0, help="as in replay: max_tokens that hides output lengths")
-    parser.add_argument("--drain", type=float, default=12.0, help="seconds to wait for the last answers; default 12")
+    parser.add_argument("--drain", type=float, default=90.0, help="seconds to wait for the last answers; default 90")
     parser.add_argument("--step-ms", type=float, default=30.0, help="milliseconds of an engine step; default 30")
     parser.add_argument("--kv-blocks", type=int, default=512, help="pool in blocks of 16 tokens; default 512")
     parser.add_argument("--server", default="", help="further options of `quire serve`, in one string")
@@ -50,6 +52,7 @@ def of_tenant(records: list[Record], tenant: str) -> dict[str, Any]:
         "requests": len(own),
         "completed": sum(record.outcome == "ok" for record in own),
         "refused_at_first": sum(len(record.attempts) > 1 or record.outcome == "refused" for record in own),
+        "late": sum(record.lane == "late" for record in own),
         "ttft_s": spread(first),
         "longest_gap_s": round(max((max(record.gaps_s, default=0.0) for record in own), default=0.0), 3),
     }
@@ -90,11 +93,17 @@ def main(args: argparse.Namespace, command: str) -> int:
         for name, each in (("with the loud tenant", beside), ("alone", alone)):
             quiet = each[TENANTS[1]]
             cells = "  ".join(f"{p} {quiet['ttft_s'][p] * 1000:.0f}" for p in ("p50", "p90", "p99", "max"))
-            print(f"seed {seed}, quiet tenant {name}: TTFT ms  {cells}  refused {quiet['refused_at_first']}"
-                  f" of {quiet['requests']}", flush=True)  # fmt: skip
+            print(f"seed {seed}, quiet tenant {name}: TTFT ms  {cells}  late {quiet['late']}, refused "
+                  f"{quiet['refused_at_first']} of {quiet['requests']}", flush=True)  # fmt: skip
+        loud = beside[TENANTS[0]]
         print(
-            f"seed {seed}: p99 {figures[f'seed {seed}']['ttft_p99_ratio']} times that alone (goal {GOAL})", flush=True
+            f"seed {seed}: p99 {figures[f'seed {seed}']['ttft_p99_ratio']} times that alone (goal {GOAL}); "
+            f"of the loud tenant's {loud['requests']} requests {loud['late']} were late, {loud['completed']} completed",
+            flush=True,
         )
+    ratios = [each["ttft_p99_ratio"] for each in figures.values()]
+    figures["median_ratio"] = statistics.median(ratios)
+    print(f"median {figures['median_ratio']} times that alone (goal {GOAL})", flush=True)
     path = machine.write("fairness", command.replace(str(args.model), "DIR"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0

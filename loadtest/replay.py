@@ -30,8 +30,9 @@ from typing import Any, Self
 import aiohttp
 from tqdm import tqdm
 
-from loadtest import clients, machine, scrape, workloads
+from loadtest import clients, machine, overload, scrape, workloads
 from loadtest.answers import Answer, announced_pause, pause
+from loadtest.checkpoint import COUNTDOWN, read_countdown
 from loadtest.clients import Mix, ProfileError
 from loadtest.stats import REFUSED, Attempt, Record, Sample, Slo, series, summarise
 from loadtest.trace import TraceError
@@ -55,6 +56,8 @@ class Options:
     ignore_eos: bool = True
     ask_tokens: int = 0  # max_tokens of every request; 0: the answer's own length, which the server then knows
     eos_id: int = 0  # ends an answer that is shorter than ask_tokens
+    # ids[n] as the last token of a prompt makes an answer of n tokens (loadtest/checkpoint.py); (): logit_bias ends it.
+    countdown: tuple[int, ...] = ()
     api_key: str = ""
     keys: dict[str, str] = field(default_factory=dict)  # tenant -> key
     timeout_s: float = 600.0  # longest silence in a stream
@@ -66,6 +69,8 @@ def body(arrival: Arrival, options: Options) -> bytes:
     """Return a request's body.  Built before the run, because a client that encodes during it would lag."""
     ids = arrival.job.prompt(options.vocab_size)
     length = arrival.job.output_len
+    if options.countdown:
+        ids[-1] = options.countdown[length]
     request: dict[str, Any] = {
         "model": options.model,
         "prompt": " ".join(WORDS[token % len(WORDS)] for token in ids) if options.text else ids,
@@ -74,7 +79,9 @@ def body(arrival: Arrival, options: Options) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if options.ask_tokens > length:
+    if options.ask_tokens and options.countdown:
+        request["max_tokens"] = max(options.ask_tokens, length)
+    elif options.ask_tokens > length:
         # The end of sequence is forbidden before the workload's length, and certain at it.
         request |= {"max_tokens": options.ask_tokens, "logit_bias": {str(options.eos_id): END_BIAS}}
         request["min_tokens"] = length - 1
@@ -156,6 +163,7 @@ class Session:
                     announced = announced_pause(response.headers, time.time()) if response.status in REFUSED else None
                     record.attempts.append(Attempt(sent, response.status, announced))
                     if response.status == 200:
+                        record.lane = response.headers.get("x-queue-lane", "")
                         await self._read(response, record)
                         return
                     text = reason(await response.read())
@@ -320,6 +328,13 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         help="max_tokens of every request, which hides output lengths from the server; default 0: the true length",
     )
     parser.add_argument("--eos-id", type=int, default=0, help="end-of-sequence id that then ends answers; default 0")
+    parser.add_argument(
+        "--countdown",
+        type=Path,
+        metavar="DIR",
+        help="directory of the served model, if its prompts decide how long greedy answers are: "
+        "--ask-tokens then needs no min_tokens and no logit_bias, which tell a server the length",
+    )
 
 
 def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -416,12 +431,22 @@ def options_of(args: argparse.Namespace, url: str, model: str | None, keys: dict
         ignore_eos=not args.respect_eos,
         ask_tokens=args.ask_tokens,
         eos_id=args.eos_id,
+        countdown=_countdown(args.countdown),
         api_key=api_key,
         keys=keys,
         timeout_s=args.timeout,
         drain_s=args.drain,
         seed=args.seed,
     )
+
+
+def _countdown(directory: Path | None) -> tuple[int, ...]:
+    """Return the countdown of the model in `directory`.  Raises SystemExit if it has none."""
+    if directory is None:
+        return ()
+    if not (ids := read_countdown(directory)):
+        raise SystemExit(f"--countdown: {directory} has no {COUNTDOWN}")
+    return tuple(ids)
 
 
 def measure(
@@ -453,7 +478,8 @@ def measure(
             "ignore_eos": options.ignore_eos,
         },
         "windows": spans,
-        "figures": summarise(records, samples, slo, spans),
+        "figures": summarise(records, samples, slo, spans)
+        | {"overload": overload.figures(records, samples, slo, spans)},
         "series": series(records, samples, slo),
     }
     return result, records
@@ -471,6 +497,7 @@ def work(args: argparse.Namespace, plan: list[Phase], arrivals: list[Arrival]) -
         "scale": args.scale,
         "context": args.context,
         "ask_tokens": args.ask_tokens,
+        "ends": "countdown" if args.countdown else "logit_bias" if args.ask_tokens else "max_tokens",
         "clients": clients.count_profiles([arrival.client for arrival in arrivals]),
         "only": args.only,
         "seed": args.seed,
@@ -491,6 +518,7 @@ def raw(record: Record) -> dict[str, Any]:
         "end_s": round(record.end_s, 4),
         "tokens": record.tokens,
         "cached": record.cached,
+        "lane": record.lane,
         "tenant": record.client.tenant,
         "priority": record.client.priority,
         "timeout_s": record.client.timeout_s,

@@ -56,6 +56,7 @@ class Record:
     error: str = ""
     cached: int | None = None  # prompt tokens from the server's prefix cache; None if the server does not report them
     client: ClientProfile = ANONYMOUS
+    lane: str = ""  # on_time or late, as the server's header x-queue-lane says; "" without the header
 
     @property
     def ttft_s(self) -> float | None:

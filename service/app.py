@@ -35,6 +35,7 @@ from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
+from service.quotas import Quotas
 from service.status import Status
 from service.streams import Streams
 from service.tenants import Tenants, TenantsError
@@ -64,9 +65,10 @@ class Gateway:
         model = config.served_name or served_name(config.model)
         self.connections = Connections(config, open_files)
         self.capacity = Capacity(config)
-        self.handlers = Handlers(config, tokenizer, streams, self.capacity, model=model, gateway=gateway)
+        quotas = Quotas(streams, telemetry)
+        self.handlers = Handlers(config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway)
         self._status = Status(model, streams, telemetry, self.capacity)
-        self._middleware = Middleware(telemetry, tenants, self.connections, self.capacity)
+        self._middleware = Middleware(telemetry, tenants, self.connections, self.capacity, quotas)
 
     def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
         """Return aiohttp's runner for the API's port."""
@@ -101,8 +103,6 @@ class Gateway:
                 web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
             ]
         )
-        if self._config.debug_endpoints:
-            app.add_routes([web.post("/debug/audit", status.audit)])
         return app
 
     def page(self) -> web.Application:

@@ -69,7 +69,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenants: Annotated[
         str,
         Meta(
-            description="TOML file of tenants, with weights and key digests (see service/tenants.py). The "
+            description="TOML file of tenants, with weights, key digests and quotas (see service/tenants.py). The "
             "queue is fair between "
             "tenants."
         ),
@@ -185,10 +185,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: Annotated[
         float, Meta(ge=0, description="Seconds that running answers may take after SIGTERM. Then they end in an error.")
     ] = 30.0
-    debug_endpoints: Annotated[
-        bool,
-        Meta(description="Serve POST /debug/audit: every engine checks its block accounting and reports."),
-    ] = False
     fleet_s: Annotated[
         float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
     ] = 0.25

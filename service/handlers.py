@@ -1,7 +1,8 @@
 """One request, step by step.
 
     Handlers.answer -> bodies.read -> Handlers.begin:
-        api.parse -> tokenizer.encode -> api.fit -> admission.decide -> streams.open -> text_stream.decode -> sse.write
+        api.parse -> tokenizer.encode -> api.fit -> quotas.hold
+            -> admission.decide -> streams.open -> text_stream.decode -> sse.write
 
 A client that resumes an answer takes a shorter way (`Handlers.resume`, see `resume.py`):
 
@@ -36,6 +37,7 @@ from service.format import Format, Position
 from service.limits import VALUES, shown
 from service.middleware import METER, OWNER, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
+from service.quotas import Quotas
 from service.streams import AlreadySubmitted, Streams
 from service.text_stream import decode
 from service.tokenizer import Tokenizer
@@ -75,13 +77,14 @@ class Handlers:
         tokenizer: Tokenizer,
         streams: Streams,
         capacity: Capacity,
+        quotas: Quotas,
         *,
         model: str,
         gateway: str,
     ) -> None:
         """`model`: the name that clients use.  `gateway`: the id of this process."""
         self._config, self._tokenizer, self._streams, self._capacity = config, tokenizer, streams, capacity
-        self._model, self._gateway = model, gateway
+        self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
 
@@ -192,10 +195,11 @@ class Handlers:
 
         Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
         prepared = await self._prepare(request, body, parse, prefix)
-        timeout_s = prepared.valid.timeout_s
+        timeout_s, bounded = prepared.valid.timeout_s, prepared.valid.max_tokens is not None
         resumable = key is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
             self._cut_after(timeout_s),
+            self._quotas.hold(request, request[TENANT], prepared.orders, bounded=bounded) as held,
             self._streams.open(
                 prepared.orders,
                 timeout_s,
@@ -205,6 +209,7 @@ class Handlers:
                 resumable=resumable,
             ) as opened,
         ):
+            held.queued = True
             request[METER].admit()
             body.release()
             return await self._deliver(request, prepared.valid, opened, prepared.form)

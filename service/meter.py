@@ -17,6 +17,7 @@ from service import metrics
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.metrics import NAMELESS, Telemetry
+from service.tenants import OverQuota
 
 log = logging.getLogger("quire.request")
 
@@ -132,7 +133,7 @@ class Meter:
         """Record the error that the client gets: instead of an answer, or at the end of a broken one."""
         self._code, self._retry_after_s = refusal.code, refusal.retry_after_s
         self._telemetry.count(metrics.REFUSALS, 1, refusal.code)
-        if not self._admitted and refusal.status in NO_ROOM:
+        if not self._admitted and refusal.status in NO_ROOM and not isinstance(refusal, OverQuota):
             self._telemetry.count(metrics.DECISIONS, 1, "refused", refusal.code)
             if refusal.retry_after_s is not None:
                 self._telemetry.observe(metrics.RETRY_AFTER, refusal.retry_after_s)

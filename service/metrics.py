@@ -123,6 +123,9 @@ OPEN_REQUESTS = _gauge("quire_open_requests", "Prompts that are queued or being 
 # Tenants
 TENANT_TOKENS = _counter("quire_tenant_tokens", "Prompt and output tokens, by tenant.", "tenant", "kind")
 TENANT_REQUESTS = _counter("quire_tenant_requests", "Requests, by tenant and outcome.", "tenant", "outcome")
+QUOTA_REFUSALS = _counter(
+    "quire_quota_refusals", "Requests refused because a quota of their tenant was used up.", "tenant", "quota"
+)
 TENANT_QUEUED = _gauge("quire_tenant_queued_tokens", "Prompt tokens in the shared queue, by tenant.", "tenant")
 TENANT_SERVICE = _gauge(
     "quire_tenant_service",

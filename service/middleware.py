@@ -22,6 +22,7 @@ from service.connections import Connections
 from service.meter import Meter
 from service.metrics import Telemetry
 from service.open_request import HandedOver
+from service.quotas import Quotas
 from service.tenants import Tenant, Tenants
 
 log = logging.getLogger("quire.gateway")
@@ -71,8 +72,10 @@ class Capacity:
 class Middleware:
     """Wraps every handler of the API's port."""
 
-    def __init__(self, telemetry: Telemetry, tenants: Tenants, connections: Connections, capacity: Capacity) -> None:
-        self._telemetry, self._tenants = telemetry, tenants
+    def __init__(
+        self, telemetry: Telemetry, tenants: Tenants, connections: Connections, capacity: Capacity, quotas: Quotas
+    ) -> None:
+        self._telemetry, self._tenants, self._quotas = telemetry, tenants, quotas
         self._connections, self._capacity = connections, capacity
 
     @web.middleware
@@ -136,6 +139,7 @@ class Middleware:
         if (started := request.get(STARTED)) is not None:
             response.headers["x-request-id"] = request[REQUEST_ID]
             response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+            response.headers.update(await self._quotas.headers(request, request.get(TENANT)))
 
 
 def refuse(refusal: Refusal, meter: Meter) -> web.Response:

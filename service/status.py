@@ -1,4 +1,4 @@
-"""What a gateway tells about itself: models, liveness, readiness, version, metrics, an audit of the engines."""
+"""What a gateway tells about itself: models, liveness, readiness, version, metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from aiohttp import web
 
 from engine.common import histograms
 from service.api import Refusal
-from service.bodies import require_json
 from service.metrics import Telemetry
 from service.middleware import Capacity
 from service.streams import Streams
@@ -18,7 +17,6 @@ from service.streams import Streams
 log = logging.getLogger("quire.gateway")
 
 NO_REDIS = "Redis cannot be used; the log of this gateway says why"
-AUDIT_PATIENCE_S = 10.0  # an engine looks for orders between two steps
 
 
 def _json(body: object, status: int = 200) -> web.Response:
@@ -84,18 +82,6 @@ class Status:
         if self._streams.supervisor.dead:
             return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")
-
-    async def audit(self, request: web.Request) -> web.Response:
-        """POST /debug/audit: order a full check of every engine's block accounting.
-
-        200 if all balance, 500 if one does not, 503 if an engine (or all of them) does not reply."""
-        require_json(request)
-        found = await self._streams.audit(AUDIT_PATIENCE_S)
-        silent = not found or None in found.values()
-        return _json(
-            {"balanced": not silent and not any(found.values()), "engines": found},
-            500 if any(found.values()) else 503 if silent else 200,
-        )
 
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service.admission import Overloaded
 from service.api import Refusal
@@ -159,10 +160,6 @@ class Streams:
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
         return await self._ask(self._bus.twin(key))
-
-    async def audit(self, patience_s: float) -> dict[str, str | None]:
-        """See GatewaySide.audit.  Raises Refusal(503)."""
-        return await self._ask(self._bus.audit(patience_s))
 
     async def release(self, key: IdempotencyKey, duplicate: DuplicateRequest) -> None:
         """Free an idempotency key whose first request, `duplicate`, has no answer.  Raises Refusal(503)."""
@@ -431,6 +428,11 @@ class Streams:
             self._kept = now
             if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
                 await self._bus.keep(over)
+
+    @property
+    def quotas(self) -> QuotaStore:
+        """The quotas of tenants in Redis."""
+        return self._bus.quotas
 
     @property
     def fleet(self) -> Fleet:

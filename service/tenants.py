@@ -5,6 +5,9 @@ A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests 
     [acme]
     weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+    requests_per_minute = 600       # quotas, shared by all gateways; leave one out and it is unlimited
+    tokens_per_minute = 200000      # prompt and output tokens
+    max_requests = 50               # requests at once, queued ones included
 """
 
 from __future__ import annotations
@@ -18,13 +21,21 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.common.errors import OperatorError
+from engine.wire.quotas import Quota
 from service.api import Refusal
 
 SALT_BYTES = 16  # of a salt's digest
+QUOTAS = Quota.__struct_fields__
+MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
+SETTINGS = ("weight", "key_sha256", *QUOTAS)
 
 
 class TenantsError(OperatorError):
     """The file of tenants cannot be used: one line that names file, tenant and fault."""
+
+
+class OverQuota(Refusal):
+    """A quota of the tenant is used up: no want of room."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -32,6 +43,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
     name: str = ""  # "": keys that belong to no tenant
     weight: float = 1.0
+    quota: Quota | None = None  # None: unlimited
 
     def salt(self, asked: str) -> str:
         """Return the prefix-cache namespace for a client's own `cache_salt`.
@@ -75,13 +87,15 @@ class Tenants:
                 raise TenantsError(f"{where}: a name is 1 to 64 of a-z, A-Z, 0-9, '_', '-' and '.'")
             if not isinstance(table, dict):
                 raise TenantsError(f"{where} must be a table with weight and key_sha256")
-            if unknown := sorted(table.keys() - {"weight", "key_sha256"}):
-                raise TenantsError(f"{where}: {unknown[0]} is not a setting; there are weight and key_sha256")
+            if unknown := sorted(table.keys() - set(SETTINGS)):
+                there = f"{', '.join(SETTINGS[:-1])} and {SETTINGS[-1]}"
+                raise TenantsError(f"{where}: {unknown[0]} is not a setting; there are {there}")
             weight, digests = table.get("weight"), table.get("key_sha256")
             if weight is None:
                 raise TenantsError(f"{where} has no weight; it must be a number > 0")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
+            quota = _quota(table, where)
             if not isinstance(digests, list) or not digests:
                 raise TenantsError(f"{where}: key_sha256 must be a list of at least one digest")
             for digest in digests:
@@ -89,7 +103,7 @@ class Tenants:
                     raise TenantsError(f"{where}: key_sha256 holds {digest!r}; it must be 64 digits of 0-9a-f")
                 if digest in self._of:
                     raise TenantsError(f"{where}: the key with digest {digest[:8]}... is given twice")
-                self._of[digest] = Tenant(name, float(weight))
+                self._of[digest] = Tenant(name, float(weight), quota)
 
     def of(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
@@ -108,6 +122,17 @@ class Tenants:
 
         Only the key that made a request may resume it."""
         return "" if self._open else _digest(authorization.partition(" ")[2].strip())
+
+
+def _quota(table: dict[str, object], where: str) -> Quota | None:
+    """Return the quotas of a tenant's table, None without any.  Raises TenantsError, whose text begins with `where`."""
+    given: dict[str, int] = {}
+    for name in table.keys() & set(QUOTAS):
+        value = table[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_QUOTA:
+            raise TenantsError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {MOST_QUOTA}")
+        given[name] = value
+    return Quota(**given) if given else None
 
 
 def _digest(key: str) -> str:

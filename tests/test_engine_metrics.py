@@ -139,7 +139,7 @@ def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) 
 def test_recording_takes_a_hundredth_of_a_step() -> None:
     """Of a short one: 1 ms.  On this thread's own clock, so that a busy machine does not matter; with traces off."""
     telemetry, load = Telemetry("e0"), EngineLoad("e0", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
-    steps, best, rest = 2000, float("inf"), {"was_idle": False, "orders": [], "audits": [], "totals": Totals()}
+    steps, best, rest = 2000, float("inf"), {"was_idle": False, "orders": [], "totals": Totals()}
     marks = [float(i) for i in range(len(PHASES) + 1)]
     records = [
         TurnRecord(

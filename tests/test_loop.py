@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripte
 from engine.llm import LLM
 from engine.load_report import Rate
 from engine.loop import ConfigError, Engine, build_scheduler
-from engine.orders import Audit, LocalBox, Report, Resume, merged
+from engine.orders import LocalBox, Report, Resume, merged
+from engine.turn_record import TurnRecord
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 from engine.wire.records import ExchangeReply
@@ -274,25 +274,29 @@ def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
     assert engine.core.report.totals.double_frees == 1
 
 
+def test_the_last_record_of_such_an_engine_stays_as_observers_saw_it() -> None:
+    """The flight recorder reads it on another thread, and this turn is the one to replay."""
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.seen: list[tuple[TurnRecord, Outputs]] = []
+
+        def observe(self, record: TurnRecord) -> None:
+            self.seen.append((record, record.outputs))
+
+    engine, _ = broken()
+    engine.observers.append(keeps := Keeps())
+    with pytest.raises(DoubleFree):
+        engine.run()
+    assert all(record.outputs is outputs for record, outputs in keeps.seen)
+
+
 def test_or_counts_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     engine, box = broken(bad_books="log", check_books=True)
     while engine.core.report.totals.double_frees < 2:
         engine.turn()
     assert len([record for record in caplog.records if "balance" in record.message]) == 1
     assert box.said[-1].load.audits > box.said[-1].load.alarms > 0
-
-
-def test_an_ordered_check_is_answered() -> None:
-    for engine, box in (broken(bad_books="log"), broken()):
-        box.orders.append(Audit("a1"))
-        with contextlib.suppress(DoubleFree):
-            engine.turn()
-        [(name, finding)] = box.said[-1].audited
-        assert name == "a1"
-        assert "among the free ones" in finding
-        if engine.config.bad_books == "log":
-            engine.turn()
-            assert box.said[-1].audited == ()
 
 
 def test_a_check_that_another_thread_requests_is_answered_by_the_loop() -> None:
@@ -347,3 +351,20 @@ def test_work_that_the_start_put_off_is_done_while_no_request_is_here() -> None:
     engine.run()
     assert left[0] == 3
     assert left[-1] == 0
+
+
+def test_a_turn_reports_that_the_engine_drains_whenever_the_signal_arrives() -> None:
+    """Also between a turn's report and the look at the flag: hot prefixes would not be written, nor gateways know."""
+
+    class Signal:
+        reported = False
+
+        def observe(self, record: TurnRecord) -> None:
+            self.reported |= record.draining
+            engine.draining = True
+
+    box, signal = Reports(), Signal()
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box, observers=[signal])
+    engine.run()
+    assert signal.reported
+    assert box.said[-1].load.draining

@@ -70,7 +70,7 @@ class Totals(msgspec.Struct):
     swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
-    audits: int = 0  # checks of the block accounting, whole or sampled
+    audits: int = 0  # full checks of the block accounting
     leaks: int = 0  # of these, those that found blocks which are neither held nor available
     double_frees: int = 0  # those that found a held block released
     other_alarms: int = 0  # those that found something else wrong

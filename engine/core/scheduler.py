@@ -63,7 +63,7 @@ class Scheduler:
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.isolation = Isolation()
-        self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation)
+        self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
         self.preemption = Preemption(pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report)
         self.builder = PlanBuilder(

@@ -73,6 +73,10 @@ class Swapping:
         self.sequences += 1
         return len(blocks)
 
+    def leaves(self, seq: Sequence) -> bool:
+        """Whether the plan in the making swaps the sequence out."""
+        return bool(seq.host) and any(block == seq.host[0] for _, block in self._out)
+
     def swap_in(self, seq: Sequence) -> int:
         """Behind the cached blocks that its table begins with, bring back everything else it had computed.  Returns the
         blocks copied.  Raises OutOfBlocks: nothing was taken."""

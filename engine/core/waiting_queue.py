@@ -12,7 +12,7 @@ from engine.core.sequence import Sequence, State
 class WaitingQueue:
     """Sequences that have started before are ahead of all others; within each part, rank decides.
 
-    While a preempted sequence waits, no new one can take the blocks that it needs."""
+    While a preempted sequence waits, a new one can take the blocks that it needs only for fairness between tenants."""
 
     def __init__(self) -> None:
         self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined

@@ -1,6 +1,7 @@
 """Tools for developers and operators: `python -m engine.tools NAME [options]`.
 
 simulate   the scheduler on a virtual clock, or an exact replay of a flight log
+oracle     the best on-time share of a burst: with perfect knowledge, and as an upper bound
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = {"simulate": "simulate", "bench": "bench", "gpu-idle": "gpu_idle"}
+NAMES = {"simulate": "simulate", "oracle": "oracle", "bench": "bench", "gpu-idle": "gpu_idle"}
 
 
 def main(argv: list[str]) -> int:

@@ -1,54 +1,69 @@
 """Exact replay of a flight log: the real engine loop makes every recorded decision again.
 
 `replay` drives an Engine turn by turn with the recorded orders and times, over an executor that ends each output where
-it ended.
-For what another pool or admission mode would have done, simulate a request log: `engine.tools simulate --trace FILE`.
+it ended.  For what other settings would have done, simulate a request log: `engine.tools simulate --trace FILE`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from engine.core.limits import Outputs
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ScriptedExecutor, StepError
 from engine.loop import Engine
-from engine.orders import Order, Report, Resume
-from engine.recorder import DIGEST, Arrival, Entry, Log, LoggedTurn, read
-from engine.tools.trace import EOS, VOCAB
-from engine.wire.messages import Abort, Generate, Sampling
+from engine.orders import LocalBox, Resume
+from engine.recorder import DIGEST, STOP, Arrival, Entry, Header, Log, LoggedTurn, logged, read
+from engine.tools.trace import VOCAB
+from engine.turn_record import TurnRecord
+from engine.wire.messages import Generate
 
 
 class Output(msgspec.Struct):
     """What a log knows of one continuation."""
 
-    arrival: Arrival
+    id: str  # of its request
+    prompt_len: int  # tokens
+    chain: list[int]  # a number for each full block that the log knows: equal where the digests are
     tokens: int = 0  # of output
     reason: str = ""  # of its Finish; "": none in the log
-    chain: list[int] = []  # numbers that stand for its full blocks: equal where their digests are
 
 
-def outputs(log: Log) -> dict[tuple[int, int], Output]:
-    """Return every continuation that arrives within the log, by (number, index)."""
-    found: dict[tuple[int, int], Output] = {}
+Outputs = dict[tuple[int, int], Output]  # by (number of the arrival, counted from 1; index)
+
+
+def find_outputs(turns: Sequence[LoggedTurn]) -> Outputs:
+    """Return every continuation in a log.  An id may arrive again: while its request is open, the engine ignores it."""
+    found: Outputs = {}
+    open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
     known: dict[bytes, int] = {}  # digest -> the number that stands for it
-    number = log.first
-    for turn in log.turns:
+    number = 0
+
+    def numbers(blocks: bytes) -> list[int]:
+        digests = (blocks[at : at + DIGEST] for at in range(0, len(blocks), DIGEST))
+        return [known.setdefault(digest, len(known)) for digest in digests]
+
+    for turn in turns:
         for order in turn.orders:
             if isinstance(order, Arrival):
-                for index in range(order.n):
-                    found[number, index] = Output(order)
-                number += 1
-        for event in turn.events:
-            if event.kind == "ended" and (output := found.get((event.number, event.index))) is not None:
-                output.tokens, output.reason = event.tokens, event.reason
-                digests = (event.digests[at : at + DIGEST] for at in range(0, len(event.digests), DIGEST))
-                output.chain = [known.setdefault(digest, len(known)) for digest in digests]
+                number, request = number + 1, order.request
+                chain = numbers(order.blocks)
+                found |= {(number, index): Output(request.id, order.prompt_len, chain) for index in range(request.n)}
+                if alive := len(order.begun) - order.begun.count(None) if order.begun else request.n:
+                    open_requests.setdefault(request.id, [number, alive])
+        ended = (entry for entry in turn.events if entry.kind == "ended")
+        for entry, blocks in zip(ended, turn.blocks, strict=True):
+            of = open_requests[entry.id]
+            output = found[of[0], entry.index]
+            output.tokens, output.reason = entry.tokens, entry.reason
+            output.chain = max(output.chain, numbers(blocks), key=len)
+            of[1] -= 1
+            if not of[1]:
+                del open_requests[entry.id]
     return found
 
 
@@ -64,72 +79,40 @@ def content(chain: Sequence[int], block_size: int, at: int) -> int:
 class RecordedExecutor(ScriptedExecutor):
     """Ends each continuation where the log does, loses the steps that were lost, reports the recorded times."""
 
-    def __init__(self, log: Log, found: dict[tuple[int, int], Output]) -> None:
-        header = log.header
-        super().__init__(
-            msgspec.structs.replace(header.info, vocab_size=VOCAB), header.blocks, host_blocks=header.host_blocks
-        )
+    def __init__(self, header: Header, found: Outputs) -> None:
+        info = msgspec.structs.replace(header.info, vocab_size=VOCAB)
+        super().__init__(info, header.blocks, host_blocks=header.host_blocks)
         self.max_seqs, self.step_tokens, self.depth = header.max_seqs, header.step_tokens, header.depth
         self.swap_bytes_per_s = header.swap_bytes_per_s
-        self.turn: LoggedTurn | None = None  # the turn that is replayed now
-        self._found = found
-        self._block_size = header.config.block_size
+        self.turn = LoggedTurn(0)  # the turn that is replayed now
+        self._found, self._block_size = found, header.config.block_size
 
     def collect(self) -> StepResult:
         turn = self.turn
-        if turn is None or turn.failed:
+        if turn.failed or turn.result is None:
             self._plans.clear()
             self._decoding.clear()
             raise StepError("lost, as recorded")
         # A result names its slots in any order; the log knows the order of first and last tokens.
-        ordered = [(entry.number, entry.index) for entry in turn.events if entry.kind in ("first", "ended")]
-        places = {key: place for place, key in reversed(list(enumerate(ordered)))}
-        result = super().collect()
-        sampled = sorted(
-            zip(result.slots, result.tokens, strict=True),
-            key=lambda sample: places.get(self._key(self._decoding[sample[0]][0]), len(ordered)),
-        )
-        return msgspec.structs.replace(
-            result,
-            slots=[slot for slot, _ in sampled],
-            tokens=[token for _, token in sampled],
-            failed=dict.fromkeys(turn.bad_rows, "not usable, as recorded"),
-            impossible=dict.fromkeys(turn.impossible_rows, "impossible, as recorded"),
-            step_s=turn.step_s,
-            swapped_bytes=turn.swapped_bytes,
-            swap_s=turn.swap_s,
-        )
+        places = {(e.id, e.index): at for at, e in reversed([*enumerate(turn.events)]) if e.kind in ("first", "ended")}
+        made = super().collect()
 
-    @staticmethod
-    def _key(sampler: Sampler) -> tuple[int, int]:
-        return sampler.sampling.seed, sampler.sibling
+        def place(sample: tuple[int, int]) -> int:
+            sampler, _ = self._decoding[sample[0]]
+            return places.get((self._output(sampler).id, sampler.sibling), len(turn.events))
+
+        samples = sorted(zip(made.slots, made.tokens, strict=True), key=place)
+        slots, tokens = [slot for slot, _ in samples], [token for _, token in samples]
+        return msgspec.structs.replace(turn.result, step=made.step, slots=slots, tokens=tokens)
+
+    def _output(self, sampler: Sampler) -> Output:
+        return self._found[sampler.sampling.seed, sampler.sibling]
 
     def token(self, sampler: Sampler, position: int) -> int:
-        output = self._found[self._key(sampler)]
+        output = self._output(sampler)
         if position + 1 == output.tokens and output.reason == "stop":
-            return EOS
-        return content(output.chain, self._block_size, output.arrival.prompt_len + position)
-
-
-class RecordedBox:
-    """Inbox, outbox and clock of an engine that replays a log."""
-
-    relieved = False
-
-    def __init__(self) -> None:
-        self.orders: list[Order] = []
-        self.now_ms = 0
-        self.full = False
-        self.events: list[Entry] = []
-
-    def drain(self, wait_s: float) -> list[Order]:
-        orders, self.orders = self.orders, []
-        return orders
-
-    def put(self, outputs: Outputs, report: Report) -> None:
-        self.events += [
-            Entry(e.kind, int(e.request.id), e.index, e.step, e.tokens, e.reason or "") for e in outputs.events
-        ]
+            return STOP
+        return content(output.chain, self._block_size, output.prompt_len + position)
 
 
 class Difference(NamedTuple):
@@ -140,72 +123,60 @@ class Difference(NamedTuple):
     replayed: list[Entry]
 
 
-def replay(log: Log) -> tuple[int, Difference | None]:
-    """Replay a whole log under its own configuration, up to the first difference.
+class Latest:
+    """Observer that keeps the last turn."""
 
-    Returns how many decisions are equal, and the first turn that differs (None: all are equal)."""
-    found, box, same = outputs(log), RecordedBox(), 0
-    executor = RecordedExecutor(log, found)
-    engine = Engine(log.header.config, executor, box, box, clock=lambda: box.now_ms)
-    number = log.first
+    record: TurnRecord
+
+    def observe(self, record: TurnRecord) -> None:
+        self.record = record
+
+
+def replay(log: Log) -> tuple[int, Difference | None]:
+    """Replay a log under its own configuration, up to the first difference.
+
+    Returns how many milestones are equal, and the first turn whose milestones or plan differ (None: all are equal)."""
+    found, box, latest = find_outputs(log.turns), LocalBox(lambda delta: None), Latest()
+    executor, config = RecordedExecutor(log.header, found), log.header.config
+    engine = Engine(config, executor, box, box, observers=[latest], clock=lambda: executor.turn.now_ms)
+    same = number = 0
     for at, turn in enumerate(log.turns):
         for order in turn.orders:
             if isinstance(order, Arrival):
-                # All continuations have the same prompt; the longest one knows most of its blocks.
-                chain = max((found[number, index].chain for index in range(order.n)), key=len)
-                box.orders.append(_order(number, order, chain, log.header.config.block_size))
                 number += 1
+                box.orders.append(_order(number, order, found, config.block_size))
             else:
-                box.orders.append(Abort(str(order.number), order.lost, order.index))
-        box.now_ms, box.full, box.events, executor.turn = turn.now_ms, turn.stalled, [], turn
+                box.orders.append(order)
+        executor.turn, box.full = turn, turn.stalled
         engine.turn()
-        recorded = [msgspec.structs.replace(event, digests=b"") for event in turn.events]
-        if box.events != recorded:
-            return same, Difference(at, recorded, box.events)
-        same += len(recorded)
+        made = logged(latest.record, config.block_size, log.header.info.fingerprint)
+        if (made.plan, made.events) != (turn.plan, turn.events):
+            return same, Difference(at, turn.events, made.events)
+        same += len(turn.events)
     return same, None
 
 
-def _order(number: int, arrival: Arrival, chain: list[int], block_size: int) -> Generate | Resume:
+def _order(number: int, arrival: Arrival, found: Outputs, block_size: int) -> Generate | Resume:
     """Return the request, with made-up tokens that are equal where the recorded ones were."""
-    rng = random.Random(number)
-    covered = min(arrival.prompt_len, len(chain) * block_size)
-    prompt = [content(chain, block_size, at) for at in range(covered)]
-    prompt += [rng.randrange(2, VOCAB) for _ in range(arrival.prompt_len - covered)]
-    sampling = Sampling(
-        seed=number,
-        stop_token_ids=[EOS] if arrival.stops else [],
-        ignore_eos=True,
-        prompt_logprobs=0 if arrival.scores_prompt else -1,
-    )
-    request = Generate(
-        str(number),
-        "",
-        prompt,
-        arrival.max_new,
-        sampling,
-        arrival.deadline_ms,
-        arrival.salt,
-        n=arrival.n,
-        priority=arrival.priority,
-        tenant=arrival.tenant,
-        weight=arrival.weight,
-    )
+    length = arrival.prompt_len
+    prompt = [content(found[number, 0].chain, block_size, at) for at in range(length - length % block_size)]
+    prompt += random.Random(number).sample(range(2, VOCAB), length % block_size)
+    sampling = msgspec.structs.replace(arrival.request.sampling, seed=number)
+    request = msgspec.structs.replace(arrival.request, token_ids=prompt, sampling=sampling)
     if not arrival.begun:
         return request
-    places = range(arrival.prompt_len, arrival.prompt_len + max(length or 0 for length in arrival.begun))
-    output = [content(chain, block_size, at) for at in places]
-    return Resume(request, [None if length is None else output[:length] for length in arrival.begun])
+    outputs = [
+        None if begun is None else [content(found[number, index].chain, block_size, length + at) for at in range(begun)]
+        for index, begun in enumerate(arrival.begun)
+    ]
+    return Resume(request, outputs)
 
 
-def report(path: Path) -> Iterator[str]:
-    """Yield the lines of `python -m engine.tools simulate --replay`.  Raises FlightLogError."""
+def report(path: Path) -> str:
+    """Return the line that `python -m engine.tools simulate --replay` prints.  Raises FlightLogError."""
     log = read(path)
-    if not log.whole:
-        yield "not replayed: the log does not begin with the engine, or has gaps"
-        return
     same, difference = replay(log)
     rest = ", all there are"
     if difference:
         rest = f"; turn {difference.turn} differs: {difference.recorded} became {difference.replayed}"
-    yield f"replayed {len(log.turns)} turns: {same} decisions are as recorded{rest}"
+    return f"replayed {len(log.turns)} turns: {same} decisions are as recorded{rest}"

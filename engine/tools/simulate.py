@@ -300,8 +300,7 @@ def main(argv: list[str]) -> int:
     args = options().parse_args(argv)
     try:
         if args.replay:
-            for row in replay.report(args.replay):
-                print(row, flush=True)
+            print(replay.report(args.replay))
             return 0
         runs = (
             [(0, read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate))]

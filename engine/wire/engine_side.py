@@ -24,8 +24,6 @@ from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.records import ExchangeReply
 from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
-AUDIT_S = 60  # how long the finding of an audit stays in Redis
-
 
 class EngineSide:
     """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
@@ -39,7 +37,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may listen at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
-        self.hot_prefixes = HotPrefixStore(self._link.run_script, engine)
+        self.hot_prefixes = HotPrefixStore(self._link)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0  # of the last exchange
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
@@ -119,8 +117,6 @@ class EngineSide:
             request_id, _, what = order.decode().partition(" ")
             if what.startswith(">"):
                 self._route(request_id, what[1:])
-            elif what == "?":
-                received.audits.append(request_id)
             else:
                 received.aborts.append(Abort(request_id, index=int(what or -1)))
         return received
@@ -249,19 +245,6 @@ class EngineSide:
                     deltas.setdefault(listener, []).append(delta)
         _, some = batches[0] if batches else ("", None)
         return [(gateway, msgspec.structs.replace(some, deltas=own)) for gateway, own in deltas.items()] if some else []
-
-    # ------------------------------------------------------------------------------------------- fleet and audits
-    async def audited(self, name: str, finding: str) -> None:
-        """Answer the audit of that name with the accounting error, or ''.  Raises BusDown after PATIENCE_S."""
-        key = f"{self._link.prefix}audit:{name}"
-
-        async def answer() -> None:
-            async with self._link.redis.pipeline() as pipe:
-                pipe.hset(key, self._engine, finding)
-                pipe.expire(key, AUDIT_S)
-                await pipe.execute()
-
-        await self._link.retry(answer, link.PATIENCE_S)
 
     async def others(self) -> list[EngineLoad]:
         """Return the loads of the other engines with a live lease.  Raises BusDown after PATIENCE_S."""

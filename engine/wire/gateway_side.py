@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from engine.wire import link, token_log
 from engine.wire.clock import RedisClock
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.quotas import QuotaStore
 from engine.wire.records import (
     Attached,
     DuplicateRequest,
@@ -36,7 +36,6 @@ from engine.wire.records import (
 from engine.wire.scripts import (
     ADOPT,
     ATTACH,
-    AUDIT,
     CANCEL,
     FIND_DUPLICATE,
     FLEET,
@@ -53,7 +52,6 @@ from engine.wire.withdrawals import Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 
-AUDIT_POLL_S = 0.02  # pause between two looks for the answers to an audit
 READ_COUNT = 256  # most stream entries in one read
 READ_DELTAS = 1000  # Deltas of one read after which other tasks of the event loop run
 
@@ -74,6 +72,7 @@ class GatewaySide:
         # Blocking reads have a connection of their own: one that waits for seconds must not count as dead after two.
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
+        self.quotas = QuotaStore(self._link.run_script)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since
         self._forgotten = False  # the data has another history, which fleet() has not reported yet
@@ -282,22 +281,6 @@ class GatewaySide:
             Quarantined(decode(payload), int(attempts), int(tokens), engine.decode(), int(time_ms))
             for payload, attempts, tokens, engine, time_ms in await self._link.run_script(QUARANTINED, drop)
         ]
-
-    async def audit(self, patience_s: float) -> dict[str, str | None]:
-        """Have every engine audit its block accounting; return the accounting error by engine.
-
-        '' means that the accounting balances, None that no answer came within `patience_s` seconds.  Raises BusDown
-        after PATIENCE_S."""
-        name = uuid.uuid4().hex
-        engines = [engine.decode() for engine in await self._link.run_script(AUDIT, name)]
-        clock = asyncio.get_running_loop().time
-        until, found = clock() + patience_s, dict[bytes, bytes]()
-        read = partial(self._link.redis.hgetall, f"{self._link.prefix}audit:{name}")
-        while len(found) < len(engines) and clock() < until:
-            await asyncio.sleep(AUDIT_POLL_S)
-            found = await self._link.retry(cast("Callable[[], Awaitable[dict[bytes, bytes]]]", read), link.PATIENCE_S)
-        answers = {name: found.get(name.encode()) for name in engines}
-        return {name: answer.decode() if answer is not None else None for name, answer in answers.items()}
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield every TokenBatch for this gateway, in order, for ever; reconnect without losing any.

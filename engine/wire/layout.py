@@ -30,3 +30,4 @@ STALE_MS = 3_000  # an engine silent for this long has no room, even while its l
 MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request, after which the request is suspected
 QUARANTINE = 100  # most requests in the quarantine: the oldest leaves
 QUARANTINED_MS = 7 * 86_400_000  # how long one stays there
+QUOTA_MS = 60_000  # a quota's bucket fills in this time: quotas are per minute

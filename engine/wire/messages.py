@@ -140,8 +140,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     peaks_passed: int = 0  # those bounds that were exceeded
     peaks_bound_blocks: int = 0  # sum of the bounds
     peaks_blocks: int = 0  # sum of the blocks held
-    audits: int = 0  # audits of the block accounting since start, whole or sampled
-    alarms: int = 0  # the audits that found an accounting error
+    audits: int = 0  # checks of the block accounting since start
+    alarms: int = 0  # the checks that found an accounting error
     yields: int = 0  # preemptions for fairness since start: they made room for a tenant below its share
     crowd: list[str] = []  # tenants that hold their share of its KV cache or more
     # Prompt tokens of other tenants that could start at once, if the crowd's newest sequences were preempted.

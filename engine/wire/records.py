@@ -110,4 +110,3 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
-    audits: list[str] = []  # ids of audits: check the whole block accounting and call audited()

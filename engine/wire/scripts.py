@@ -15,7 +15,7 @@ from importlib import resources
 from engine.wire import layout
 
 FILES = resources.files("engine.wire") / "redis"
-SHARED = ("base", "queue", "log", "listeners", "endings", "engines")  # each uses only those before it
+SHARED = ("base", "queue", "log", "listeners", "endings", "engines", "quotas")  # each uses only those before it
 
 
 def constants() -> dict[str, int]:
@@ -51,7 +51,9 @@ MEET = load("meet")
 SUBMIT, PROMISE, CANCEL, KEEP = load("submit"), load("promise"), load("cancel"), load("keep")
 ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), load("read_log")
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
-QUARANTINED, AUDIT = load("quarantined"), load("audit")
+QUARANTINED = load("quarantined")
+QUOTA_TAKE, QUOTA_RETURN = load("quota_take"), load("quota_return")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")
+REQUESTS_WAIT = load("requests_wait")

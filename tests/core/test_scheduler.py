@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Container
 from typing import Any, get_args
 
 import msgspec
@@ -16,6 +17,7 @@ from engine.core.blocks import BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE
 from engine.core.limits import Admission, Allocation, Event, Limits
 from engine.core.plan import StepPlan, StepResult
+from engine.core.policy.fairness import Shares
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, State
@@ -96,6 +98,34 @@ class Rig:
             original(victim)
 
         self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign, assignment]
+        self.favoured: list[Sequence] = []  # by the last plan, in order
+        find = self.core.fairness.favoured
+
+        def check(named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
+            found = find(named)
+            if found is not None:
+                self.favoured.append(found[0])
+                self.check_order(found[0], named)
+            return found
+
+        self.core.fairness.favoured = check  # type: ignore[method-assign]
+
+    def check_order(self, chosen: Sequence, named: Container[int]) -> None:
+        """While a sequence is swapped out, only a tenant below its share starts one that never ran.
+
+        A swapped sequence that comes first in the queue of a tenant below its share was not passed if it fits."""
+        core, waiting = self.core, list(self.core.waiting)
+        if chosen.started_before or not any(seq.host for seq in waiting):
+            return
+        crowd = Shares(core.batch.holders()).crowd()
+        assert chosen.request.tenant not in crowd, "a tenant at its share started a sequence before a swapped one"
+        first: dict[str, Sequence] = {}
+        for seq in waiting:
+            first.setdefault(seq.request.tenant, seq)
+        assert chosen is first[chosen.request.tenant], "a tenant's own swapped sequence was passed"
+        for tenant, seq in first.items():
+            if seq.host and tenant not in crowd and seq.sampled_in <= core.batch.committed:
+                assert core.swapping.leaves(seq) or core.fairness._victims(seq, named) is None
 
     def crash(self) -> None:
         """The engine dies with its state; a new one gets the emitted tokens."""
@@ -141,9 +171,11 @@ class Rig:
     def submit(self) -> bool:
         swapped = [seq for seq in self.core.waiting if seq.host]
         fresh = [seq for seq in self.core.waiting if not seq.started_before]
+        self.favoured.clear()
         plan = self.core.plan(self.now)
-        if any(seq.host for seq in swapped) and not self.core.fairness.contend:
-            assert not any(seq.started_before for seq in fresh), "a new sequence started before a swapped one"
+        if any(seq.host for seq in swapped):  # `check_order` says which of the favoured ones may start
+            started = [seq for seq in fresh if seq.started_before and seq not in self.favoured]
+            assert not started, "a new sequence started before a swapped one"
         self.collect_outputs()
         if plan is None:
             return False

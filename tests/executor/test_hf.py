@@ -240,3 +240,22 @@ def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:
     one, two = make_checkpoint(tmp_path / "a", "opt"), make_checkpoint(tmp_path / "b", "opt")
     for file in sorted(one.iterdir()):
         assert file.read_bytes() == (two / file.name).read_bytes(), file.name
+
+
+def test_random_weights_leave_room_for_those_of_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A file with some tensors: they are used, the rest is made up, the same every time."""
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
+    made_up = load(tmp_path, random=True).module.state_dict()
+    name = "model.embed_tokens.weight"
+    own = torch.full_like(made_up[name], 0.5)
+    save_file({name: own}, tmp_path / "some.safetensors")
+    found = load(tmp_path, random=True).module.state_dict()
+    assert torch.equal(found[name], own)
+    assert all(torch.equal(found[key], tensor) for key, tensor in made_up.items() if key != name)
+
+    save_file({"model.other": own}, tmp_path / "some.safetensors")
+    with pytest.raises(ModelLoadError, match=r"some\.safetensors: llama has no model\.other"):
+        load(tmp_path, random=True)
+    save_file({name: own[:1].clone()}, tmp_path / "some.safetensors")
+    with pytest.raises(ModelLoadError, match=r"weight has shape \[1, 128\], the config says \[640, 128\]"):
+        load(tmp_path, random=True)

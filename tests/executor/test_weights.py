@@ -71,3 +71,9 @@ def test_a_blob_of_the_hub_is_not_hashed(model: Path, tmp_path: Path, monkeypatc
     (model / "model.safetensors").symlink_to(blob)
     monkeypatch.setattr(weights, "_sha256", lambda file: pytest.fail("hashed"))
     assert fingerprint(model, torch.float32, tmp_path / "other") == plain
+
+
+def test_of_random_weights_those_in_files_count(model: Path, tmp_path: Path) -> None:
+    both = fingerprint(model, torch.float32, tmp_path / "cache", random=True)
+    (model / "model.safetensors").unlink()
+    assert fingerprint(model, torch.float32, tmp_path / "cache", random=True) != both

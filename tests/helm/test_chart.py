@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import tomllib
 from typing import Any
 
 import helm_python
@@ -33,6 +34,16 @@ every_values_file = pytest.mark.parametrize("name", VALUES)
 def test_lint_finds_nothing(name: str) -> None:
     found = helm_python.lint(CHART, values(name), strict=True)
     assert [m for m in found["messages"] if m["severity"] > 1] == []
+
+
+def test_the_chart_its_images_and_the_pages_have_the_package_s_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (about["version"], about["appVersion"]) == (version, version)
+    images = {c["image"] for name in VALUES for pod in pods(rendered(values(name))).values() for c in pod["containers"]}
+    assert {image for image in images if "quire" in image} >= {f"quire-gateway:{version}", f"quire-engine:{version}"}
+    for page in (CHART / "README.md", ROOT / "Dockerfile"):
+        assert set(re.findall(r"quire-\w+:([\d.]+)", page.read_text())) == {version}, page
 
 
 @every_values_file

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys, pathlib; from engine.executor import ops; print(ops.build(pathlib.Path(sys.argv[1])))"
 
 
+@pytest.mark.timeout(600)  # only against hanging: a cold build takes minutes on a busy machine
 def test_two_processes_build_once(tmp_path: Path) -> None:
     runs = [
         subprocess.Popen(
@@ -28,7 +29,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    ends = [run.communicate(timeout=110) for run in runs]
+    ends = [run.communicate(timeout=580) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], ends
     assert ends[0][0] == ends[1][0]
     assert Path(ends[0][0].strip()).stat().st_size > 0

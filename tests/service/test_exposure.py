@@ -19,7 +19,6 @@ BODIES = {
     "/v1/chat/completions": b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}',
     "/tokenize": b'{"prompt": "a"}',
     "/detokenize": b'{"tokens": [8]}',
-    "/debug/audit": b"",
 }
 # All that a web page may send to another site without asking that site first.
 FROM_A_PAGE = [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
@@ -30,7 +29,7 @@ NOT_JSON = [*FROM_A_PAGE, "text/plain; a=application/json", "application/jsonp",
 async def test_a_body_must_say_that_it_is_json(
     path: str, serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(debug_endpoints=True)
+    served = await serve()
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         asked: dict[str, Any] = {"data": BODIES[path], "skip_auto_headers": ["Content-Type"]}
@@ -42,9 +41,8 @@ async def test_a_body_must_say_that_it_is_json(
                 assert (error["param"], error["limit"]) == ("content-type", "application/json")
         assert not fake.seen
         for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON ; charset=UTF-8"):
-            if path != "/debug/audit":  # the scripted engine does not answer that
-                async with served.session.post(path, headers={"Content-Type": kind}, **asked) as response:
-                    assert response.status == 200, kind
+            async with served.session.post(path, headers={"Content-Type": kind}, **asked) as response:
+                assert response.status == 200, kind
 
 
 async def test_what_no_engine_could_serve_reaches_none(

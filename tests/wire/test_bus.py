@@ -574,35 +574,6 @@ async def test_a_malformed_or_unreachable_address_is_one_line() -> None:
     await side.close()
 
 
-async def ordered(engine: EngineSide, name: str) -> list[str]:
-    """The audits that an engine of today is asked for: it says that it has made some."""
-    while True:
-        claimed = await engine.exchange([], [], msgspec.structs.replace(load(name), audits=1), *PLENTY)
-        if claimed.audits:
-            return claimed.audits
-        await engine.bell()
-
-
-async def test_an_audit_is_ordered_of_every_engine_that_knows_how_to(bus: Bus) -> None:
-    gateway, old = await bus.gateway(), await bus.engine("e0")
-    await take(old, "e0")  # of a version before audits: it would not understand the order
-    engines = {name: await bus.engine(name) for name in ("e1", "e2")}
-    for name, engine in engines.items():
-        await engine.exchange([], [], msgspec.structs.replace(load(name), audits=1), *PLENTY)
-    asked = asyncio.create_task(gateway.audit(patience_s=60.0))
-    for (name, engine), finding in zip(engines.items(), ("", "block 7 is free"), strict=True):
-        [audit] = await ordered(engine, name)
-        await engine.audited(audit, finding)
-    assert await asked == {"e1": "", "e2": "block 7 is free"}
-    assert (await take(old, "e0")).audits == []
-
-
-async def test_an_engine_that_does_not_answer_an_audit_is_named(bus: Bus) -> None:
-    gateway, engine = await bus.gateway(), await bus.engine()
-    await engine.exchange([], [], msgspec.structs.replace(load("e1"), audits=1), *PLENTY)
-    assert await gateway.audit(patience_s=0.1) == {"e1": None}
-
-
 async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) -> None:
     """One read brings 256 entries: between them the event loop serves other tasks."""
     gateway, engine = await bus.gateway(), await bus.engine()

@@ -30,6 +30,7 @@ from engine.core.isolation import Isolation
 from engine.core.open_requests import OpenRequests
 from engine.core.policy.admission import AdmissionPolicy
 from engine.core.sequence import Sequence, State
+from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
 
 LOOK_SLOTS = 32  # what tenants hold is summed up again every 1 + running / LOOK_SLOTS steps
@@ -103,10 +104,11 @@ class Fairness:
         waiting: WaitingQueue,
         admission: AdmissionPolicy,
         isolation: Isolation,
+        swapping: Swapping,
     ) -> None:
         self.crowd: list[str] = []  # tenants that hold their share or more
         self._requests, self._batch, self._waiting = requests, batch, waiting
-        self._admission, self._isolation = admission, isolation
+        self._admission, self._isolation, self._swapping = admission, isolation, swapping
         self._for_another = 0  # blocks that would be given up for one more tenant
         self._look_step = 0  # the step from which holdings are summed up again
         self._retry_step = 0  # the step from which a favoured sequence is looked for again
@@ -132,18 +134,23 @@ class Fairness:
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
         """Return a sequence that starts before all others, and the sequences to preempt for it, in that order.
 
-        The first waiting sequence of each tenant below its share is tried.  `named`: ids of sequences that the plan
-        names already, so that they cannot leave in the same one.  None: no sequence is favoured now."""
+        The first waiting sequence of each tenant below its share is tried, in the order of the queue.  So a tenant's
+        swapped sequences return before it starts a new one, and before new ones of others below their shares.  `named`:
+        ids of sequences that the plan names already, so that they cannot leave in the same one.  None: no sequence is
+        favoured now."""
         if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
             return None
         batch = self._batch
         if batch.step < self._retry_step:
             return None
+        if self._swapping.sequences:  # only a tenant below its share passes them: this plan's starts count
+            self._look_step = 0
         self.sum_holdings()
         tried = set(self.crowd)
         for seq in self._waiting:
-            # A sequence that was swapped out, perhaps in this very plan, returns when it is first in the queue.
-            if seq.request.tenant not in tried and seq.sampled_in <= batch.committed and not seq.host:
+            # A sequence that this very plan swaps out made room for others: it returns in a later plan.
+            ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)
+            if seq.request.tenant not in tried and ready:
                 if (victims := self._victims(seq, named)) is not None:
                     return seq, victims
                 self._retry_step = batch.step + batch.running // FAVOUR_SLOTS

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -81,7 +82,7 @@ def load_model(
 
       dtype          auto (the checkpoint's own), float32, bfloat16 or float16
       max_model_len  tokens; 0: what the model was made for
-      random         make the weights up, for measurements; the directory needs no weight files
+      random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
 
     The kernels must be loaded.
@@ -92,7 +93,7 @@ def load_model(
     directory = find(name)
     config = read_config(directory)
     max_model_len = check_length(config, max_model_len)
-    module = random_model(config, dtype, device) if random else read_weights(directory, config, dtype)
+    module = random_model(directory, config, dtype, device) if random else read_weights(directory, config, dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
@@ -116,12 +117,28 @@ def load_model(
     )
 
 
-def random_model(config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The architecture with weights as its own training would begin: made where they are needed, from a fixed seed."""
+def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Make the architecture with the weights that its own training would begin with, on `device`, from a fixed seed.
+
+    Weight files of the directory may hold some of the tensors; those are used.  Raises ModelLoadError for a tensor that
+    the architecture does not have in this shape."""
     wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     with torch.random.fork_rng(), device:
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+    made_up = model.state_dict()
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            given = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file}: {one_line(error)}") from error
+        for name, tensor in given.items():
+            if name not in made_up:
+                raise ModelLoadError(f"{file}: {config.model_type} has no {name}")
+            if tensor.shape != made_up[name].shape:
+                shapes = f"{list(tensor.shape)}, the config says {list(made_up[name].shape)}"
+                raise ModelLoadError(f"{file}: {name} has shape {shapes}")
+            made_up[name].copy_(tensor)
     return model
 
 

@@ -43,8 +43,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:
-    """64 hex digits.  Equal only if weights (by content), config.json and dtype are."""
-    files = [] if random else weight_files(directory)
+    """64 hex digits.  Equal only if weights (by content), config.json and dtype are.
+
+    `random`: weights that no file of the directory holds are made up from a fixed seed."""
+    files = sorted(directory.glob("*.safetensors")) if random else weight_files(directory)
     config = json.loads((directory / "config.json").read_bytes())
     described = {key: value for key, value in config.items() if key not in NOT_MATHEMATICS}
     digests = dict(zip([file.name for file in files], _digests(files, cache), strict=True))

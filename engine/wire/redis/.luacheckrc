@@ -8,7 +8,7 @@ local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "PROMISE_MS", "PUNCTUAL_MS", "CAME_S", "CAME_OUTLIERS",
   "CAME_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS", "OUTPUT_COST", "PLACES", "AWAY_MS", "AMNESTY_MS",
   "STALE_MS", "MAX_ATTEMPTS",
-  "QUARANTINE", "QUARANTINED_MS",
+  "QUARANTINE", "QUARANTINED_MS", "QUOTA_MS",
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
@@ -18,6 +18,7 @@ local shared = {
   "listeners", "each_of", "other_listeners", "route", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "in_time", "head", "first_suspect",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
+  "bucket_debt", "shift_bucket", "prompts_of", "forget_request", "settle_quota",
 }
 
 read_globals = {"redis", "cmsgpack", "struct", "KEYS", "ARGV"}

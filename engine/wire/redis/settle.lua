@@ -1,4 +1,4 @@
--- Enter in the ledger how many tokens of each continuation reached a client.
+-- Enter in the ledger how many tokens of each continuation reached a client, and settle the quotas of those that ended.
 -- For each request: id, tenant, continuations, then that many counts of tokens.
 -- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
 local words = ARGV
@@ -15,6 +15,7 @@ while i <= #words do
     if now > before and continuations(id) > 0 then call('HSET', log, 'delivered:' .. index, now) end
   end
   if new > 0 then call('HINCRBY', P .. 'usage:' .. tenant, 'delivered', new) end
+  settle_quota(tenant, id)
   found[#found + 1] = {logged_tokens(id), delivered, new}
   i = i + 3 + n
 end

@@ -182,6 +182,78 @@ def test_a_tenant_at_its_share_waits_like_everybody() -> None:
     rig.run()
 
 
+@pytest.mark.parametrize("admission", ["none", "threshold"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_a_tenant_below_its_share_starts_a_sequence_while_others_are_swapped_out(
+    admission: Admission, depth: int
+) -> None:
+    """`Rig.check_order` and `Rig.submit` check every start of these random runs."""
+    passed = returned = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        shape: dict[str, Any] = {"blocks": rng.choice([18, 30]), "max_seqs": rng.choice([5, 8, 12])}
+        rig = Rig(
+            size=4, depth=depth, admission=admission, preempt="swap", host_blocks=60, caching=seed % 2 > 0, **shape
+        )
+        for _ in range(120):
+            if rng.random() < 0.4:
+                tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
+                prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
+                kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
+                rig.add(prompt, rng.randrange(1, 30), n=rng.choice([1, 1, 2]), ignore_eos=True, **kind)
+            swapped = {id(seq) for seq in rig.core.waiting if seq.host}
+            fresh = {id(seq) for seq in rig.core.waiting if not seq.started_before}
+            step(rig, 1)
+            starts = {id(seq) for seq in rig.favoured}
+            passed += bool(starts & fresh and swapped & {id(seq) for seq in rig.core.waiting if seq.host})
+            returned += bool(starts & swapped)
+        rig.run()
+    assert passed > 0
+    assert returned > 0
+
+
+def test_a_loud_tenants_swapped_sequences_do_not_hold_up_a_quiet_tenant() -> None:
+    """The reason why a start may pass swapped sequences: they stay away for as long as the others' outputs last."""
+    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, admission="none", caching=False)
+    for i in range(12):
+        rig.add([5 + i] * 8, 60, ignore_eos=True, seed=i, tenant="loud")
+    while rig.core.swapping.sequences < 3:
+        step(rig, 1)
+    away = {id(seq) for seq in rig.core.waiting if seq.host}
+    quiet = rig.add([40] * 8, 2, ignore_eos=True, tenant="quiet")
+    steps = 0
+    while not rig.answers[quiet, 0]:
+        step(rig, 1)
+        steps += 1
+    assert steps <= 2
+    assert away <= {id(seq) for seq in rig.core.waiting if seq.host}
+    while away <= {id(seq) for seq in rig.core.waiting if seq.host}:
+        step(rig, 1)
+        steps += 1
+    assert steps > 10  # so long the quiet tenant would have waited
+    rig.run()
+
+
+def test_a_quiet_tenants_swapped_sequence_returns_before_a_loud_tenants() -> None:
+    """It stands last in the queue by its class, and does not wait for those before it."""
+    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, admission="none", caching=False)
+    quiet = rig.add([40] * 8, 60, ignore_eos=True, tenant="quiet", priority=5)
+    for i in range(12):
+        rig.add([5 + i] * 8, 60, ignore_eos=True, seed=i, tenant="loud")
+    while rig.core.swapping.sequences < 3:
+        step(rig, 1)
+    (seq,) = (seq for seq in rig.core.live() if seq.request.id == quiet)
+    assert seq.state is State.DECODING
+    rig.core.preemption.preempt(seq)  # as for a growth of its own, while it held its share
+    assert seq.host
+    steps = 0
+    while seq.host:
+        step(rig, 1)
+        steps += 1
+    assert steps <= 2  # the plan that swaps it out, and the next
+    rig.run()
+
+
 def test_a_weight_counts_as_so_many_tenants() -> None:
     rows = [holder("b", 10, i) for i in range(6)]
     yielded = {weight: len(list(Shares(rows).yielding_to(_weighing(weight), 20))) for weight in (0.3, 1.0, 2.0)}

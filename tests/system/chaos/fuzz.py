@@ -82,18 +82,19 @@ class Target:
     def __init__(self, folder: Path, server: EmbeddedRedis, model: str, started: list[Process]) -> None:
         self.url, self.server = server.url, server
         self.ports, self.pages = [free_port(), free_port()], [free_port(), free_port()]
+        self.engine_page = free_port()
         checkpoint = str(make_checkpoint(folder / "llama", "llama"))
         shared = [checkpoint, f"--redis-url={server.url}"]
         self.engine = Process(
             folder / "engine.log",
             *("engine", *shared, "--engine-id=e0", "--max-model-len=512", "--kv-blocks=600", "--max-seqs=64"),
-            *OPTIONS[model],
+            *(f"--metrics-port={self.engine_page}", *OPTIONS[model]),
         )
         self.gateways = [
             Process(
                 folder / f"gateway{at}.log",
                 *("gateway", *shared, f"--port={port}", f"--metrics-port={page}", f"--gateway-id=g{at}"),
-                *("--served-name=tiny", "--debug-endpoints=true", "--default-timeout-s=10", "--max-timeout-s=10"),
+                *("--served-name=tiny", "--default-timeout-s=10", "--max-timeout-s=10"),
                 *("--queue-wait-s=5", f"--retain-s={RETAIN_S}", "--resume-s=2"),
             )
             for at, (port, page) in enumerate(zip(self.ports, self.pages, strict=True))
@@ -237,17 +238,17 @@ class Fuzz:
                 break
             await asyncio.sleep(1.0)
         self.found.memory = {name: (before[name], after[name]) for name in before}
-        url = f"http://127.0.0.1:{self._target.ports[0]}/debug/audit"
-        asked = urllib.request.Request(url, method="POST", headers={"Content-Type": "application/json"})
+        url = f"http://127.0.0.1:{self._target.engine_page}/debug/accounting"
+        asked = urllib.request.Request(url, method="POST")
 
-        def audit() -> str:
+        def check() -> str:
             try:
                 with urllib.request.urlopen(asked, timeout=60) as answer:
                     return str(answer.read().decode())
             except urllib.error.HTTPError as error:
                 return error.read().decode()
 
-        if not json.loads(said := await asyncio.to_thread(audit)).get("balanced"):
+        if not json.loads(said := await asyncio.to_thread(check)).get("balanced"):
             self.found.failures.append(f"block accounting: {said}")
         for name, process in self._target.processes.items():
             if process.popen.poll() is not None:

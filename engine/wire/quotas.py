@@ -1,0 +1,97 @@
+"""Quotas of a tenant, shared by all gateways: the client of quota_take.lua and quota_return.lua.
+
+    take()  ---> buckets of requests and tokens, requests at once      all or nothing, one script
+    restore() -> the request was not queued: everything is given back
+    settle() of GatewaySide gives back the tokens that an ended request did not generate
+
+The algorithm and the keys: "Quotas" in `redis/KEYS.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from engine.wire.layout import QUOTA_MS
+from engine.wire.scripts import QUOTA_RETURN, QUOTA_TAKE, Script
+
+Kind = Literal["requests", "tokens", "concurrent"]
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """Limits of one tenant; None: unlimited."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt and output tokens
+    max_requests: int | None = None  # requests that have not ended
+
+
+class Buckets(msgspec.Struct, frozen=True):
+    """What is left of a tenant's quotas a minute, at one moment."""
+
+    quota: Quota
+    requests_ms: float  # until the bucket of requests is full
+    tokens_ms: float  # until the bucket of tokens is full
+
+    @property
+    def requests(self) -> int:
+        """Requests that could be taken now; 0 without such a quota."""
+        return _left(self.quota.requests_per_minute, self.requests_ms)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that could be taken now; 0 without such a quota."""
+        return _left(self.quota.tokens_per_minute, self.tokens_ms)
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """The outcome of a take."""
+
+    used_up: Kind | None  # None: taken; else nothing was taken
+    wait_ms: float  # until the bucket that is used up has enough; 0 for "concurrent"
+    buckets: Buckets
+
+
+class RunScript(Protocol):
+    """Runs a script; raises BusDown when it did not succeed in time."""
+
+    def __call__(self, script: Script, *args: bytes | str | int) -> Awaitable[Any]: ...
+
+
+class QuotaStore:
+    """Takes and gives back quotas in Redis.  Every method is one script and raises BusDown after PATIENCE_S."""
+
+    def __init__(self, run_script: RunScript) -> None:
+        self._run = run_script
+
+    async def take(
+        self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, prompts: Sequence[tuple[int, int]]
+    ) -> Taken:
+        """Take what a request may use, all or nothing; once, however often it is called for the same id.
+
+        `request_id`: of the client's request; that of its prompt i ends with ".i".  `prompts`: (tokens, most output
+        tokens of all its continuations) of each."""
+        return await self._take(tenant, quota, request_id, deadline_ms, *(count for pair in prompts for count in pair))
+
+    async def look(self, tenant: str, quota: Quota) -> Buckets:
+        """Return what is left; takes nothing."""
+        return (await self._take(tenant, quota, "", 0)).buckets
+
+    async def restore(self, tenant: str, quota: Quota, request_id: str) -> Buckets:
+        """Give back everything that a request took which was not queued.  Harmless when called twice."""
+        requests_ms, tokens_ms = await self._run(QUOTA_RETURN, tenant, request_id)
+        return Buckets(quota, float(requests_ms), float(tokens_ms))
+
+    async def _take(self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, *counts: int) -> Taken:
+        given = (quota.requests_per_minute, quota.tokens_per_minute, quota.max_requests)
+        limits = ("" if limit is None else limit for limit in given)
+        reply = await self._run(QUOTA_TAKE, tenant, *limits, request_id, deadline_ms, *counts)
+        used_up, wait_ms, requests_ms, tokens_ms = reply
+        return Taken(used_up.decode() or None, float(wait_ms), Buckets(quota, float(requests_ms), float(tokens_ms)))
+
+
+def _left(limit: int | None, debt_ms: float) -> int:
+    # A thousandth of a unit more: the times are sums of doubles, and 2.9999 requests are 3.
+    return max(0, int((QUOTA_MS - debt_ms) * limit / QUOTA_MS + 1e-3)) if limit else 0

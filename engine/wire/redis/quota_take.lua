@@ -1,0 +1,79 @@
+-- Take what a request may use of its tenant's quotas: all of it or nothing.
+-- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota.
+-- `request`: id without a prompt's number; '' only reads the buckets.
+-- Then for each prompt: its tokens, most output tokens of all its continuations.
+-- Returns {quota that is used up ('' for none), ms until its bucket has enough, ms until the buckets of requests and of
+-- tokens are full}.
+local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
+local FIRST = 7  -- of the prompts, in ARGV
+local key, held, open = P .. 'quota:' .. tenant, P .. 'quota_held:' .. tenant, P .. 'quota_open:' .. tenant
+local now, prompts = now_ms(), (#ARGV - FIRST + 1) / 2
+local cost = {requests = 0, tokens = 0}  -- ms that it moves each bucket
+local token_ms = tokens == '' and 0 or QUOTA_MS / tokens
+
+local function is_open(id)  -- whether a request counts: a prompt is not over, or its submit is under way
+  local taken = string.match(call('HGET', held, id) or '', '^%d+ (%d+)')
+  local gone = not taken or now - taken > TOMBSTONE_MS
+  for prompt in prompts_of(tenant, id) do
+    if alive(prompt) then return true end
+    gone = gone or call('EXISTS', P .. 'req:' .. prompt) == 1
+  end
+  return not gone
+end
+
+local function end_finished()  -- do now for requests that are over what settle.lua would do a moment later
+  fold_all()
+  for _, id in ipairs(call('ZRANGE', open, 0, -1)) do
+    if not is_open(id) then
+      for prompt in prompts_of(tenant, id) do settle_quota(tenant, prompt) end
+      forget_request(tenant, id)
+    end
+  end
+end
+
+local function has_place()
+  if at_once == '' or call('ZCARD', open) < at_once + 0 then return true end
+  end_finished()
+  return call('ZCARD', open) < at_once + 0
+end
+
+local function verdict()  -- the quota that is used up, and ms until it has enough
+  local used_up, wait = '', 0
+  for bucket, ms in pairs(cost) do
+    local missing = bucket_debt(tenant, bucket, now) + ms - QUOTA_MS
+    if ms > 0 and missing > 1e-3 and missing > wait then used_up, wait = bucket, missing end
+  end
+  if used_up == '' and not has_place() then return 'concurrent', 0 end
+  return used_up, wait
+end
+
+local function outlive(name, ms)  -- keep a key for at least `ms` from now
+  if call('PTTL', name) < ms then call('PEXPIRE', name, ms) end
+end
+
+local function take()
+  for bucket, ms in pairs(cost) do
+    if ms > 0 then
+      call('HSET', key, bucket, string.format('%.6f', now + bucket_debt(tenant, bucket, now) + ms))
+    end
+  end
+  call('HSET', held, request, string.format('%d %d %.6f', prompts, now, cost.requests))
+  for i = 0, prompts - 1 do
+    local size, output = unpack(ARGV, FIRST + 2 * i, FIRST + 2 * i + 1)
+    call('HSET', held, request .. '.' .. i, cmsgpack.pack({tonumber(size), tonumber(output), token_ms}))
+  end
+  local expires = math.max(deadline, now + QUOTA_MS) + EXPIRY_MS
+  call('ZADD', open, expires, request)
+  for _, name in ipairs({key, held, open}) do outlive(name, expires - now) end
+end
+
+local used_up, wait = '', 0
+if request ~= '' and call('HEXISTS', held, request) == 0 then  -- else a retry: only the reply did not arrive
+  for _, old in ipairs(call('ZRANGEBYSCORE', open, '-inf', now)) do forget_request(tenant, old) end
+  if requests ~= '' then cost.requests = QUOTA_MS / requests end
+  for i = FIRST, #ARGV do cost.tokens = cost.tokens + ARGV[i] * token_ms end
+  used_up, wait = verdict()
+  if used_up == '' then take() end
+end
+local function shown(ms) return string.format('%.6f', ms) end
+return {used_up, shown(wait), shown(bucket_debt(tenant, 'requests', now)), shown(bucket_debt(tenant, 'tokens', now))}

@@ -1,0 +1,43 @@
+-- Quotas of a tenant: "Quotas" in KEYS.md.  A bucket is one number: the unix ms at which it will be full (GCRA).
+
+local function bucket_debt(tenant, bucket, now)  -- ms until this bucket is full; it is empty at QUOTA_MS
+  return math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now)
+end
+
+local function shift_bucket(tenant, bucket, ms)  -- move the time at which a bucket is full; < 0 gives back
+  local key, now = P .. 'quota:' .. tenant, now_ms()
+  if call('HEXISTS', key, bucket) == 0 then return end
+  call('HSET', key, bucket, string.format('%.6f', now + bucket_debt(tenant, bucket, now) + ms))
+end
+
+local function prompts_of(tenant, request)  -- an iterator over the ids of a request's prompts that are not settled
+  local held = P .. 'quota_held:' .. tenant
+  local prompts, at = tonumber(string.match(call('HGET', held, request) or '0', '^%d+')), -1
+  return function()
+    while at < prompts - 1 do
+      at = at + 1
+      local id = request .. '.' .. at
+      if call('HEXISTS', held, id) == 1 then return id end
+    end
+  end
+end
+
+local function forget_request(tenant, request)  -- it takes nothing of the quotas any more
+  local held = P .. 'quota_held:' .. tenant
+  for id in prompts_of(tenant, request) do call('HDEL', held, id) end
+  call('HDEL', held, request)
+  call('ZREM', P .. 'quota_open:' .. tenant, request)
+end
+
+-- A prompt of the tenant is over: give back the output tokens that it took and did not generate.  Does nothing a second
+-- time.  A prompt whose log is gone gives nothing back: the bucket fills with time.
+local function settle_quota(tenant, id)
+  local held = P .. 'quota_held:' .. tenant
+  local entry = call('HGET', held, id)
+  if not entry or alive(id) then return end
+  local _, output, token_ms = unpack(cmsgpack.unpack(entry))
+  call('HDEL', held, id)
+  if continuations(id) > 0 then shift_bucket(tenant, 'tokens', (logged_tokens(id) - output) * token_ms) end
+  local request = string.match(id, '^(.*)%.%d+$')
+  if not prompts_of(tenant, request)() then forget_request(tenant, request) end
+end
