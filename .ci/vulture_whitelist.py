@@ -56,7 +56,7 @@ _.QUARANTINE
 _.QUARANTINED_MS
 
 _.exit_status  # engine/common/errors.py
-_.said  # engine/wire/records.py: a field of Quarantined
+_.logged_tokens  # engine/wire/records.py: a field of Quarantined
 
 # For users of the offline API.
 _.finish_reason, _.prompt_token_ids

@@ -78,11 +78,11 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request was aborted, or `lost` to another engine."""
+    """A request was aborted, or `reassigned` to another engine."""
 
     number: int
     index: int
-    lost: bool
+    reassigned: bool
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -163,7 +163,7 @@ class Recorder:
         request = request_of(order)
         if request is None or isinstance(order, Abort):
             found = self._open_requests.get(order.id) if isinstance(order, Abort) else None
-            return Cancel(found[0], order.index, order.lost) if found and isinstance(order, Abort) else None
+            return Cancel(found[0], order.index, order.reassigned) if found and isinstance(order, Abort) else None
         if request.id in self._open_requests:
             return None
         begun = [None if o is None else len(o) for o in order.outputs] if isinstance(order, Resume) else []

@@ -156,7 +156,7 @@ def decide(
     if not open_engines:
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
-    exchanged_ms = {load.engine: fleet.heard_ms.get(load.engine, load.time_ms) for load in open_engines}
+    exchanged_ms = {load.engine: fleet.exchanged_ms.get(load.engine, load.time_ms) for load in open_engines}
     fresh = [load for load in open_engines if now_ms - exchanged_ms[load.engine] <= STALE_MS]
     room = fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0
     if now_ms - fleet.time_ms <= STALE_MS and (left := _preemption_room(cost, fleet, fresh)) >= 0:

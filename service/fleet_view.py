@@ -45,7 +45,7 @@ class FleetView:
         for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
             del self._loads[engine]
         ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
-        self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.heard_ms.items()}
+        self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
         self.record_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
         self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
 
@@ -61,7 +61,7 @@ class FleetView:
             queue.tenants,
             oldest_ms=self._oldest_ms,
             quarantined=self._quarantined,
-            heard_ms=dict(self._exchanged_ms),
+            exchanged_ms=dict(self._exchanged_ms),
         )
 
     @property

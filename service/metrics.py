@@ -326,7 +326,7 @@ class Telemetry(Collector):
                 for load in fleet.engines:
                     self.set(metric, metric.of_engine(load), load.engine, load.model)
         for load in fleet.engines:
-            exchanged_ms = fleet.heard_ms.get(load.engine, load.time_ms)
+            exchanged_ms = fleet.exchanged_ms.get(load.engine, load.time_ms)
             self.set(ENGINE_AGE, max(0.0, now_ms - exchanged_ms) / 1000, load.engine, load.model)
             self.set(ENGINE_INFO, 1, *_identity(load))
             self._fingerprint = load.fingerprint[:16]

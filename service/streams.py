@@ -158,7 +158,7 @@ class Streams:
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
-        return await self._ask(self._bus.twin(key))
+        return await self._ask(self._bus.find_duplicate(key))
 
     async def audit(self, patience_s: float) -> dict[str, str | None]:
         """See GatewaySide.audit.  Raises Refusal(503)."""
@@ -283,12 +283,12 @@ class Streams:
                 returning = True
                 continue
             began = time.monotonic()
-            submit = self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=key)
+            submit = self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, idempotency_key=key)
             queue = await self._ask(submit, "submit")
             self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
             self._view.record_queue(queue)
-            if queue.twin is not None:
-                raise AlreadySubmitted(queue.twin)
+            if queue.duplicate is not None:
+                raise AlreadySubmitted(queue.duplicate)
             if queue.accepted:
                 return
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)

@@ -156,7 +156,7 @@ def replay(log: Log) -> tuple[int, Difference | None]:
                 box.orders.append(_order(number, order, chain, log.header.config.block_size))
                 number += 1
             else:
-                box.orders.append(Abort(str(order.number), order.lost, order.index))
+                box.orders.append(Abort(str(order.number), order.reassigned, order.index))
         box.now_ms, box.full, box.events, executor.turn = turn.now_ms, turn.stalled, [], turn
         engine.turn()
         recorded = [msgspec.structs.replace(event, digests=b"") for event in turn.events]

@@ -39,7 +39,7 @@ class EngineSide:
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may listen at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
-        self.hot_prefixes = HotPrefixStore(self._link.run_script, engine)
+        self.hot_prefixes = HotPrefixStore(self._link.run_script)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0  # of the last exchange
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
@@ -91,16 +91,16 @@ class EngineSide:
         receives that.  Retries with backoff while Redis does not answer; never loses or repeats a batch.
 
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
-        `lost`).  It sends again what the remaining logs lack.
+        `reassigned`).  It sends again what the remaining logs lack.
 
         Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
         one at a time.  Cancelling it leaves open what it did, and only close() may follow.
         """
-        lost: list[str] = []
+        reassigned: list[str] = []
         self._journal.add(batches, finished)
         while (reply := await self._send(batches, finished, load, room_tokens, room_requests)) is None:
             gone = set(await self._rejoin(load))
-            lost += gone
+            reassigned += gone
             batches = [
                 (
                     gateway,
@@ -112,7 +112,7 @@ class EngineSide:
         self._forget(finished)
         works, orders, queued, engines, _ = reply
         self.queue_share = queued / max(1, engines)
-        received = ExchangeReply([], [], lost)
+        received = ExchangeReply([], [], reassigned)
         for payload, listeners, outputs in works:
             self._accept(received, payload, listeners.decode(), outputs)
         for order in orders:
@@ -194,7 +194,7 @@ class EngineSide:
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
         """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
-        lost: list[str] = []
+        reassigned: list[str] = []
         while True:
             try:
                 epoch, held = await self._link.run_script(
@@ -219,9 +219,9 @@ class EngineSide:
                     self._route(request_id.decode(), listeners.decode())
             gone = [request_id for request_id in self._tenants if request_id not in known]
             self._forget(gone)
-            lost += gone
+            reassigned += gone
             if len(known) == len(held):
-                return lost
+                return reassigned
 
     def _superseded(self, error: ResponseError) -> Exception:
         if "SUPERSEDED" in str(error):

@@ -118,14 +118,14 @@ class GatewaySide:
         *requests: Generate,
         excess_tokens: int | None = None,
         record: bytes = b"",
-        once: IdempotencyKey | None = None,
+        idempotency_key: IdempotencyKey | None = None,
     ) -> Queue:
         """Queue the prompts of one client's request durably, all or none, and ring the engines' bell.
 
         They share gateway, tenant, weight, priority and deadline.  None is queued (`accepted` is False) in two cases:
           * the queued prompt tokens, these included, would exceed the engines' room by more than `excess_tokens`
             (None: any number may be queued);
-          * another request came first with the key of `once`: `twin` names it, for attach().
+          * another request came first with `idempotency_key`: `duplicate` names it, for attach().
         `record` stays with the log of the first prompt, as long as the log: see attach().  Accepting a request also
         clears its retry promise.
 
@@ -146,8 +146,8 @@ class GatewaySide:
                 first.deadline_ms,
                 "" if excess_tokens is None else excess_tokens,
                 self._retain_ms,
-                once.key if once is not None else "",
-                once.body if once is not None else "",
+                idempotency_key.key if idempotency_key is not None else "",
+                idempotency_key.body if idempotency_key is not None else "",
                 record,
                 self._content_digest(*requests),
                 *words,
@@ -162,7 +162,7 @@ class GatewaySide:
             sum(queue.queued_tokens for queue in tenants.values()),
             room_tokens,
             tenants,
-            _read_duplicate(duplicate, once),
+            _read_duplicate(duplicate, idempotency_key),
         )
 
     async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
@@ -188,17 +188,17 @@ class GatewaySide:
         asked = (requests[0].tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
         return hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
 
-    async def twin(self, once: IdempotencyKey) -> DuplicateRequest | None:
+    async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the request that came first under this key, as submit() would find it; None: there is none.
 
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
-        return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, once.key), once)
+        return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, key.key), key)
 
-    async def release(self, once: IdempotencyKey, request_id: str) -> None:
+    async def release(self, key: IdempotencyKey, request_id: str) -> None:
         """Free this key if `request_id` is the first under it, because its answer cannot be read any more.
 
         Raises BusDown after PATIENCE_S."""
-        await self._link.run_script(RELEASE, once.key, request_id)
+        await self._link.run_script(RELEASE, key.key, request_id)
 
     # ----------------------------------------------------------------------------------------------- the token log
     async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
@@ -374,7 +374,7 @@ def _read_tenant_queues(scored: list[bytes], tokens: list[bytes], weights: list[
     }
 
 
-def _read_duplicate(found: list[bytes | None], once: IdempotencyKey | None) -> DuplicateRequest | None:
-    if once is None or not found or found[0] is None or found[1] is None:
+def _read_duplicate(found: list[bytes | None], key: IdempotencyKey | None) -> DuplicateRequest | None:
+    if key is None or not found or found[0] is None or found[1] is None:
         return None
-    return DuplicateRequest(found[0].decode(), found[1].decode() == once.body)
+    return DuplicateRequest(found[0].decode(), found[1].decode() == key.body)

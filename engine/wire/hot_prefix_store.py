@@ -62,7 +62,7 @@ def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
 class HotPrefixStore:
     """One engine's access to the store."""
 
-    def __init__(self, run: RunScript, engine: str) -> None:
+    def __init__(self, run: RunScript) -> None:
         self._run = run
 
     async def write(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:

@@ -46,7 +46,7 @@ class Fleet(msgspec.Struct, frozen=True):
     quarantined: int = 0  # requests in the quarantine, because they killed their engines
     # Unix time of each engine's last exchange, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
     # a step runs.  EngineLoad.time_ms is the end of the last step.
-    heard_ms: dict[str, int] = {}
+    exchanged_ms: dict[str, int] = {}
 
 
 class Queue(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Queue(msgspec.Struct, frozen=True):
     queued_tokens: int
     room_tokens: int
     tenants: dict[str, TenantQueue]
-    twin: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
+    duplicate: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Quarantined(msgspec.Struct, frozen=True):
 
     request: Generate
     attempts: int  # engines that died while they held it, at the same token
-    said: int  # its tokens in the log at the verdict, all continuations together
+    logged_tokens: int  # its tokens in the log at the verdict, all continuations together
     engine: str  # the last engine that died
     time_ms: int  # unix time of the verdict
 
@@ -104,9 +104,9 @@ class ExchangeReply(msgspec.Struct, frozen=True):
 
     generates: list[Generate]
     aborts: list[Abort]  # carry these out after `generates` are accepted: both may concern the same request
-    # Reassigned requests: another engine took them over, or a client withdrew them, after this engine's lease had
+    # Another engine took them over, or a client withdrew them, after this engine's lease had
     # lapsed.  Drop them without a Delta and without `finished`.  Redis ignored what this exchange reported of them.
-    lost: list[str] = []
+    reassigned: list[str] = []
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}

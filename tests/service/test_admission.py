@@ -154,7 +154,7 @@ def test_a_silent_engine_or_reading_counts_as_full() -> None:
 
 def heard(age_ms: int, load: EngineLoad, **more: int) -> Fleet:
     """A reading of NOW of one engine, whose last exchange was so long before."""
-    return msgspec.structs.replace(fleet(load, **more), heard_ms={load.engine: NOW - age_ms})
+    return msgspec.structs.replace(fleet(load, **more), exchanged_ms={load.engine: NOW - age_ms})
 
 
 def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:

@@ -101,7 +101,7 @@ class Wire:
         self.asked: list[int] = []
         self.down = self.full = False
         self.rounds = 0
-        self.twin: DuplicateRequest | None = None
+        self.duplicate: DuplicateRequest | None = None
         self.logs: dict[str, list[LoggedOutput]] = {}
         self.reads: list[tuple[str, int, int, int]] = []
         self.attached: list[str] = []
@@ -114,12 +114,16 @@ class Wire:
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
     async def submit(
-        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: IdempotencyKey | None = None
+        self,
+        *requests: Generate,
+        excess_tokens: int,
+        record: bytes = b"",
+        idempotency_key: IdempotencyKey | None = None,
     ) -> Queue:
         if self.down or self.full:
             raise BusDown("full" if self.full else "gone")
-        if self.twin is not None:
-            return Queue(False, 1, 3, 0, {}, self.twin)
+        if self.duplicate is not None:
+            return Queue(False, 1, 3, 0, {}, self.duplicate)
         self.asked.append(excess_tokens)
         accepted = len(self.asked) > self.refusals
         if accepted:
@@ -358,9 +362,9 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert abs(seen - time.time() * 1000) < 1000  # the engine's own clock stands in 1970
     await asyncio.sleep(0.05)
     assert streams.fleet.engines[0].time_ms == seen  # the same reading again is no sign of life
-    wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], time_ms=90_000, heard_ms={"e0": 88_000})
-    await settled(lambda: "e0" in streams.fleet.heard_ms)
-    assert abs(streams.fleet.heard_ms["e0"] + 2000 - time.time() * 1000) < 1000  # but this one is
+    wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], time_ms=90_000, exchanged_ms={"e0": 88_000})
+    await settled(lambda: "e0" in streams.fleet.exchanged_ms)
+    assert abs(streams.fleet.exchanged_ms["e0"] + 2000 - time.time() * 1000) < 1000  # but this one is
     async with streams.open(orders(), 60, anyway):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
@@ -579,7 +583,7 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
 
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
-    wire.twin = DuplicateRequest("q.0", True)
+    wire.duplicate = DuplicateRequest("q.0", True)
     with pytest.raises(AlreadySubmitted) as caught:
         async with streams.open(orders(), 60, anyway, idempotency_key=IdempotencyKey("k", "b")):
             pytest.fail("must not open")

@@ -41,13 +41,14 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     fleet = await gateway.fleet()
     assert (fleet.queued, fleet.queued_tokens, fleet.engines) == (0, 0, [last])
     assert abs(fleet.time_ms - time.time() * 1000) < 5_000
-    assert fleet.heard_ms.keys() == {"e1"}
-    assert 0 <= fleet.time_ms - fleet.heard_ms["e1"] < 5_000
+    assert fleet.exchanged_ms.keys() == {"e1"}
+    assert 0 <= fleet.time_ms - fleet.exchanged_ms["e1"] < 5_000
     await asyncio.sleep(0.05)
     again = await gateway.fleet()
-    assert again.heard_ms == fleet.heard_ms  # reading the fleet is no sign of an engine's life
+    assert again.exchanged_ms == fleet.exchanged_ms  # reading the fleet is no sign of an engine's life
     await engine.exchange([], [], last, 0, 0)
-    assert (await gateway.fleet()).heard_ms["e1"] >= fleet.heard_ms["e1"] + 50  # but an exchange is, whatever its load
+    # An exchange is, whatever its load.
+    assert (await gateway.fleet()).exchanged_ms["e1"] >= fleet.exchanged_ms["e1"] + 50
 
 
 async def test_claims_are_first_come_first_served_and_fit_the_room(bus: Bus) -> None:
@@ -340,7 +341,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     assert ids(await take(other, "e2", requests=1)) == ["a"]
     await gateway.cancel("b")
     back = await take(late)
-    assert (back.generates, sorted(back.lost)) == ([], ["a", "b"])
+    assert (back.generates, sorted(back.reassigned)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
     await late.exchange([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
     assert await take(other, "e2") == ExchangeReply([], [])

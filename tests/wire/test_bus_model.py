@@ -198,7 +198,7 @@ class BusModel(RuleBasedStateMachine):
             self.known.add(name)
             lost = self.believed[name] - self.held[name]
             self.believed[name] -= lost
-        assert set(claimed.lost) == lost
+        assert set(claimed.reassigned) == lost
 
         for one in talking:
             if one in self.held[name]:
