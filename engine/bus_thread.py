@@ -156,7 +156,13 @@ class BusThread:
 
     async def _serve(self) -> None:
         config = self._config
-        bus = EngineSide(config.redis_url, config.engine_id, namespace=config.namespace, lease_ms=config.lease_ms)
+        bus = EngineSide(
+            config.redis_url,
+            config.engine_id,
+            namespace=config.namespace,
+            lease_ms=config.lease_ms,
+            late_share=config.late_share,
+        )
         await bus.open()
         self._bus = bus
         self._opened.put(None)

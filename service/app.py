@@ -195,6 +195,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
         vllm=config.vllm_metrics,
         tracing=tracing,
         trace_prompts=config.trace_prompts,
+        target_s=config.ttft_target_s,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()

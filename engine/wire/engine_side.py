@@ -30,10 +30,15 @@ AUDIT_S = 60  # how long the finding of an audit stays in Redis
 class EngineSide:
     """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
 
-    def __init__(self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000) -> None:
-        """Connect to nothing yet.  Raises BusDown for a malformed URL.  `url`: redis://, rediss:// or unix://."""
+    def __init__(
+        self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000, late_share: float = 0.1
+    ) -> None:
+        """Connect to nothing yet.  Raises BusDown for a malformed URL.
+
+        `url`: redis://, rediss:// or unix://.  `late_share`: least share, 0 to 1, of the claimed prompt tokens that the
+        late lane gets."""
         self._engine = engine
-        self._lease_ms = lease_ms
+        self._lease_ms, self._late_share = lease_ms, late_share
         self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
         self.clock = RedisClock()  # every exchange() adds a sample
         self._bell = self._link.redis.pubsub()
@@ -85,10 +90,11 @@ class EngineSide:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Appends each (gateway, batch) to the gateway's stream and its tokens to the log, and charges the tenants for
-        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order while prompts fit
-        `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share: the whole queue divided by
-        the number of engines, rounded up.  A request past its deadline is not claimed: it ends, and its gateway
-        receives that.  Retries with backoff while Redis does not answer; never loses or repeats a batch.
+        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
+        first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share:
+        the whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
+        ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
+        a batch.
 
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
         `reassigned`).  It sends again what the remaining logs lack.
@@ -171,6 +177,7 @@ class EngineSide:
                 self._encode(logged.pieces),
                 logged.tokens,
                 int(logged.whole),
+                repr(self._late_share),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
                 *words,

@@ -17,7 +17,7 @@ from service.config import GatewayConfig
 from tests.service.fakes import a_load
 
 NOW = 1_000_000
-CONFIG = GatewayConfig(queue_wait_s=10.0)
+CONFIG = GatewayConfig(late_wait_s=10.0)
 
 
 def cost(prompt_tokens: int = 100, timeout_s: float = 600.0, **more: object) -> Cost:

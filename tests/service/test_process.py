@@ -52,7 +52,7 @@ def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
         (["--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1"),
         (["--redis-url", "nonsense://"], "nonsense"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--queue-wait-s", "-1"], "--queue-wait-s is '-1'"),
+        (["--late-wait-s", "-1"], "--late-wait-s is '-1'"),
     ],
 )
 def test_what_prevents_a_start_is_one_line(

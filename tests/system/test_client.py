@@ -217,7 +217,7 @@ async def test_errors_are_the_classes_users_catch(server: Server) -> None:
 async def test_overload_is_a_rate_limit_and_a_patient_client_gets_through(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """More work than `queue_wait_s` allows: 429 with Retry-After, which the client's own retries obey."""
+    """More work than `late_wait_s` allows: 429 with Retry-After, which the client's own retries obey."""
     with Stack(
         redis_server.url,
         namespace,
@@ -226,7 +226,7 @@ async def test_overload_is_a_rate_limit_and_a_patient_client_gets_through(
         max_seqs=4,
         executor="scripted",
         scripted_step_ms=5.0,  # so that an answer takes its time, however fast the machine
-        gateway_options={"queue_wait_s": 0.05},
+        gateway_options={"late_wait_s": 0.05},
     ) as stack:
         asked: dict[str, Any] = {
             "model": "tiny",

@@ -20,7 +20,7 @@ from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
-from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
+from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -88,14 +88,14 @@ async def test_an_expired_request_is_never_claimed_and_its_gateway_hears_so(bus:
 
 async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    empty = await gateway.submit(generate("a", 10), excess_tokens=9)  # no engine yet: no room
+    empty = await gateway.submit(generate("a", 10), bounds=within(9))  # no engine yet: no room
     assert (empty.accepted, empty.queued, empty.room_tokens) == (False, 0, 0)
     await take(engine, tokens=100)
-    assert (await gateway.submit(generate("a", 60), generate("b", 40), excess_tokens=0)).accepted
+    assert (await gateway.submit(generate("a", 60), generate("b", 40), bounds=within(0))).accepted
     for _ in range(2):
-        full = await gateway.submit(generate("c", 5), generate("d", 5), excess_tokens=9)
+        full = await gateway.submit(generate("c", 5), generate("d", 5), bounds=within(9))
         assert (full.accepted, full.queued, full.queued_tokens, full.room_tokens) == (False, 2, 100, 100)
-    assert (await gateway.submit(generate("b", 40), excess_tokens=0)).accepted  # a retry of what is queued
+    assert (await gateway.submit(generate("b", 40), bounds=within(0))).accepted  # a retry of what is queued
     assert ids(await take(engine, tokens=100)) == ["a", "b"]
     assert (await gateway.fleet()).room_tokens == 0  # what an exchange claims is not offered a second time
     await take(engine, tokens=50)
@@ -125,7 +125,7 @@ async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
         nonlocal most, refused, accepted
         at = 0
         while not serving.done():
-            queue = await gateway.submit(generate(f"{name}-{at}", 20 + at % 50), excess_tokens=0)
+            queue = await gateway.submit(generate(f"{name}-{at}", 20 + at % 50), bounds=within(0))
             at += 1
             assert queue.queued_tokens <= queue.room_tokens
             most = max(most, queue.queued_tokens + pool - queue.room_tokens)

@@ -16,7 +16,7 @@ from engine.wire.layout import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, Usage
 from engine.wire.token_log import LoggedOutput
-from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
+from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -139,7 +139,8 @@ async def test_an_idempotency_key_is_spent_once(bus: Bus) -> None:
     assert (again.accepted, again.duplicate, again.queued) == (False, DuplicateRequest("a", same_body=True), 2)
     assert await other.find_duplicate(IdempotencyKey("key", "another body")) == DuplicateRequest("a", same_body=False)
     assert (await gateway.submit(generate("a"), generate("b"), idempotency_key=once)).accepted  # a retry of our own
-    full = await other.submit(generate("d", gateway="g2"), idempotency_key=IdempotencyKey("key 2", ""), excess_tokens=0)
+    key = IdempotencyKey("key 2", "")
+    full = await other.submit(generate("d", gateway="g2"), idempotency_key=key, bounds=within(0))
     assert not full.accepted
     assert await gateway.find_duplicate(IdempotencyKey("key 2", "")) is None  # what was refused holds no key
 
