@@ -25,7 +25,7 @@ import msgspec
 
 from engine.wire.layout import STALE_MS
 from engine.wire.messages import EngineLoad
-from engine.wire.records import ANY_TOKENS, Fleet, Lane, Place, QueueBounds
+from engine.wire.records import ANY_TOKENS, Fleet, Place, QueueBounds
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 
@@ -99,26 +99,35 @@ def _token_s(engines: list[EngineLoad]) -> float:
     return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
 
 
-def ahead(cost: Cost, fleet: Fleet, lane: Lane = "on_time") -> int:
-    """Return the queued prompt tokens that are claimed before the last of this request's, under VTC (`engine/wire`).
+def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
+    """Return the queued prompt tokens that are claimed before the last of this request's: if on time, and if late.
 
-    Another tenant is served first until its counter reaches the value that ours will have by then, or its part of the
-    lane is empty.  A tenant with nothing queued starts level with the smallest counter, so the queue of a busy tenant
-    delays it little.  Output tokens, which move counters too, are left out: they are charged to both sides.  The whole
-    on-time lane is ahead of a late request."""
-    late = lane == "late"
-    ours = fleet.tenants.get(cost.tenant)
-    own = 0 if ours is None else ours.late_tokens if late else ours.queued_tokens - ours.late_tokens
-    total = float(own + fleet.on_time.tokens) if late else float(own)
-    others = [queue for name, queue in fleet.tenants.items() if name != cost.tenant]
-    if not others:
-        return int(total)
-    counter = ours.counter if ours else min(queue.counter for queue in others)
+    The order is VTC (`engine/wire`).  In a lane another tenant is served first until its counter reaches the value that
+    ours will have by then, or its part of the lane is empty.  A tenant with nothing queued starts level with the
+    smallest counter, so the queue of a busy tenant delays it little.  Output tokens, which move counters too, are left
+    out: they are charged to both sides.  The whole on-time lane is ahead of a late request."""
+    tenants = fleet.tenants
+    ours = tenants.get(cost.tenant)
+    own_late = ours.late_tokens if ours else 0
+    own = ours.queued_tokens - own_late if ours else 0
+    on_time, late = float(own), float(own_late + fleet.on_time.tokens)
+    if ours is None:
+        if not tenants:
+            return 0, int(late)
+        counter = min([queue.counter for queue in tenants.values()])
+    else:
+        counter = ours.counter
     reached = counter + (own + cost.prompt_tokens) / cost.weight
-    for queue in others:
-        queued = queue.late_tokens if late else queue.queued_tokens - queue.late_tokens
-        total += min(queued, max(0.0, reached - queue.counter) * queue.weight)
-    return int(total)
+    late_reached = counter + (own_late + cost.prompt_tokens) / cost.weight
+    for queue in tenants.values():
+        if queue is ours:
+            continue
+        waits_late = queue.late_tokens
+        if waits_late and late_reached > queue.counter:
+            late += min(waits_late, (late_reached - queue.counter) * queue.weight)
+        if reached > queue.counter:
+            on_time += min(queue.queued_tokens - waits_late, (reached - queue.counter) * queue.weight)
+    return int(on_time), int(late)
 
 
 def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
@@ -204,11 +213,10 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
     supply = _supply(fleet, now_ms)
     longest_s = min(config.longest_wait_s, cost.longest_wait_s)
-    missing = ahead(cost, fleet, "on_time") + cost.prompt_tokens - supply.room
+    missing, late_missing = (tokens + cost.prompt_tokens - supply.room for tokens in ahead(cost, fleet))
     slack = _slack(cost, supply, missing, config.ttft_target_s * ON_TIME_WAIT, supply.pools)
     if now_ms - fleet.time_ms <= STALE_MS:
         slack = max(slack, _preemption_room(cost, fleet, supply.fresh))
-    late_missing = ahead(cost, fleet, "late") + cost.prompt_tokens - supply.room
     late_slack = _slack(cost, supply, late_missing, longest_s, float(ANY_TOKENS)) if longest_s > 0 else -1
     if slack < 0 and late_slack < 0:
         raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, jitter)

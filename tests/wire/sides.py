@@ -70,8 +70,10 @@ class Bus:
         await side.open()
         return side
 
-    async def engine(self, name: str = "e1", url: str = "", lease_ms: int = 5000) -> EngineSide:
-        side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms)
+    async def engine(
+        self, name: str = "e1", url: str = "", lease_ms: int = 5000, late_share: float = 0.1
+    ) -> EngineSide:
+        side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms, late_share=late_share)
         self._closers.append(side.close)
         await side.open()
         return side

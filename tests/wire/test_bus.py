@@ -628,7 +628,7 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
     assert len(set(seen)) == 8
 
 
-@pytest.mark.parametrize("fields", [{"redis": 2}, {"wire": 2}, {"redis": 2, "wire": 3}])
+@pytest.mark.parametrize("fields", [{"redis": 3}, {"wire": 2}, {"redis": 3, "wire": 3}])
 async def test_processes_of_another_version_refuse_to_start_in_one_line(
     redis_server: EmbeddedRedis, bus: Bus, fields: dict[str, int]
 ) -> None:

@@ -189,7 +189,10 @@ class BusModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def become_overdue(self, data: st.DataObject) -> None:
-        """Some on-time requests have waited for their whole target."""
+        """Some on-time requests have waited for their whole target; the next reading of the fleet moves them."""
+        self.mark_overdue(data)
+
+    def mark_overdue(self, data: st.DataObject) -> None:
         if fresh := sorted(self.lane("on_time") - self.front):
             for name in data.draw(st.sets(st.sampled_from(fresh))):
                 key = f"{{{self.namespace}}}:"
@@ -219,6 +222,7 @@ class BusModel(RuleBasedStateMachine):
         data=st.data(),
     )
     def exchange(self, name: str, room: int, requests: int, said: list[int], data: st.DataObject) -> None:
+        self.mark_overdue(data)  # the claim moves those that it meets
         mine = sorted(self.believed[name])
         some = st.lists(st.sampled_from(mine), unique=True) if mine else st.just([])
         self.talk(name, data.draw(some), data.draw(some), said, room, requests)
