@@ -643,7 +643,7 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
                 await opening("new")
             line = str(caught.value)
             assert "\n" not in line
-            assert f"holds Redis layout {fields.get('redis', 1)} and wire {fields.get('wire', 1)}" in line
+            assert f"holds Redis layout {fields.get('redis', LAYOUT_VERSION)} and wire {fields.get('wire', 1)}" in line
             assert f"this process has Redis layout {LAYOUT_VERSION} and wire {WIRE_VERSION}" in line
         assert isinstance(caught.value, OperatorError)
         client.delete(key)

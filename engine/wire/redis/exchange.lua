@@ -1,7 +1,8 @@
 -- One exchange of an engine: enter and send its tokens, end requests, claim requests, take orders, renew the lease.
 -- `finished`: ids.  `produced`: {tenant = output tokens}.  `pieces`: id, continuation, output position, tokens, ... of
 -- what goes into the logs; `tokens`: all of those, 4 bytes each.  `empties_tail`: '1' if the pieces leave nothing of
--- the tail.  `late_share`: least share of the claimed prompt tokens that the late lane gets.  Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
+-- the tail.  `late_share`: least share of the claimed prompt tokens that the late lane gets.
+-- Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
 -- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
 --   {{payload, listeners, {{tokens, Finish} of each continuation}} for each claimed request},
@@ -110,7 +111,7 @@ local function claim_suspect()  -- returns whether this engine claims nothing el
 end
 
 -- All engines share a burst, whichever asks first: each exchange takes a fair part of what waits, and the next exchange
--- follows with the next step.  A request that does not fit ends the claim: smaller ones behind it would keep it waiting.
+-- follows with the next step.  A request that does not fit ends the claim: smaller ones would keep it waiting.
 local function claim_share()
   local share = math.ceil(call('HLEN', P .. 'waiting') / math.max(1, call('SCARD', P .. 'engines')))
   while #claimed < math.min(room_requests, share) do

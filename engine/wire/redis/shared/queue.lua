@@ -68,7 +68,7 @@ local function enqueue(id)
   call('INCRBY', P .. 'queued_bytes', bytes)
 end
 
-local function dequeue(id)  -- remove the request from the queue or the suspects; returns the lane, or 'suspects', or nil
+local function dequeue(id)  -- remove the request from the queue or the suspects; returns the lane, 'suspects' or nil
   local tokens, bytes, lane, tenant = waiting_entry(id)
   if not tokens then return call('ZREM', P .. 'suspects', id) == 1 and 'suspects' or nil end
   leave_lane(lane, tenant, id, tokens)
