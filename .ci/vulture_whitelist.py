@@ -54,6 +54,8 @@ _.QUARANTINED_MS
 
 _.exit_status  # engine/common/errors.py
 _.logged_tokens  # engine/wire/records.py: a field of Quarantined
+# engine/wire/records.py: fields of QueueBounds, which submit passes on in their order.
+_.on_time_excess, _.late_excess, _.target_ms, _.most_requests, _.most_bytes
 
 # For users of the offline API.
 _.finish_reason, _.prompt_token_ids

@@ -215,8 +215,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             lt=1,
-            description="Least share of the claimed prompt tokens that come from the queue's late lane while both lanes "
-            "wait. It keeps a lasting overload from starving late requests. 0: the late lane gets only what the "
+            description="Least share of the claimed prompt tokens that come from the queue's late lane while both "
+            "lanes wait. It keeps a lasting overload from starving late requests. 0: the late lane gets only what the "
             "on-time lane leaves. Give all engines of a deployment the same.",
         ),
     ] = 0.1

@@ -80,8 +80,8 @@ refused_why = Panel(
     "Refused, by reason",
     {"{{reason}}": rate("quire_admission_decisions_total", "reason", 'decision="refused"')},
     "reqps",
-    text="rate_limit_exceeded: the late lane is as long as --late-wait-s allows. deadline_unreachable: the client's own "
-    "deadline is shorter than the queue. no_engine: no engine is alive. queue_unavailable: Redis does not answer.",
+    text="rate_limit_exceeded: the late lane is as long as --late-wait-s allows. deadline_unreachable: the client's "
+    "own deadline is shorter than the queue. no_engine: no engine is alive. queue_unavailable: Redis does not answer.",
 )
 preemptions = Panel(
     "Preemptions and what they cost",
@@ -109,7 +109,7 @@ overview = Board(
             Panel("KV used", {"": "max(quire_kv_utilization)"}, "percentunit", "stat"),
             Panel("Refused", {"": part(REFUSED, rate("quire_admission_decisions_total"))}, "percentunit", "stat"),
             Panel("Oldest in the queue", {"": "max(quire_queue_oldest_seconds)"}, "s", "stat"),
-            Panel("First token in time", {"": part(IN_TIME, rate("quire_request_starts_total"))}, "percentunit", "stat"),
+            Panel("In time", {"": part(IN_TIME, rate("quire_request_starts_total"))}, "percentunit", "stat"),
             Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Must stay 0."),
         ],
         "What do clients get?": [

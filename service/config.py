@@ -211,9 +211,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = 60.0
     queue_wait_s: Annotated[
-        float | None,
-        Meta(ge=0, description="Deprecated name of --late-wait-s, which it overrides. It goes with the next version."),
-    ] = None
+        float,
+        Meta(
+            ge=-1,
+            description="Deprecated name of --late-wait-s, which it overrides. -1: not given. It goes with the next "
+            "version.",
+        ),
+    ] = -1.0
     max_queued: Annotated[
         int,
         Meta(
@@ -262,4 +266,4 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def longest_wait_s(self) -> float:
         """Longest estimated wait in the late lane, in seconds: `late_wait_s`, or its deprecated name if that is set."""
-        return self.late_wait_s if self.queue_wait_s is None else self.queue_wait_s
+        return self.late_wait_s if self.queue_wait_s < 0 else self.queue_wait_s

@@ -184,7 +184,7 @@ def test_an_unused_pool_counts_while_a_request_waits(monkeypatch: pytest.MonkeyP
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     telemetry = Telemetry("e")
-    telemetry.load = msgspec.structs.replace(NO_LOAD, total_blocks=100, free_blocks=25)
+    telemetry.load = msgspec.structs.replace(telemetry.load, total_blocks=100, free_blocks=25)
     for seconds, queue_share in ((4, 0.5), (8, 0.0), (4, 0.0)):
         now += seconds
         telemetry.exchanged(0.001, queue_share, 0)

@@ -346,7 +346,7 @@ async def test_admission_refuses_with_retry_after(
 async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(fleet_s=0.5, late_wait_s=1.0)
+    served = await serve(fleet_s=0.5, late_wait_s=0.0)
     async with engine(says(byte_level_tokenizer)) as fake:
         fake.holding = True
         fake.load_changes = {"free_blocks": 0, "total_blocks": 100, "running": 5}
