@@ -12,7 +12,6 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from engine.wire.messages import Finish, Generate
 from service import queue_updates
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
@@ -169,32 +168,3 @@ async def test_a_full_queue_is_503(serve: Serve, engine: EngineMaker, byte_level
         assert 1 <= int(headers["Retry-After"]) <= 60
         fake.room_tokens = 1000
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200, 200]
-
-
-async def test_a_crowd_at_once_is_answered_without_a_refusal(
-    serve: Serve, engine: EngineMaker, patient: None
-) -> None:
-    """600 requests in the official client's default settings; the engine has room for eight."""
-    served = await serve(ttft_target_s=0.5, late_wait_s=60.0)
-
-    def one_token(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
-        return [9], None
-
-    async with (
-        engine(one_token) as fake,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x") as client,
-    ):
-        fake.room_tokens, fake.load_changes = 8 * 60, {"total_blocks": 100}
-        await settled(lambda: served.streams.fleet.room_tokens == 8 * 60)
-        answers = await asyncio.gather(
-            *(
-                client.completions.with_raw_response.create(model="tiny", prompt=[7] * 60, max_tokens=1)
-                for _ in range(600)
-            )
-        )
-        page = await (await served.session.get("/metrics")).text()
-        assert "quire_refusals_total{" not in page, re.findall("quire_refusals_total{.*", page)
-        assert all(answer.retries_taken == 0 for answer in answers)
-        lanes = {answer.headers["x-queue-lane"] for answer in answers}
-        assert lanes == {"on_time", "late"}
-        assert len(fake.seen) == 600
