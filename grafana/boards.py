@@ -185,6 +185,12 @@ engine = Board(
                 text="Forecast admission keeps the predicted peak below the pool. Wrong forecasts cause preemptions.",
             ),
             Panel(
+                "Unused pool while requests wait",
+                {"{{engine}}": rate("quire_idle_pool_seconds_total", "engine")},
+                "percentunit",
+                text="The mean unused fraction of the KV cache; 0 while no request waits.",
+            ),
+            Panel(
                 "Wasted slots, of those in used blocks",
                 {
                     "{{engine}}": part(
