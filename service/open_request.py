@@ -159,6 +159,14 @@ class OpenRequest:
             if mailbox.ended or mailbox.next > mailbox.at:
                 self._notify(mailbox)
 
+    def wait_in_queue(self, waiting: Waiting) -> None:
+        """Record where the request joined the queue.  A late one tells its client at once."""
+        self.waiting = waiting
+        if self._changed:  # its first tokens were quicker than the reply to its submit
+            waiting.end()
+        elif waiting.lane == "late":
+            self.announce()
+
     def announce(self) -> None:
         """End the handler's wait with an empty list now: it tells its client where the request stands."""
         self._announced = False

@@ -80,7 +80,7 @@ class QueueUpdates:
         self._waiters[order_id] = waiter
 
     def discard(self, order_id: str) -> None:
-        """Follow a request no longer: its first token has arrived, or it is over."""
+        """Follow a request no longer: an engine has claimed it, or it is over."""
         self._waiters.pop(order_id, None)
 
     async def refresh(self, redis_clock_ms: int) -> None:

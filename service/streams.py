@@ -141,14 +141,13 @@ class Streams:
         queued = True  # if this task is cancelled meanwhile, they may be
         try:
             try:
-                opened.waiting = await self._submit(requests, admit, record, idempotency_key)
+                waiting = await self._submit(requests, admit, record, idempotency_key)
             except (Refusal, AlreadySubmitted):
                 queued = False
                 raise
             opened.start(deadline, self._config.heartbeat_s)
+            opened.wait_in_queue(waiting)
             self._updates.add(requests[0].id, opened)
-            if opened.waiting.lane == "late":
-                opened.announce()
             yield opened
         finally:
             self._updates.discard(requests[0].id)

@@ -333,6 +333,24 @@ async def test_a_late_request_begins_with_its_place_and_is_updated(
         assert waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
 
 
+async def test_tokens_that_are_quicker_than_the_reply_to_a_submit_end_the_wait(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = wire.submit
+
+    async def slowly(*requests: Generate, **more: Any) -> Queue:
+        queue = await submit(*requests, **more)
+        streams.deliver(TokenBatch("e0", [Delta("r.0", 0, [1])]))
+        return queue
+
+    monkeypatch.setattr(wire, "submit", slowly)
+    wire.lane = "late"
+    async with streams.open(orders(), 60, anyway) as opened:
+        assert opened.waiting is not None
+        assert opened.waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
+        assert len(await anext(opened)) == 1
+
+
 async def test_places_are_read_in_one_batch_and_only_of_what_waits(
     streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
