@@ -44,6 +44,9 @@ T = TypeVar("T")
 ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
 Admit = Callable[[Fleet], Decision]  # raises Refusal
 
+# Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
+# and end in a 503.  The bus has two connections more, for readings of the fleet.
+SUBMITS = 6
 SETTLE_S = 10.0  # how long a withdrawn order waits for its engine's last delta, before it enters the ledger
 DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
 ATTACH_COUNT = 64  # orders whose logs are read at once, after Redis may have lost something
@@ -70,6 +73,7 @@ class Streams:
         self.backlog = Backlog(config.backlog_mib * 2**20)
         self.pacer = Pacer()  # for everything that may concern all open requests at once
         self._orders: dict[str, Order] = {}
+        self._submits = asyncio.Semaphore(SUBMITS)
         self._reading = 0  # orders that have a reader
         self._leaving = False  # shutting down: resumable requests stay in Redis for another gateway
         self._kept = 0.0  # when the retention of logs was last extended, in the event loop's time
@@ -279,14 +283,15 @@ class Streams:
 
         Raises Refusal (that of `admit`, or 503) and AlreadySubmitted."""
         for _ in range(ATTEMPTS):
-            if self.trouble is not None:  # known already: no client waits for it to be found again
-                raise unavailable()
-            decision = admit(self.fleet)
-            began = time.monotonic()
-            submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
-            queue = await self._ask(submit, "submit")
-            self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
-            self._view.record_queue(queue)
+            async with self._submits:
+                if self.trouble is not None:  # known already: no client waits for it to be found again
+                    raise unavailable()
+                decision = admit(self.fleet)
+                began = time.monotonic()
+                submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
+                queue = await self._ask(submit, "submit")
+                self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
+                self._view.record_queue(queue)
             if queue.duplicate is not None:
                 raise AlreadySubmitted(queue.duplicate)
             if queue.full:

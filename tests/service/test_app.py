@@ -235,13 +235,13 @@ async def test_heartbeats_while_nothing_flows(
             "/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 99}
         ) as response:
             async for _, data in events(response):
-                if data == ": keep-alive":
+                if str(data).startswith(":"):  # it waits, or is claimed and silent
                     seen.append(data)
                     fake.holding = len(seen) < 3
                 elif data != "[DONE]":
                     seen.append(data["choices"][0]["text"])
-        assert seen[:3] == [": keep-alive"] * 3
-        assert "".join(text for text in seen if text != ": keep-alive") == ANSWER
+        assert set(seen[:3]) <= {": keep-alive", ": queued place=0"}
+        assert "".join(text for text in seen if not text.startswith(": ")) == ANSWER
 
 
 async def test_a_deadline_is_504_or_an_event(

@@ -35,7 +35,7 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from service.metrics import Telemetry
-from service.streams import REQUEST_LOST, AlreadySubmitted, Streams
+from service.streams import REQUEST_LOST, SUBMITS, AlreadySubmitted, Streams
 from tests.service.fakes import a_load, settled
 
 
@@ -365,6 +365,36 @@ async def test_places_are_read_in_one_batch_and_only_of_what_waits(
         asked = wire.placed
         await asyncio.sleep(0.1)
         assert wire.placed == asked
+
+
+async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many arrive at once: those that wait for their turn wait for no connection, and find no outage again."""
+    submit, inside, most, asked = wire.submit, 0, 0, 0
+
+    async def slowly(*requests: Generate, **more: Any) -> Queue:
+        nonlocal inside, most, asked
+        inside, asked = inside + 1, asked + 1
+        most = max(most, inside)
+        await asyncio.sleep(0.001)
+        inside -= 1
+        return await submit(*requests, **more)
+
+    async def ask(number: int) -> int:
+        request = msgspec.structs.replace(orders()[0], id=f"r{number}.0")
+        try:
+            async with streams.open([request], 60, anyway):
+                return 200
+        except Refusal as refusal:
+            return refusal.status
+
+    monkeypatch.setattr(wire, "submit", slowly)
+    assert await asyncio.gather(*map(ask, range(200))) == [200] * 200
+    assert most == SUBMITS
+    asked, wire.full = 0, True
+    assert await asyncio.gather(*map(ask, range(200))) == [503] * 200
+    assert asked <= 2 * SUBMITS
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:

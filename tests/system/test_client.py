@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,13 +215,20 @@ async def test_errors_are_the_classes_users_catch(server: Server) -> None:
         assert caught.value.param == "messages[0].role"
 
 
-async def test_a_crowd_at_once_is_answered_by_the_client_in_its_default_settings(server: Server) -> None:
-    """600 requests that need ten times the pool: none is refused, every second one is a stream."""
-    async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none") as client:
+async def test_a_crowd_at_once_is_answered_by_the_client_in_its_default_settings(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """600 requests that need fifty times the pool: none is refused, every second one is a stream."""
+    words = [str(checkpoint("llama")), "--port=0", "--served-name=tiny", "--kv-blocks=64", "--executor=scripted"]
+    words += ["--scripted-step-ms=20", "--no-spare"]
+    async with contextlib.AsyncExitStack() as stack:
+        [process] = stack.enter_context(ending([Process(tmp_path / "log", "serve", *words)]))
+        base_url = process.wait_for("serving tiny at ").split()[-1]
+        client = await stack.enter_async_context(openai.AsyncOpenAI(base_url=base_url, api_key="none"))
 
         async def ask(number: int) -> tuple[str, int]:
             """Return the lane, and the number of output tokens."""
-            asked: dict[str, Any] = {"model": "tiny", "prompt": [9 + number % 7] * 60, "max_tokens": 8}
+            asked: dict[str, Any] = {"model": "tiny", "prompt": [9 + number % 7] * 60, "max_tokens": 16}
             asked["extra_body"] = {"ignore_eos": True}
             if number % 2:
                 whole = await client.completions.with_raw_response.create(**asked)
@@ -236,7 +244,7 @@ async def test_a_crowd_at_once_is_answered_by_the_client_in_its_default_settings
             return stream.headers["x-queue-lane"], chunks[-1].usage.completion_tokens
 
         answers = await asyncio.gather(*map(ask, range(600)))
-    assert [tokens for _, tokens in answers] == [8] * 600
+    assert [tokens for _, tokens in answers] == [16] * 600
     assert {lane for lane, _ in answers} == {"on_time", "late"}
 
 
