@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -16,9 +17,11 @@ from service import queue_updates
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import events, raw, says
+from tests.service.test_process import answers
 
 Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
+Launch = Callable[..., subprocess.Popen[str]]
 
 # A full engine that starts 90 prompt tokens a second: 45 may wait in the on-time lane, 60 need 0.7 s.
 FULL = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}
@@ -118,6 +121,7 @@ async def test_a_deadline_that_passes_while_late_names_the_wait(
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         assert re.search(r"it waited (0\.9|1\.\d) s in the queue, 0 requests ahead of it", body["error"]["message"])
         assert headers["x-should-retry"] == "false"
+        await settled(lambda: served.streams.fleet.queued == 0)
         async with served.session.post(
             "/v1/completions", json={"model": "tiny", "stream": True, "timeout": 1.0, **LATE}
         ) as response:
@@ -168,3 +172,24 @@ async def test_a_full_queue_is_503(serve: Serve, engine: EngineMaker, byte_level
         assert 1 <= int(headers["Retry-After"]) <= 60
         fake.room_tokens = 1000
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_a_killed_gateways_late_requests_are_never_computed(
+    launch: Launch, serve: Serve, port: int, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """SIGKILL while they wait: another gateway withdraws them after the grace."""
+    served = await serve(late_wait_s=60.0, resume_s=0.5)
+    process = launch("--resume-s", "0.5", "--late-wait-s", "60")
+    url = f"http://127.0.0.1:{port}"
+    await answers(f"{url}/ping")
+    async with full(served, engine(says(byte_level_tokenizer))) as fake, ClientSession(base_url=url) as client:
+        await asyncio.sleep(1.0)  # the other gateway reads the fleet
+        asking = [asyncio.create_task(raw(client, "/v1/completions", **LATE)) for _ in range(3)]
+        await settled(lambda: served.streams.fleet.late.requests == 3)
+        process.kill()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await settled(lambda: served.streams.fleet.queued == 0)  # after GATEWAY_MS and the grace of this gateway
+        fake.room_tokens = 1000
+        status, _, _ = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1)
+        assert status == 200
+        assert len(fake.seen) == 1

@@ -9,7 +9,7 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.layout import MOVES
-from engine.wire.messages import Finish
+from engine.wire.messages import Finish, Generate, Sampling
 from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
 
@@ -149,8 +149,7 @@ async def test_a_client_that_leaves_while_late_leaves_nothing(bus: Bus, redis_se
 async def test_a_deadline_that_passes_in_the_late_lane_ends_the_request(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     now_ms = (await gateway.fleet()).time_ms
-    request = generate("a")
-    await gateway.submit(type(request)("a", "g1", [1], 1, request.sampling, now_ms + 30), bounds=LATE)
+    await gateway.submit(Generate("a", "g1", [1], 1, Sampling(), now_ms + 30), bounds=LATE)
     await asyncio.sleep(0.04)
     assert (await gateway.fleet()).queued == 0
     [told] = await read(gateway, 1)
@@ -171,6 +170,33 @@ async def test_a_dead_gateways_late_requests_are_withdrawn_after_the_grace_and_n
     await asyncio.sleep(0.06)
     assert (await gateway.fleet()).late.requests == 0
     assert ids(await take(engine)) == []
+
+
+async def test_both_lanes_survive_a_restart_of_redis(own_server: EmbeddedRedis, own_bus: Bus) -> None:
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(late_share=0.0, lease_ms=60_000)
+    await gateway.submit(generate("held"), bounds=LATE)
+    assert ids(await take(engine)) == ["held"]
+    await gateway.submit(generate("late", 30), bounds=LATE)
+    await gateway.submit(generate("on", 20))
+    before = await gateway.fleet()
+    own_server.stop()
+    own_server.start()
+    after = await gateway.fleet()
+    assert (after.late.requests, after.late.tokens) == (before.late.requests, before.late.tokens) == (1, 30)
+    assert (after.on_time.requests, after.on_time.tokens) == (1, 20)
+    assert await gateway.places(["late", "on"]) == {"late": Place("late", 1), "on": Place("on_time", 0)}
+    assert ids(await take(engine)) == ["on", "late"]
+
+
+async def test_a_passed_deadline_in_either_lane_does_not_keep_what_is_behind_it(bus: Bus) -> None:
+    """The head of each lane is past its deadline: a claim ends both and takes what is behind."""
+    gateway, engine = await bus.gateway(), await bus.engine()
+    now_ms = (await gateway.fleet()).time_ms
+    for name, bounds in (("a", within(ANY_TOKENS)), ("b", LATE)):
+        await gateway.submit(Generate(name, "g1", [1], 1, Sampling(), now_ms + 40), bounds=bounds)
+    await gateway.submit(generate("c"), bounds=LATE)
+    await asyncio.sleep(0.05)
+    assert ids(await take(engine)) == ["c"]
 
 
 async def test_the_queue_is_bounded_in_requests_and_in_bytes(bus: Bus) -> None:
