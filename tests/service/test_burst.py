@@ -1,0 +1,156 @@
+"""A burst on a virtual clock: the gateway's decisions before the engine's real scheduler.  Only the model and Redis are
+made up: the lanes are written down once more."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import pytest
+
+from engine.core.blocks import BlockPool
+from engine.core.scheduler import Scheduler
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.load_report import Pace, Rate
+from engine.tools.simulate import FAR, SLO_TTFT_S, VOCAB, Job, StepTime, burst, engine_limits
+from engine.wire.messages import Generate, Sampling
+from engine.wire.records import Fleet, Lane, LaneQueue, TenantQueue
+from service.admission import Cost, decide
+from service.config import GatewayConfig
+from tests.service.fakes import a_load
+
+BLOCKS = 512
+STEP = StepTime(fixed=0.003, row=0.00075, prompt_token=0.0002)  # the 42M model on two cores
+SHARE = 0.1  # of the late lane
+LANES = GatewayConfig(ttft_target_s=SLO_TTFT_S, late_wait_s=1000.0)
+FIFO = GatewayConfig(ttft_target_s=1e6)  # everything is on time: one queue, in the order of arrival
+
+
+class Burst:
+    """One engine, one gateway, a crowd.  Time in seconds since the run began."""
+
+    def __init__(self, jobs: list[Job], seed: int, config: GatewayConfig) -> None:
+        self.jobs, self.config = jobs, config
+        self.dice = random.Random(seed)
+        self.core = Scheduler(BlockPool(BLOCKS, 16), engine_limits("forecast"))
+        self.executor = ScriptedExecutor(ModelInfo("sim", "sim", VOCAB, FAR, [], 0), BLOCKS)
+        self.tokens, self.blocks, self.pace = Rate(), Rate(), Pace()
+        self.now = 0.0
+        self.lanes: dict[Lane, deque[int]] = {"on_time": deque(), "late": deque()}
+        self.credit = 0.0  # of the late lane
+        self.arrived = 0  # jobs so far
+        self.joined: list[Lane] = []  # the lane of each
+        self.begun: dict[int, float] = {}  # job -> when its first token came
+        self.ended = 0
+        self.busy_s = self.unused_s = 0.0  # while something waited; and the part of the pool that was free then
+
+    def run(self) -> Burst:
+        while self.ended < len(self.jobs):
+            self.report()
+            self.answer()
+            self.claim()
+            if (plan := self.core.plan(0)) is None:
+                self.pace.pause()
+                self.now = max(self.now, self.jobs[self.arrived].at_s)
+                continue
+            self.executor.submit(plan)
+            result = self.executor.collect()
+            took_s = STEP(len(result.rows), sum(len(piece.token_ids) for piece in plan.slices))
+            if any(self.lanes.values()):
+                self.busy_s += took_s
+                self.unused_s += took_s * self.core.pool.available / BLOCKS
+            self.now += took_s
+            self.core.commit(result)
+            self.pace.step(self.now)
+            for delta in self.core.outputs().deltas.get("", ()):
+                self.begun.setdefault(int(delta.id), self.now)
+                self.ended += delta.finish is not None
+        return self
+
+    def in_time(self, lane: Lane | None = None) -> float:
+        """The fraction of the jobs (of those that joined a lane) whose first token came within the target."""
+        some = [number for number, joined in enumerate(self.joined) if lane in (None, joined)]
+        return sum(self.begun[number] - self.jobs[number].at_s <= SLO_TTFT_S for number in some) / len(some)
+
+    @property
+    def pool_use(self) -> float:
+        """The mean used fraction of the pool while something waited."""
+        return 1 - self.unused_s / self.busy_s
+
+    def report(self) -> None:
+        totals = self.core.report.totals
+        self.room_tokens, self.seats = self.core.room()
+        self.load = a_load(
+            total_blocks=BLOCKS,
+            running=self.core.running,
+            waiting_tokens=self.core.waiting.tokens,
+            tokens_per_s=self.tokens.update(totals.generated_tokens, self.now),
+            blocks_per_s=self.blocks.update(totals.released_blocks, self.now),
+            prompt_tokens=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            step_s=self.pace.value,
+        )
+
+    def answer(self) -> None:
+        """What has arrived since the last step joins a lane."""
+        while self.arrived < len(self.jobs) and self.jobs[self.arrived].at_s <= self.now:
+            lane = self.choose(self.arrived, int(self.jobs[self.arrived].at_s * 1000))
+            self.lanes[lane].append(self.arrived)
+            self.joined.append(lane)
+            self.arrived += 1
+
+    def queued(self, lane: Lane) -> int:
+        return sum(self.jobs[number].prompt_len for number in self.lanes[lane])
+
+    def choose(self, number: int, now_ms: int) -> Lane:
+        on_time, late = self.queued("on_time"), self.queued("late")
+        tenants = {"": TenantQueue(on_time + late, 0.0, 1.0, late)} if on_time + late else {}
+        lanes = (LaneQueue(len(self.lanes["on_time"]), on_time), LaneQueue(len(self.lanes["late"]), late))
+        load = msgspec.structs.replace(self.load, time_ms=now_ms)
+        requests = lanes[0].requests + lanes[1].requests
+        fleet = Fleet(
+            [load], requests, on_time + late, now_ms, self.room_tokens, tenants, on_time=lanes[0], late=lanes[1]
+        )
+        tokens = self.jobs[number].prompt_len
+        bounds = decide(Cost(tokens, 6000.0), fleet, now_ms, self.config, self.dice.random()).bounds
+        return "on_time" if on_time + tokens <= self.room_tokens + bounds.on_time_excess else "late"
+
+    def next(self) -> Lane | None:
+        """The lane to claim from; what is overdue moves first."""
+        on_time, late = self.lanes["on_time"], self.lanes["late"]
+        while on_time and self.now - self.jobs[on_time[0]].at_s > self.config.ttft_target_s:
+            late.append(on_time.popleft())
+            self.lanes["late"] = late = deque(sorted(late))
+        if late and 0 < self.credit >= (1 - SHARE) * self.jobs[late[0]].prompt_len:
+            return "late"
+        return "on_time" if on_time else "late" if late else None
+
+    def claim(self) -> None:
+        while self.seats > 0 and (lane := self.next()) is not None:
+            number = self.lanes[lane][0]
+            job = self.jobs[number]
+            if job.prompt_len > self.room_tokens:
+                break
+            self.lanes[lane].popleft()
+            if lane == "late":
+                self.credit = max(0.0, self.credit - (1 - SHARE) * job.prompt_len)
+            elif self.lanes["late"]:
+                self.credit += SHARE * job.prompt_len
+            self.room_tokens -= job.prompt_len
+            self.seats -= 1
+            prompt = [2 + (number * 7919 + i) % (VOCAB - 2) for i in range(job.prompt_len)]
+            self.core.accept(Generate(str(number), "", prompt, job.output_len, Sampling(ignore_eos=True), FAR))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_burst_is_answered_whole_and_those_that_can_be_in_time_are(seed: int) -> None:
+    """Three times the load for 30 s."""
+    jobs = burst(seed, ends_known=True)
+    run, fifo = Burst(jobs, seed, LANES).run(), Burst(jobs, seed, FIFO).run()
+    assert run.core.report.totals.preemptions == 0
+    assert run.joined.count("late") > 100, "hardly anything was late, so nothing was tested"
+    assert run.in_time("on_time") >= 0.9
+    assert run.in_time() >= 1.5 * fifo.in_time()
+    assert max(run.begun.values()) <= 1.05 * max(fifo.begun.values())  # no work is lost by the order
+    assert run.pool_use >= min(0.93, fifo.pool_use)
