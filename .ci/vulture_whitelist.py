@@ -38,11 +38,8 @@ _.LAYOUT_VERSION
 _.EXPIRY_MS
 _.TOMBSTONE_MS
 _.STREAM_MS
-_.PROMISE_MS
-_.PUNCTUAL_MS
-_.CAME_S
-_.CAME_OUTLIERS
-_.CAME_MS
+_.FRONT
+_.MOVES
 _.TAIL
 _.TAIL_BYTES
 _.MEMORY_MS
@@ -56,7 +53,9 @@ _.QUARANTINE
 _.QUARANTINED_MS
 
 _.exit_status  # engine/common/errors.py
-_.said  # engine/wire/records.py: a field of Quarantined
+_.logged_tokens  # engine/wire/records.py: a field of Quarantined
+# engine/wire/records.py: fields of QueueBounds, which submit passes on in their order.
+_.on_time_excess, _.late_excess, _.target_ms, _.most_requests, _.most_bytes
 
 # For users of the offline API.
 _.finish_reason, _.prompt_token_ids

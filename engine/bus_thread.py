@@ -154,7 +154,13 @@ class BusThread:
 
     async def _serve(self) -> None:
         config = self._config
-        bus = EngineSide(config.redis_url, config.engine_id, namespace=config.namespace, lease_ms=config.lease_ms)
+        bus = EngineSide(
+            config.redis_url,
+            config.engine_id,
+            namespace=config.namespace,
+            lease_ms=config.lease_ms,
+            late_share=config.late_share,
+        )
         await bus.open()
         self._bus = bus
         self._opened.put(None)
@@ -251,10 +257,10 @@ class BusThread:
 
     def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
         """Queue the orders of a reply for the loop."""
-        for request_id in reply.lost:  # before the claims: one of them may be the same request
+        for request_id in reply.reassigned:  # before the claims: one of them may be the same request
             self._losses += 1
             self._lost[request_id] = self._losses
-            self._orders.put(Abort(request_id, lost=True))
+            self._orders.put(Abort(request_id, reassigned=True))
         for request in reply.generates:
             request = on_own_clock(request, bus.clock)
             self._claims += 1

@@ -211,6 +211,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "requests. Raise it on a slow or busy network.",
         ),
     ] = 5000
+    late_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="Least share of the claimed prompt tokens that come from the queue's late lane while both "
+            "lanes wait. It keeps a lasting overload from starving late requests. 0: the late lane gets only what the "
+            "on-time lane leaves. Give all engines of a deployment the same.",
+        ),
+    ] = 0.1
     step_timeout_s: Annotated[
         float,
         Meta(

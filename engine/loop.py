@@ -137,7 +137,7 @@ class Engine:
             apply_order(self.core, order)
             if not isinstance(order, Abort):
                 self._accepted += 1
-            elif order.lost:
+            elif order.reassigned:
                 self._dropped += 1
             if isinstance(order, Resume):
                 self._behind_since = self._behind_since or now

@@ -83,6 +83,7 @@ class Telemetry(Collector):
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.exchange_s = Tally(histograms.ROUND_TRIP_S)
         self.queue_share = 0.0
+        self.idle_pool_s, self._exchanged = 0.0, time.monotonic()
         self.resumes = 0
         self.clock_skew_s = 0.0  # set by the bus thread
         self._turned = time.monotonic()
@@ -128,6 +129,10 @@ class Telemetry(Collector):
 
         `queue_share`: requests that wait in the queue, over the engines that share it.  `resumed`: claimed requests
         that an earlier engine began."""
+        now = time.monotonic()
+        if self.queue_share or self.load.waiting:  # since the last exchange
+            self.idle_pool_s += (now - self._exchanged) * self.load.free_blocks / self.load.total_blocks
+        self._exchanged = now
         self.exchange_s.add(seconds)
         self.resumes += resumed
         self.queue_share = queue_share
@@ -229,6 +234,13 @@ TABLE: tuple[Row, ...] = (
     Row("quire_kv_block_tokens", "gauge", "Tokens in a KV block.", lambda t: t.load.block_size),
     Row(
         "quire_kv_utilization", "gauge", "KV-cache utilisation, 0 to 1.", lambda t: used_blocks(t) / t.load.total_blocks
+    ),
+    Row(
+        "quire_idle_pool_seconds",
+        "counter",
+        "Seconds during which requests waited in the shared queue or in this engine, each times the unused fraction of "
+        "the KV cache.  An empty pool adds 1 a second.",
+        lambda t: t.idle_pool_s,
     ),
     Row(
         "quire_kv_predicted_peak_blocks",

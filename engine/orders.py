@@ -83,7 +83,7 @@ def apply_order(core: Scheduler, order: Order) -> None:
         core.accept(order)
     elif isinstance(order, Resume):
         core.accept(order.request, order.outputs)
-    elif order.lost:
+    elif order.reassigned:
         core.drop(order.id)
     else:
         core.abort(order.id, order.index)

@@ -60,6 +60,7 @@ def part(of: str, whole: str) -> str:
 
 TTFT, ITL = "quire_time_to_first_token_seconds", "quire_inter_token_latency_seconds"
 REFUSED = rate("quire_admission_decisions_total", where='decision="refused"')
+IN_TIME = rate("quire_request_starts_total", where='start="in_time"')
 HIT_RATE = part(rate("quire_prefix_hit_tokens_total"), rate("quire_prefix_query_tokens_total"))
 # Labels of an engine's model, on series that only name the engine.
 OF_MODEL = (
@@ -79,8 +80,8 @@ refused_why = Panel(
     "Refused, by reason",
     {"{{reason}}": rate("quire_admission_decisions_total", "reason", 'decision="refused"')},
     "reqps",
-    text="rate_limit_exceeded: the queue is as long as --queue-wait-s allows. deadline_unreachable: the client's own "
-    "deadline is shorter than the queue. no_engine: no engine is alive. queue_unavailable: Redis does not answer.",
+    text="rate_limit_exceeded: the late lane is as long as --late-wait-s allows. deadline_unreachable: the client's "
+    "own deadline is shorter than the queue. no_engine: no engine is alive. queue_unavailable: Redis does not answer.",
 )
 preemptions = Panel(
     "Preemptions and what they cost",
@@ -108,6 +109,7 @@ overview = Board(
             Panel("KV used", {"": "max(quire_kv_utilization)"}, "percentunit", "stat"),
             Panel("Refused", {"": part(REFUSED, rate("quire_admission_decisions_total"))}, "percentunit", "stat"),
             Panel("Oldest in the queue", {"": "max(quire_queue_oldest_seconds)"}, "s", "stat"),
+            Panel("In time", {"": part(IN_TIME, rate("quire_request_starts_total"))}, "percentunit", "stat"),
             Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Must stay 0."),
         ],
         "What do clients get?": [
@@ -146,11 +148,14 @@ overview = Board(
         "Where do requests wait?": [
             Panel(
                 "The shared queue",
-                {"requests": "max(quire_queue_requests)", "oldest, s": "max(quire_queue_oldest_seconds)"},
+                {
+                    "requests, {{lane}}": "max by (lane) (quire_queue_requests)",
+                    "oldest, s, {{lane}}": "max by (lane) (quire_queue_oldest_seconds)",
+                },
             ),
             Panel(
                 "Prompt tokens: queued, and room for them",
-                {"queued": "max(quire_queue_tokens)", "room": "max(quire_queue_room_tokens)"},
+                {"queued, {{lane}}": "max by (lane) (quire_queue_tokens)", "room": "max(quire_queue_room_tokens)"},
             ),
             sequences,
             kv_blocks,
@@ -178,6 +183,12 @@ engine = Board(
                     "{{engine}} pool": "sum by (engine) (quire_kv_pool_blocks)",
                 },
                 text="Forecast admission keeps the predicted peak below the pool. Wrong forecasts cause preemptions.",
+            ),
+            Panel(
+                "Unused pool while requests wait",
+                {"{{engine}}": rate("quire_idle_pool_seconds_total", "engine")},
+                "percentunit",
+                text="The mean unused fraction of the KV cache; 0 while no request waits.",
             ),
             Panel(
                 "Wasted slots, of those in used blocks",

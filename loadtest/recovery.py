@@ -301,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, command: str) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory, vocab, flags = model(options.model, Path(scratch))
-        flags += ["--device", options.device, "--queue-wait-s", "1000", *options.server]
+        flags += ["--device", options.device, "--late-wait-s", "1000", *options.server]
         log = Log(options.log or Path(scratch) / "serve.log")
         with serve(directory, *flags, checkout=options.root, log=log.path) as server:
             figures = asyncio.run(measure(server, options, vocab, log))

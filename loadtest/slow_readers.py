@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, command: str) -> int:
     prepare(options.directory)
-    flags = ["--executor", "scripted", "--scripted-step-ms", str(options.step_ms), "--queue-wait-s", "1000"]
+    flags = ["--executor", "scripted", "--scripted-step-ms", str(options.step_ms), "--late-wait-s", "1000"]
     flags += ["--max-seqs", str(options.slow + options.fast), "--step-tokens", "4096", "--kv-blocks", "200000"]
     with serve(str(options.directory), *flags) as server:
         figures = asyncio.run(measure(server, options))

@@ -1,38 +1,41 @@
-"""Admission: may one more request join the queue?  Pure: no clock, no randomness, no I/O, no memory.
+"""Admission: which lane may one more request join?  Pure: no clock, no randomness, no I/O, no memory.
+
+    can start in time ---------------> on-time lane    engines claim from it first
+    cannot, and may wait so long ----> late lane       engines fill the room that is left
+    would wait longer than it may ---> 429             with the time until the late lane is short enough
 
 Engines report how many prompt tokens they would still claim; their own admission mode decides that.  What they cannot
-take yet waits in the shared queue.  The queue is bounded by how long it takes, and by each request's own deadline, not
-by its length:
+take yet waits in the shared queue.  The wait in a lane is estimated as
 
-    wait = (prompt tokens ahead of it in the tenants' fair order + its own - room) / prompt tokens started per second
+    wait = (prompt tokens claimed before it, its own included, - room) / prompt tokens started per second
 
-A tenant that holds less than its share of an engine does not wait, as far as the engine would preempt others for it.
+The on-time lane precedes the late one, so the late wait counts the tokens of both.  A tenant that holds less than its
+share of an engine does not wait, as far as the engine would preempt others for it.
 
-The decision uses this gateway's view, which is a moment old, and other gateways submit meanwhile.  So `decide` also
-returns how far the queue may have grown until this request reaches it, and the submit script checks just that.
-A refused request carries its retry terms: with them Redis computes when to return, and admits the request then.
+The decision uses this gateway's view, which is a moment old, and other gateways submit meanwhile.  So `decide` returns
+how far each lane may have grown until this request reaches it.  The submit script checks just that, and picks the lane.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
 from engine.wire.layout import STALE_MS
 from engine.wire.messages import EngineLoad
-from engine.wire.records import Fleet, RetryTerms
+from engine.wire.records import ANY_TOKENS, Fleet, Place, QueueBounds
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
-JITTER = 0.25  # pauses that Redis did not compute are shorter by up to this fraction, so that clients spread out
-# Shares of the pace that stay reserved for returning requests, however many new ones arrive: for the first to return,
-# and for one that returns in RETRY_CAP_S.  New requests can still be served in time, and a refused one has missed that.
-# But every refused request must get a time to return.
-LEAST_SHARES = (0.15, 0.75)
+JITTER = 0.25  # pauses are longer by up to this fraction, so that clients spread out
 LATE_STEPS = 3  # a report is late after this many steps of its engine
-RETURN_WAITS = 2.0  # a request that returns when told may wait this many times `queue_wait_s`: the pace is an estimate
+# Longest estimated wait of a request that joins the on-time lane, as a fraction of the target: its prompt takes a part
+# of the target too, and waits differ from estimates.
+ON_TIME_WAIT = 0.25
+NEVER = -ANY_TOKENS  # a bound that no queue keeps
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -43,15 +46,15 @@ class Cost(msgspec.Struct, frozen=True):
     least_tokens: int = 1  # output tokens of a continuation before it may end by itself
     tenant: str = ""
     weight: float = 1.0
+    longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
 
 
-class Overloaded(Refusal):
-    """The refusal of a request that may be sent again.
+class Decision(msgspec.Struct, frozen=True):
+    """What a request needs to join the queue, and how long it would wait there."""
 
-    `retry_terms` are the terms on which Redis computes when to return; None while the pace is unknown.  Then
-    `retry_after_s` holds."""
-
-    retry_terms: RetryTerms | None = None
+    bounds: QueueBounds
+    on_time_wait_s: float | None  # estimated wait in that lane; None while the engines' pace is not known
+    late_wait_s: float | None
 
 
 def limits(fleet: Fleet) -> EngineLimits:
@@ -81,13 +84,6 @@ def _starts(load: EngineLoad) -> float:
     return max(freed * prompt / (prompt + generated), load.tokens_per_s * prompt / generated)
 
 
-def _full_starts(load: EngineLoad) -> float:
-    """Return the same for an engine that stays as full as it is now: after idleness its averages lag."""
-    if not load.step_s or not load.generated_tokens:
-        return _starts(load)
-    return max(_starts(load), load.running / load.step_s * load.prompt_tokens / load.generated_tokens)
-
-
 def _trust(load: EngineLoad, now_ms: int) -> float:
     """Return how much of an engine's rates still counts, 0 to 1.
 
@@ -103,23 +99,35 @@ def _token_s(engines: list[EngineLoad]) -> float:
     return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
 
 
-def ahead(cost: Cost, fleet: Fleet) -> int:
-    """Return the queued prompt tokens that are claimed before the last of this request's, under VTC (`engine/wire`).
+def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
+    """Return the queued prompt tokens that are claimed before the last of this request's: if on time, and if late.
 
-    Another tenant is served first until its counter reaches the value that ours will have by then, or its queue is
-    empty.  A tenant with nothing queued starts level with the smallest counter, so the queue of a busy tenant delays it
-    little.  Output tokens, which move counters too, are left out: they are charged to both sides."""
-    ours = fleet.tenants.get(cost.tenant)
-    others = [queue for name, queue in fleet.tenants.items() if name != cost.tenant]
-    if not others:
-        return ours.queued_tokens if ours else 0
-    counter = ours.counter if ours else min(queue.counter for queue in others)
-    own = ours.queued_tokens if ours else 0
+    The order is VTC (`engine/wire`).  In a lane another tenant is served first until its counter reaches the value that
+    ours will have by then, or its part of the lane is empty.  A tenant with nothing queued starts level with the
+    smallest counter, so the queue of a busy tenant delays it little.  Output tokens, which move counters too, are left
+    out: they are charged to both sides.  The whole on-time lane is ahead of a late request."""
+    tenants = fleet.tenants
+    ours = tenants.get(cost.tenant)
+    own_late = ours.late_tokens if ours else 0
+    own = ours.queued_tokens - own_late if ours else 0
+    on_time, late = float(own), float(own_late + fleet.on_time.tokens)
+    if ours is None:
+        if not tenants:
+            return 0, int(late)
+        counter = min([queue.counter for queue in tenants.values()])
+    else:
+        counter = ours.counter
     reached = counter + (own + cost.prompt_tokens) / cost.weight
-    total = float(own)
-    for queue in others:
-        total += min(queue.queued_tokens, max(0.0, reached - queue.counter) * queue.weight)
-    return int(total)
+    late_reached = counter + (own_late + cost.prompt_tokens) / cost.weight
+    for queue in tenants.values():
+        if queue is ours:
+            continue
+        waits_late = queue.late_tokens
+        if waits_late and late_reached > queue.counter:
+            late += min(waits_late, (late_reached - queue.counter) * queue.weight)
+        if reached > queue.counter:
+            on_time += min(queue.queued_tokens - waits_late, (reached - queue.counter) * queue.weight)
+    return int(on_time), int(late)
 
 
 def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
@@ -131,82 +139,135 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
     if not offers:
         return -1
     crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
-    queued = sum(queue.queued_tokens for name, queue in fleet.tenants.items() if name not in crowd)
+    queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in crowd)
     return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
 
 
-def decide(
-    cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, *, returning: bool = False
-) -> int:
-    """Decide whether one request may join the queue.  `jitter` is uniform in [0, 1).
+class _Supply(NamedTuple):
+    """What the engines offer to requests that wait."""
 
-    Returns the excess for `GatewaySide.submit`: by how many prompt tokens the queue, this request included, may pass
-    the engines' room without changing the decision.
-    Raises Overloaded(429): `rate_limit_exceeded` when the wait would pass `queue_wait_s`, `deadline_unreachable` when
-    wait and least service would pass its deadline.  `returning`: it was told to return now.  Then it may wait
-    RETURN_WAITS times as long, and its own size does not count: a prompt too large for the wait is admitted when it
-    returns.  Raises Refusal(503) when no engine lives or all are draining.
+    fresh: list[EngineLoad]  # the engines that take requests and have exchanged within STALE_MS
+    room: int  # prompt tokens that they would claim at once
+    inside: int  # prompt tokens claimed and not started: ahead of the queue
+    tokens_per_s: float  # prompt tokens that they start; 0: not known, or they stand still
+    stand_still: bool  # engines with a known pace have stopped to exchange
+    pools: float  # tokens that the engines' pools hold
+    token_s: float  # seconds between two output tokens of a sequence; 0: not known
+
+    def wait_s(self, missing: float) -> float | None:
+        """Return the seconds until prompt tokens beyond the room are started; None while the pace is not known."""
+        return max(0.0, missing + self.inside) / self.tokens_per_s if self.tokens_per_s > 0 else None
+
+    def budget(self, wait_s: float, unknown: float) -> float:
+        """Return how many prompt tokens may be ahead of a request that waits at most `wait_s` seconds.
+
+        `unknown`: the same for engines that were idle until now, whose pace is unknown."""
+        if self.tokens_per_s > 0:
+            return wait_s * self.tokens_per_s
+        if wait_s < 0 or self.stand_still:
+            return min(wait_s, 0.0)
+        return unknown
+
+
+def _supply(fleet: Fleet, now_ms: int) -> _Supply:
+    """Return what the engines offer that take new requests."""
+    engines = [load for load in fleet.engines if not load.draining]
+    exchanged_ms = fleet.exchanged_ms
+    fresh = [load for load in engines if now_ms - exchanged_ms.get(load.engine, load.time_ms) <= STALE_MS]
+    tokens_per_s = sum(_starts(load) * _trust(load, now_ms) for load in fresh)
+    return _Supply(
+        fresh,
+        fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0,
+        sum(load.waiting_tokens for load in engines),
+        tokens_per_s,
+        tokens_per_s == 0 and any(map(_starts, engines)),
+        float(sum(load.total_blocks * load.block_size for load in fresh)),
+        _token_s(fresh),
+    )
+
+
+def estimated_wait_s(place: Place, fleet: Fleet, now_ms: int) -> float | None:
+    """Return the seconds until a request at this place is claimed; None while the engines' pace is not known.
+
+    The requests of a lane count as equally long."""
+    supply, lane = _supply(fleet, now_ms), fleet.late if place.lane == "late" else fleet.on_time
+    before, ahead_here = (fleet.on_time.tokens, fleet.on_time.requests) if place.lane == "late" else (0, 0)
+    part = min(1.0, (place.ahead - ahead_here + 1) / max(1, lane.requests))
+    return supply.wait_s(before + lane.tokens * part - supply.room)
+
+
+def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float) -> Decision:
+    """Decide how full each lane may be for one request to join it.  `jitter` is uniform in [0, 1).
+
+    Raises Refusal(429) when the request may join neither lane now: `rate_limit_exceeded` when it would wait longer than
+    `late_wait_s` or its client allows, `deadline_unreachable` when wait and least service would pass its deadline.
+    Raises Refusal(503) when no engine lives or all are draining.
     Never waits.  Costs O(engines + tenants with something queued).
 
     An engine whose last exchange is older than STALE_MS counts as full and standing still; so do all engines when this
     reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its room
     counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started engines),
-    the queue may hold as much as the pools do."""
-    open_engines = [load for load in fleet.engines if not load.draining]
-    if not open_engines:
+    the on-time lane may hold as much as the pools do, and the late lane any number."""
+    if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
-    exchanged_ms = {load.engine: fleet.heard_ms.get(load.engine, load.time_ms) for load in open_engines}
-    fresh = [load for load in open_engines if now_ms - exchanged_ms[load.engine] <= STALE_MS]
-    room = fleet.room_tokens if fresh and now_ms - fleet.time_ms <= STALE_MS else 0
-    if now_ms - fleet.time_ms <= STALE_MS and (left := _preemption_room(cost, fleet, fresh)) >= 0:
-        return fleet.queued_tokens + cost.prompt_tokens - room + left
-    missing = ahead(cost, fleet) + cost.prompt_tokens - room
-    inside = sum(load.waiting_tokens for load in open_engines)  # claimed and not started: ahead of the queue
-    pace = sum(_starts(load) * _trust(load, now_ms) for load in fresh)
+    supply = _supply(fleet, now_ms)
+    longest_s = min(config.longest_wait_s, cost.longest_wait_s)
+    missing, late_missing = (tokens + cost.prompt_tokens - supply.room for tokens in ahead(cost, fleet))
+    slack = _slack(cost, supply, missing, config.ttft_target_s * ON_TIME_WAIT, supply.pools)
+    if now_ms - fleet.time_ms <= STALE_MS:
+        slack = max(slack, _preemption_room(cost, fleet, supply.fresh))
+    late_slack = _slack(cost, supply, late_missing, longest_s, float(ANY_TOKENS)) if longest_s > 0 else -1
+    if slack < 0 and late_slack < 0:
+        raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, jitter)
+    beyond_room = cost.prompt_tokens - supply.room
+    bounds = QueueBounds(
+        int(fleet.on_time.tokens + beyond_room + slack) if slack >= 0 else NEVER,
+        int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
+        math.ceil(1000 * config.ttft_target_s),
+        config.max_queued,
+        config.max_queued_mib * 2**20,
+    )
+    return Decision(bounds, supply.wait_s(missing), supply.wait_s(late_missing))
+
+
+def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown: float) -> float:
+    """Return by how many prompt tokens a lane may grow before a request would wait too long in it; < 0: it would now.
+
+    `missing`: prompt tokens claimed before the request, its own included, beyond the engines' room.  `longest_s`: the
+    longest wait, in seconds.  `unknown`: what may be ahead of it while the pace is not known."""
     # The pace of an engine that was idle until now is unknown, but such an engine has room.
-    service = cost.least_tokens * _token_s(fresh) if missing > 0 else 0.0
-    usual = _budget(config.queue_wait_s, pace, open_engines, fresh)
-    patience = RETURN_WAITS * usual + cost.prompt_tokens if returning else usual
-    deadline = _budget(cost.timeout_s - service, pace, open_engines, fresh)
-    if deadline >= 0:
-        slack = max(-missing, min(patience, deadline) - missing - inside)
-        if slack >= 0:
-            return int(fleet.queued_tokens + cost.prompt_tokens - room + slack)
-    wait = (missing + inside) / pace if pace > 0 else 2 * config.queue_wait_s + 1.0
-    refusal = _overloaded(cost, config, wait, service, late=deadline < patience)
-    refusal.retry_after_s = 1.0 + jitter
-    if pace > 0:
-        refusal.retry_after_s = math.ceil(RETRY_CAP_S * (1 - jitter * JITTER))
-        full_pace = sum(_full_starts(load) * _trust(load, now_ms) for load in fresh)
-        needed = min(2 * RETRY_CAP_S, max(1.0, wait - min(usual, deadline) / pace))
-        refusal.retry_terms = RetryTerms(pace, full_pace, int(1000 * needed), int(1000 * RETRY_CAP_S), LEAST_SHARES)
-    raise refusal
+    service = cost.least_tokens * supply.token_s if missing > 0 else 0.0
+    deadline = supply.budget(cost.timeout_s - service, unknown)
+    if deadline < 0:
+        return -1.0
+    return max(-missing, min(supply.budget(longest_s, unknown), deadline) - missing - supply.inside)
 
 
-def _budget(wait_s: float, pace: float, engines: list[EngineLoad], fresh: list[EngineLoad]) -> float:
-    """Return how many prompt tokens may be ahead of a request that waits at most `wait_s`."""
-    if pace > 0:
-        return wait_s * pace
-    if wait_s < 0 or any(map(_starts, engines)):
-        return min(wait_s, 0.0)
-    return float(sum(load.total_blocks * load.block_size for load in fresh))
-
-
-def _overloaded(cost: Cost, config: GatewayConfig, wait: float, service: float, *, late: bool) -> Overloaded:
-    """Return the refusal of a request with this estimated wait and least service, in seconds.
-
-    `late`: it would miss its deadline; else it would wait longer than `queue_wait_s`."""
-    bound, code, param = config.queue_wait_s, "rate_limit_exceeded", None
-    if late:
-        bound, code, param = cost.timeout_s, "deadline_unreachable", "timeout"
-    least = f" and at least {service:.1f} s of work" if service else ""
-    limit = f"its deadline is in {bound:g} s" if late else f"the limit {bound:g} s"
-    return Overloaded(
+def _overloaded(cost: Cost, config: GatewayConfig, supply: _Supply, missing: int, jitter: float) -> Refusal:
+    """Return the refusal of a request that may join no lane.  `missing`: as for _slack."""
+    param: str | None
+    wait_s, service = supply.wait_s(missing), cost.least_tokens * supply.token_s
+    longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.longest_wait_s, cost.longest_wait_s))
+    estimate = f"the estimated wait is {wait_s:.1f} s" if wait_s is not None else "no engine answers"
+    given = wait_s
+    if cost.timeout_s - service < longest_s:
+        code, param, bound, longest_s = "deadline_unreachable", "timeout", cost.timeout_s, cost.timeout_s - service
+        least = f" and at least {service:.1f} s of work" if service else ""
+        message = f"overloaded: {estimate}{least}, its deadline is in {bound:g} s"
+        given = wait_s + service if wait_s is not None else None
+    else:
+        code, bound, message = "rate_limit_exceeded", longest_s, f"overloaded: {estimate}, the limit {longest_s:g} s"
+        param = "x-max-queue-wait" if cost.longest_wait_s < config.longest_wait_s else None
+    pause_s = 1.0
+    if wait_s is not None:  # until the queue is short enough
+        pause_s = min(RETRY_CAP_S / (1 + JITTER), max(1.0, wait_s - longest_s))
+    return Refusal(
         429,
         code,
-        f"overloaded: the estimated wait is {wait:.1f} s{least}, {limit}",
+        message,
         param=param,
         limit=bound,
-        given=round(wait + (service if late else 0.0), 1),
+        given=None if given is None else round(given, 1),
+        retry_after_s=pause_s * (1 + JITTER * jitter),
     )

@@ -336,9 +336,16 @@ def _or(value: Any, default: Any) -> Any:
 
 def header_timeout(header: str | None, config: GatewayConfig) -> float:
     """Return X-Request-Timeout in seconds, or the server's default without the header.  Raises Refusal."""
-    if header is None:
-        return config.default_timeout_s
-    name = "x-request-timeout"
+    return config.default_timeout_s if header is None else _header_seconds("x-request-timeout", header, config)
+
+
+def header_queue_wait(header: str | None, config: GatewayConfig) -> float:
+    """Return X-Max-Queue-Wait in seconds, >= 0; infinite without the header.  Raises Refusal."""
+    return math.inf if header is None else _header_seconds("x-max-queue-wait", header, config)
+
+
+def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
+    """Return the value of a header that counts seconds.  Raises Refusal."""
     # float() alone also accepts "nan", "1_0" and the digits of other scripts.
     if not re.fullmatch(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", header):
         limit, given = LIMITS[name].text(config), shown(header)

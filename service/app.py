@@ -195,6 +195,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
         vllm=config.vllm_metrics,
         tracing=tracing,
         trace_prompts=config.trace_prompts,
+        target_s=config.ttft_target_s,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()
@@ -259,6 +260,10 @@ def main(argv: Sequence[str]) -> None:
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
+    if config.queue_wait_s >= 0:
+        log.warning(
+            "--queue-wait-s is deprecated and goes with the next version: use --late-wait-s %g", config.queue_wait_s
+        )
     memory.return_large_blocks()
     logging.getLogger("aiohttp.server").addFilter(drop_broken_http)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models that a gateway does not use.

@@ -188,14 +188,48 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     fleet_s: Annotated[
         float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
     ] = 0.25
-    queue_wait_s: Annotated[
+    ttft_target_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Target for the time to first token, in seconds. A request whose estimated wait is at most a "
+            "quarter of it joins the on-time lane, which engines serve first. A request that has waited the whole "
+            "target moves to the late lane. Set it to what your users accept.",
+        ),
+    ] = 2.0
+    late_wait_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Longest estimated wait in the queue, in seconds. Beyond it the answer is 429 with a time to "
-            "return. Set it to a quarter of an acceptable time to first token, since waits differ from estimates.",
+            description="Longest estimated wait in the late lane, in seconds. Beyond it the answer is 429 with "
+            "Retry-After. A request may ask for less with X-Max-Queue-Wait. 0: a request that cannot start in time is "
+            "refused.",
         ),
-    ] = 0.5
+    ] = 60.0
+    queue_wait_s: Annotated[
+        float,
+        Meta(
+            ge=-1,
+            description="Deprecated name of --late-wait-s, which it overrides. -1: not given. It goes with the next "
+            "version.",
+        ),
+    ] = -1.0
+    max_queued: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Requests that may wait in Redis for an engine, of all gateways; a prompt each. Beyond it the "
+            "answer is 503. A waiting request takes about 1.5 KiB there, and its prompt.",
+        ),
+    ] = 65_536
+    max_queued_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="MiB of waiting requests in Redis, of all gateways. A prompt takes 1 to 5 bytes a token. "
+            "Beyond it the answer is 503.",
+        ),
+    ] = 256
     resume_s: Annotated[
         float,
         Meta(
@@ -224,3 +258,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "if asked for. A request that never ends is removed a minute after its deadline.",
         ),
     ] = 60.0
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Longest estimated wait in the late lane, in seconds: `late_wait_s`, or its deprecated name if that is set."""
+        return self.late_wait_s if self.queue_wait_s < 0 else self.queue_wait_s

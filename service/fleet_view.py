@@ -22,9 +22,9 @@ class FleetView:
     def __init__(self) -> None:
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with this process's
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last exchange, on this process's clock
-        self._queue = Queue(accepted=False, queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._queue = Queue(queued=0, queued_tokens=0, room_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
-        self._oldest_ms = self._quarantined = 0  # as of the last full reading
+        self._quarantined = 0  # as of the last full reading
 
     def record_load(self, load: EngineLoad) -> None:
         """Store an engine's load.  The same reading again is no sign of life."""
@@ -45,9 +45,11 @@ class FleetView:
         for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
             del self._loads[engine]
         ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
-        self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.heard_ms.items()}
-        self.record_queue(Queue(False, fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants))
-        self._oldest_ms, self._quarantined = fleet.oldest_ms, fleet.quarantined
+        self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
+        self.record_queue(
+            Queue(fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants, fleet.on_time, fleet.late)
+        )
+        self._quarantined = fleet.quarantined
 
     def fleet(self) -> Fleet:
         """Return the engines with a live lease and the queue; `time_ms` is on this process's clock."""
@@ -59,9 +61,10 @@ class FleetView:
             self._queue_ms,
             queue.room_tokens,
             queue.tenants,
-            oldest_ms=self._oldest_ms,
             quarantined=self._quarantined,
-            heard_ms=dict(self._exchanged_ms),
+            exchanged_ms=dict(self._exchanged_ms),
+            on_time=queue.on_time,
+            late=queue.late,
         )
 
     @property

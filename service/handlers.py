@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -51,6 +51,7 @@ FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost"
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
 LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
 INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
+NO_HEADERS: Mapping[str, str] = {}
 WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
 
 
@@ -210,7 +211,7 @@ class Handlers:
             ) as opened,
         ):
             held.queued = True
-            request[METER].admit()
+            request[METER].admit(opened.waiting)
             body.release()
             return await self._deliver(request, prepared.valid, opened, prepared.form)
 
@@ -218,6 +219,7 @@ class Handlers:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
         config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
+        longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
         valid = await self._offload(size, parse, body.data, config, self._model, timeout_s)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
@@ -231,6 +233,7 @@ class Handlers:
             least_tokens=min(map(valid.least_tokens, rooms)),
             tenant=tenant.name,
             weight=tenant.weight,
+            longest_wait_s=longest_wait_s,
         )
         now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)
@@ -254,9 +257,9 @@ class Handlers:
         form = record.form(request_id, self._tokenizer.table)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
 
-    def _admit(self, cost: admission.Cost, fleet: Fleet, returning: bool) -> int:
+    def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
         """Call admission.decide with this process's clock and random numbers."""
-        return admission.decide(cost, fleet, steady_ms(), self._config, random.random(), returning=returning)
+        return admission.decide(cost, fleet, steady_ms(), self._config, random.random())
 
     async def resume(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
         """Continue an answer after what the client already has; None: from its start.  Raises Refusal."""
@@ -320,7 +323,7 @@ class Handlers:
         meter = request[METER]
         async with contextlib.aclosing(decode(opened, valid, self._tokenizer)) as pieces:
             if valid.stream:
-                return await sse.write(request, pieces, form, meter, opened.record_sent)
+                return await sse.write(request, pieces, form, meter, opened.record_sent, opened.waiting)
             answered = []
             try:
                 async for changed in pieces:
@@ -329,15 +332,18 @@ class Handlers:
                     answered += changed
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
-        response = await self._write(request, await form.whole(answered))
+        headers = opened.waiting.headers() if opened.waiting is not None else {}
+        response = await self._write(request, await form.whole(answered), headers)
         opened.record_sent(form.tokens)
         return response
 
     # -- helpers of the steps
 
-    async def _write(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
+    async def _write(
+        self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] = NO_HEADERS
+    ) -> web.StreamResponse:
         """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
-        response = web.StreamResponse()
+        response = web.StreamResponse(headers=headers)
         response.content_type, response.content_length = "application/json", sum(map(len, parts))
         if self._capacity.draining:
             response.force_close()

@@ -154,6 +154,7 @@ LIMITS: dict[str, Limit] = {
     "priority": Limit("priority", "whole number; high, normal and low stand for -1, 0 and 1", *PRIORITIES),
     "timeout": Limit("timeout", "seconds", 0, option="max_timeout_s", above_low=True),
     "x-request-timeout": Limit("X-Request-Timeout", "seconds", 0, option="max_timeout_s", above_low=True),
+    "x-max-queue-wait": Limit("X-Max-Queue-Wait", "seconds; 0: not longer than the on-time lane", 0, WHOLE),
     "idempotency-key": Limit("Idempotency-Key", "printable ASCII characters", 1, KEY_CHARS),
     "head time": Limit(
         "connection",
@@ -175,6 +176,22 @@ LIMITS: dict[str, Limit] = {
         option="max_open",
         entries=True,
         code="too_many_open",
+        status=503,
+    ),
+    "queued": Limit(
+        "queue",
+        "prompts that wait in Redis, of all gateways",
+        option="max_queued",
+        entries=True,
+        code="queue_full",
+        status=503,
+    ),
+    "queued bytes": Limit(
+        "queue",
+        "MiB of prompts that wait in Redis, of all gateways",
+        option="max_queued_mib",
+        entries=True,
+        code="queue_full",
         status=503,
     ),
 }

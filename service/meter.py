@@ -17,6 +17,7 @@ from service import metrics
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.metrics import NAMELESS, Telemetry
+from service.queue_updates import Waiting
 from service.tenants import OverQuota
 
 log = logging.getLogger("quire.request")
@@ -55,7 +56,7 @@ class Meter:
         self._trace: Trace | None = None
         self._context = ""  # the traceparent that its work belongs to
         self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
-        self._tenant = ""
+        self._tenant, self._lane = "", ""
         self._admitted = self._resumed = False
         self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
 
@@ -83,10 +84,10 @@ class Meter:
         self._context = self._trace.traceparent if self._trace is not None else traceparent
         return self._context
 
-    def admit(self) -> None:
-        """Record that the request is in the queue."""
-        self._admitted = True
-        self._telemetry.count(metrics.DECISIONS, 1, "admitted", "room")
+    def admit(self, waiting: Waiting | None = None) -> None:
+        """Record that the request is in the queue, and in which lane."""
+        self._admitted, self._lane = True, waiting.lane if waiting is not None else "on_time"
+        self._telemetry.count(metrics.DECISIONS, 1, "admitted", self._lane)
         self._telemetry.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
         self._span_admission()
 
@@ -114,7 +115,7 @@ class Meter:
             if self._first_s is None:
                 self._first_s = now - self._started
                 if not self._resumed:
-                    self._telemetry.observe_first_token(self._first_s)
+                    self._telemetry.observe_first_token(self._first_s, self._lane)
             if (last := self._last.get(piece.choice)) is not None:
                 # The tokens arrived together: each took its part of the gap.
                 self._telemetry.observe(metrics.INTER_TOKEN, (now - last) / tokens, times=tokens)
@@ -167,6 +168,8 @@ class Meter:
         telemetry.count(metrics.OUTPUT_TOKENS, self._output_tokens)
         if self._resumed:  # its first part was recorded when it was admitted
             return
+        if self._first_s is None:
+            telemetry.count(metrics.STARTS, 1, self._lane, "never")
         telemetry.observe(metrics.REQUEST_LATENCY, seconds)
         telemetry.observe(metrics.REQUEST_PROMPT, self._prompt_tokens)
         telemetry.observe(metrics.REQUEST_OUTPUT, self._output_tokens)

@@ -104,7 +104,17 @@ GATEWAY_INFO = _gauge("quire_gateway_info", "Version of Quire and of Python; alw
 REQUESTS = _counter("quire_requests", "Requests answered, by endpoint and HTTP status.", "endpoint", "status")
 REFUSALS = _counter("quire_refusals", "Requests refused or failed, by error code.", "code")
 DECISIONS = _counter(
-    "quire_admission_decisions", "Requests admitted to the queue, or refused for want of room.", "decision", "reason"
+    "quire_admission_decisions",
+    "Requests admitted to the queue, by lane, or refused for want of room, by error code.",
+    "decision",
+    "reason",
+)
+STARTS = _counter(
+    "quire_request_starts",
+    "Requests by the lane they joined and when their first token arrived: in_time (within --ttft-target-s of their "
+    "arrival), late or never.",
+    "lane",
+    "start",
 )
 PROMPT_TOKENS = _counter("quire_prompt_tokens", "Prompt tokens of admitted requests.")
 OUTPUT_TOKENS = _counter("quire_output_tokens", "Output tokens sent to clients.")
@@ -134,12 +144,10 @@ TENANT_SERVICE = _gauge(
 )
 
 # The shared queue
-_gauge("quire_queue_requests", "Requests in the shared queue.", of_fleet=lambda fleet: fleet.queued)
-_gauge("quire_queue_tokens", "Prompt tokens in the shared queue.", of_fleet=lambda fleet: fleet.queued_tokens)
-_gauge(
-    "quire_queue_oldest_seconds",
-    "How long the oldest request in the shared queue has waited, seconds.",
-    of_fleet=lambda fleet: fleet.oldest_ms / 1000,
+QUEUE_REQUESTS = _gauge("quire_queue_requests", "Requests in the shared queue, by lane.", "lane")
+QUEUE_TOKENS = _gauge("quire_queue_tokens", "Prompt tokens in the shared queue, by lane.", "lane")
+QUEUE_OLDEST = _gauge(
+    "quire_queue_oldest_seconds", "How long the oldest request of each lane has waited, seconds.", "lane"
 )
 _gauge(
     "quire_queue_room_tokens",
@@ -248,11 +256,14 @@ class Telemetry(Collector):
         vllm: bool = False,
         tracing: Tracing | None = None,
         trace_prompts: bool = False,
+        target_s: float = 2.0,
     ) -> None:
-        """`vllm`: repeat histograms under vLLM's names.  `trace_prompts`: spans carry prompts and answers."""
+        """`vllm`: repeat histograms under vLLM's names.  `trace_prompts`: spans carry prompts and answers.
+
+        `target_s`: the target for the time to first token."""
         self.tracing = tracing or Tracing()
         self.trace_prompts = trace_prompts
-        self.model = model
+        self.model, self._target_s = model, target_s
         self._gateway, self._vllm = gateway, vllm
         self._registry = CollectorRegistry()
         self._objects: dict[Metric, Counter | Gauge] = {}
@@ -297,8 +308,11 @@ class Telemetry(Collector):
         self.observe(LOOP_STALL, late_s)
         self.observe(LOOP_BUSY, busy_s)
 
-    def observe_first_token(self, seconds: float) -> None:
-        """Record a time to first token under the current fingerprint; the last FINGERPRINTS are kept."""
+    def observe_first_token(self, seconds: float, lane: str = "on_time") -> None:
+        """Record a time to first token under the current fingerprint; the last FINGERPRINTS are kept.
+
+        `lane`: of the queue, which the request joined."""
+        self.count(STARTS, 1, lane, "in_time" if seconds <= self._target_s else "late")
         tallies = self._tallies[TIME_TO_FIRST_TOKEN]
         if (self._fingerprint,) not in tallies:
             if len(tallies) == FINGERPRINTS:
@@ -329,11 +343,15 @@ class Telemetry(Collector):
                 for load in fleet.engines:
                     self.set(metric, metric.of_engine(load), load.engine, load.model)
         for load in fleet.engines:
-            exchanged_ms = fleet.heard_ms.get(load.engine, load.time_ms)
+            exchanged_ms = fleet.exchanged_ms.get(load.engine, load.time_ms)
             self.set(ENGINE_AGE, max(0.0, now_ms - exchanged_ms) / 1000, load.engine, load.model)
             self.set(ENGINE_INFO, 1, *_identity(load))
             self._fingerprint = load.fingerprint[:16]
         self._engines = seen
+        for lane, queue in (("on_time", fleet.on_time), ("late", fleet.late)):
+            self.set(QUEUE_REQUESTS, queue.requests, lane)
+            self.set(QUEUE_TOKENS, queue.tokens, lane)
+            self.set(QUEUE_OLDEST, queue.oldest_ms / 1000, lane)
         self._record_tenant_queues(fleet)
 
     def _drop_engines(self, seen: dict[str, EngineLoad]) -> None:

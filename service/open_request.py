@@ -17,6 +17,7 @@ from engine.wire.messages import Delta, Finish
 from engine.wire.token_log import LoggedOutput
 from service.mailbox import Backlog, Mailbox
 from service.pacing import Pacer, Timer
+from service.queue_updates import Waiting
 
 log = logging.getLogger("quire.gateway")
 
@@ -71,8 +72,8 @@ class OpenRequest:
     """One client's request while it is answered.
 
     Iterate for lists of the mailboxes that changed since the last iteration.  An empty list means that nothing arrived
-    for `heartbeat_s`.  The iteration ends when every choice was closed with `end`.  Raises HandedOver when this gateway
-    shuts down and the client may resume elsewhere."""
+    for `heartbeat_s`, or that announce() was called.  The iteration ends when every choice was closed with `end`.
+    Raises HandedOver when this gateway shuts down and the client may resume elsewhere."""
 
     def __init__(self, streams: Upstream, orders: list[Order], *, resumable: bool) -> None:
         """`resumable`: the client may lose its connection and resume."""
@@ -87,6 +88,8 @@ class OpenRequest:
         self._wake: asyncio.Future[None] | None = None
         self._nudged = False  # `_wake` is done, or a call that sets it is scheduled
         self._handed_over = False
+        self.waiting: Waiting | None = None  # where it stands in the queue; None: a client resumed it
+        self._announced = True  # whether its handler has run since announce()
         self._last_delta = self.loop.time()
         self._timers: list[Timer] = []
 
@@ -124,13 +127,14 @@ class OpenRequest:
         for mailbox in self._given:
             if mailbox.behind and not mailbox.closed:
                 self._changed[mailbox] = None
-        if not self._changed and not self._handed_over:
+        if not self._changed and not self._handed_over and self._announced:
             self._nudged = False
             self._wake = self.loop.create_future()
             await self._wake
             self._wake = None
         if self._handed_over:
             raise HandedOver("this gateway is shutting down")
+        self._announced = True
         changed, self._changed = list(self._changed), {}
         for mailbox in changed:
             if mailbox.behind:
@@ -141,6 +145,8 @@ class OpenRequest:
     def deliver(self, prompt: int, delta: Delta) -> None:
         """Merge a delta into its mailbox and wake the handler.  Called by the reader task."""
         mailbox = self.mailboxes[prompt * self._n + delta.index]
+        if delta.token_ids and self.waiting is not None and self.waiting.waited_s is None:
+            self.waiting.end()
         if mailbox.merge(delta):
             self._notify(mailbox)
 
@@ -152,6 +158,20 @@ class OpenRequest:
             self.delivered[mailbox.choice] = count
             if mailbox.ended or mailbox.next > mailbox.at:
                 self._notify(mailbox)
+
+    def wait_in_queue(self, waiting: Waiting) -> None:
+        """Record where the request joined the queue.  A late one tells its client at once."""
+        self.waiting = waiting
+        if self._changed:  # its first tokens were quicker than the reply to its submit
+            waiting.end()
+        elif waiting.lane == "late":
+            self.announce()
+
+    def announce(self) -> None:
+        """End the handler's wait with an empty list now: it tells its client where the request stands."""
+        self._announced = False
+        self._last_delta = self.loop.time()
+        self._nudge()
 
     def _notify(self, mailbox: Mailbox) -> None:
         self._last_delta = self.loop.time()

@@ -4,12 +4,13 @@
     data: {"id":"cmpl-5f0c", ...}    a chunk
                                      blank line
     : keep-alive                     a comment, after a silence: proxies cut idle connections
+    : queued place=12 wait_s=8.3     a comment, while the request waits in the late lane
     id: cmpl-5f0c:18:done
     data: [DONE]
 
-Headers wait for the first token or the first heartbeat, so that an earlier failure has a proper HTTP status.  Each
-handler waits only for its own socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile tokens merge in the
-request's mailboxes.
+Headers wait for the first token or the first heartbeat, so that an earlier failure has a proper HTTP status.  A late
+request does not wait: its headers and its place in the queue are sent at once.  Each handler waits only for its own
+socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile tokens merge in the request's mailboxes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from service.api import Refusal
 from service.format import Format, Piece
 from service.meter import Meter
 from service.open_request import HandedOver
+from service.queue_updates import Waiting
 
 log = logging.getLogger("quire.gateway")
 
@@ -48,8 +50,11 @@ async def write(
     form: Format,
     meter: Meter,
     sent: Callable[[list[int]], None],
+    waiting: Waiting | None = None,
 ) -> web.StreamResponse:
     """Stream an answer to its end.  Calls `sent` with the tokens of each choice that were sent so far.
+
+    `waiting`: where the request stands in the queue.
 
     Raises Refusal while nothing was sent; later it sends the error as an event.  Raises ConnectionError when the client
     has left.  Raises HandedOver, which `pieces` raises, when the client shall resume elsewhere: the stream breaks off,
@@ -58,16 +63,16 @@ async def write(
     try:
         async for changed in pieces:
             if response is None:
-                response = await _begin(request)
+                response = await _begin(request, waiting)
             for piece in changed:
                 meter.record_piece(piece)
-            data = await _chunks(form, changed) if changed else KEEP_ALIVE
+            data = await _chunks(form, changed) if changed else _comment(waiting)
             if data:
                 sent(form.tokens)  # before the write: if it fails, a part may have arrived
                 await response.write(data)
                 await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
-            response = await _begin(request)
+            response = await _begin(request, waiting)
         last = form.usage_chunk() + form.done()
     except HandedOver:
         if response is None:
@@ -102,10 +107,15 @@ async def _chunks(form: Format, changed: list[Piece]) -> bytes:
     return b"".join(chunks)
 
 
-async def _begin(request: web.Request) -> web.StreamResponse:
+def _comment(waiting: Waiting | None) -> bytes:
+    """Return what a silent stream sends."""
+    return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
+
+
+async def _begin(request: web.Request, waiting: Waiting | None) -> web.StreamResponse:
     if (transport := request.transport) is not None:
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    response = web.StreamResponse(headers=HEADERS)
+    response = web.StreamResponse(headers=HEADERS | (waiting.headers() if waiting is not None else {}))
     await response.prepare(request)
     return response

@@ -21,29 +21,33 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from engine.wire.clock import steady_ms
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
-from service.admission import Overloaded
-from service.api import Refusal
+from service import admission
+from service.admission import Decision
+from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.fleet_view import FleetView
 from service.mailbox import Backlog, Mailbox
 from service.metrics import BACKLOG, CLOCK_SKEW, OPEN_REQUESTS, REDIS_SECONDS, TOKENS_LOST, TOKENS_REPEATED, Telemetry
 from service.open_request import OpenRequest, Order
 from service.pacing import Pacer
+from service.queue_updates import QueueUpdates, Waiting
 from service.supervision import Supervisor, Task
 from service.usage_ledger import UsageLedger
 
 T = TypeVar("T")
 
 ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
-# (the fleet, whether the client returns as it was told to) -> the excess for GatewaySide.submit.  Raises Refusal, or
-# Overloaded: then the client gets a time to return, on its `retry_terms`.
-Admit = Callable[[Fleet, bool], int]
+Admit = Callable[[Fleet], Decision]  # raises Refusal
 
+# Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
+# and end in a 503.  The bus has two connections more, for readings of the fleet.
+SUBMITS = 6
 SETTLE_S = 10.0  # how long a withdrawn order waits for its engine's last delta, before it enters the ledger
 DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
 ATTACH_COUNT = 64  # orders whose logs are read at once, after Redis may have lost something
@@ -66,9 +70,11 @@ class Streams:
         self._bus, self._config, self._telemetry = bus, config, telemetry
         self._view = FleetView()
         self._ledger = UsageLedger(bus, telemetry)
+        self._updates = QueueUpdates(bus, self._view.fleet)
         self.backlog = Backlog(config.backlog_mib * 2**20)
         self.pacer = Pacer()  # for everything that may concern all open requests at once
         self._orders: dict[str, Order] = {}
+        self._submits = asyncio.Semaphore(SUBMITS)
         self._reading = 0  # orders that have a reader
         self._leaving = False  # shutting down: resumable requests stay in Redis for another gateway
         self._kept = 0.0  # when the retention of logs was last extended, in the event loop's time
@@ -131,7 +137,7 @@ class Streams:
     ) -> AsyncIterator[OpenRequest]:
         """A context in which the requests run: one for each prompt, all with the same `n`.
 
-        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its excess.
+        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its bounds.
         `record` is what `find` returns to a client that resumes.  Raises Refusal when there is no room or Redis does
         not accept them, AlreadySubmitted when another request with the key was first.  Then none is queued."""
         opened = OpenRequest(self, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
@@ -140,13 +146,16 @@ class Streams:
         queued = True  # if this task is cancelled meanwhile, they may be
         try:
             try:
-                await self._submit(requests, admit, record, idempotency_key)
+                waiting = await self._submit(requests, admit, record, idempotency_key)
             except (Refusal, AlreadySubmitted):
                 queued = False
                 raise
             opened.start(deadline, self._config.heartbeat_s)
+            opened.wait_in_queue(waiting)
+            self._updates.add(requests[0].id, opened)
             yield opened
         finally:
+            self._updates.discard(requests[0].id)
             opened.stop()
             self._leave(opened, queued)
 
@@ -159,7 +168,7 @@ class Streams:
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
-        return await self._ask(self._bus.twin(key))
+        return await self._ask(self._bus.find_duplicate(key))
 
     async def release(self, key: IdempotencyKey, duplicate: DuplicateRequest) -> None:
         """Free an idempotency key whose first request, `duplicate`, has no answer.  Raises Refusal(503)."""
@@ -264,43 +273,33 @@ class Streams:
         del self._orders[order.id]
         self._ledger.add(order)
 
-    async def _submit(self, requests: list[Generate], admit: Admit, record: bytes, key: IdempotencyKey | None) -> None:
+    async def _submit(
+        self, requests: list[Generate], admit: Admit, record: bytes, key: IdempotencyKey | None
+    ) -> Waiting:
         """Queue the requests of one client, all or none, if `admit` permits.
 
         Raises Refusal (that of `admit`, or 503) and AlreadySubmitted."""
-        returning = False
         for _ in range(ATTEMPTS):
-            if self.trouble is not None:  # known already: no client waits for it to be found again
-                raise unavailable()
-            try:
-                excess_tokens = admit(self.fleet, returning)
-            except Overloaded as refusal:
-                if not await self._due_to_return(requests, refusal, broken=returning):
-                    raise
-                returning = True
-                continue
-            began = time.monotonic()
-            submit = self._bus.submit(*requests, excess_tokens=excess_tokens, record=record, once=key)
-            queue = await self._ask(submit, "submit")
-            self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
-            self._view.record_queue(queue)
-            if queue.twin is not None:
-                raise AlreadySubmitted(queue.twin)
-            if queue.accepted:
-                return
+            async with self._submits:
+                if self.trouble is not None:  # known already: no client waits for it to be found again
+                    raise unavailable()
+                decision = admit(self.fleet)
+                began = time.monotonic()
+                submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
+                queue = await self._ask(submit, "submit")
+                self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
+                self._view.record_queue(queue)
+            if queue.duplicate is not None:
+                raise AlreadySubmitted(queue.duplicate)
+            if queue.full:
+                wait_s = decision.late_wait_s or 0.0
+                message = f"the queue is full: {queue.queued} requests wait"
+                pause_s = min(admission.RETRY_CAP_S, max(5.0, wait_s))
+                raise limit_refusal("queued", message, self._config.max_queued, retry_after_s=pause_s)
+            if queue.lane is not None:
+                late = queue.lane == "late"
+                return Waiting(queue.lane, queue.ahead, decision.late_wait_s if late else decision.on_time_wait_s)
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
-
-    async def _due_to_return(self, requests: list[Generate], refusal: Overloaded, *, broken: bool) -> bool:
-        """Return whether these requests were told to return now.
-
-        If they were not, or were and cannot be admitted (`broken`), the refusal carries a time to return.
-        Raises Refusal(503)."""
-        if refusal.retry_terms is None:
-            return False
-        pause_ms = await self._ask(self._bus.promise(*requests, terms=refusal.retry_terms, broken=broken), "submit")
-        if pause_ms:
-            refusal.retry_after_s = pause_ms / 1000
-        return pause_ms == 0
 
     async def _ask(self, reply: Awaitable[T], part: str = "") -> T:
         """Await a reply of Redis.  Raises Refusal(503).
@@ -385,6 +384,7 @@ class Streams:
             return
         self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
         self._view.record_reading(fleet)
+        await self._updates.refresh(steady_ms())
         self._troubles.pop("fleet", None)
         self._telemetry.record_fleet(self.fleet)
         self._telemetry.set(BACKLOG, self.backlog.held)

@@ -18,6 +18,7 @@ from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
+from service.queue_updates import Waiting
 from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
@@ -120,10 +121,11 @@ class TextStream:
         return text[:split]
 
 
-def _failure(finish: Finish) -> Refusal:
+def _failure(finish: Finish, waiting: Waiting | None) -> Refusal:
     """Return the error for a continuation that ended neither by stop nor by length."""
     if finish.reason == "deadline":
-        return Refusal(504, "deadline_exceeded", "the request's timeout passed before the answer was complete")
+        message = "the request's timeout passed before the answer was complete"
+        return Refusal(504, "deadline_exceeded", message + (waiting.describe() if waiting is not None else ""))
     if finish.reason == "cancelled":
         return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
     if finish == REQUEST_LOST:
@@ -150,7 +152,7 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
     async for changed in opened:
         pieces, tokens = [], 0
         for mailbox in changed:
-            piece = _read(mailbox, streams[mailbox.choice], valid)
+            piece = _read(mailbox, streams[mailbox.choice], valid, opened.waiting)
             if piece.finish is not None:
                 opened.end(mailbox.choice)
             pieces.append(piece)
@@ -166,7 +168,7 @@ def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
     return finish is not None and finish.stop_token >= 0 and not valid.include_stop
 
 
-def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest) -> Piece:
+def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
     """Take what waits in a mailbox, and decode it.  Raises Refusal when the continuation failed."""
     tokens, logprobs, finish = mailbox.take()
     if mailbox.had:
@@ -178,7 +180,7 @@ def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest) -> Piece:
     piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
     if stream.matched is None and finish is not None:
         if finish.reason not in ("stop", "length"):
-            raise _failure(finish)
+            raise _failure(finish, waiting)
         piece.text += stream.finish()
         piece.finish = finish.reason
         if finish.stop_token in valid.sampling.stop_token_ids:

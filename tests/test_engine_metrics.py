@@ -180,6 +180,22 @@ def test_the_page_says_how_right_the_forecast_was() -> None:
     assert samples["quire_pauses_total"] == 0
 
 
+def test_an_unused_pool_counts_while_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the pool is free, for 4 s with nothing queued, 8 s with a queue and 4 s after it."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    telemetry = Telemetry("e")
+    telemetry.load = msgspec.structs.replace(telemetry.load, total_blocks=100, free_blocks=25)
+    for seconds, queue_share in ((4, 0.5), (8, 0.0), (4, 0.0)):
+        now += seconds
+        telemetry.exchanged(0.001, queue_share, 0)
+    assert telemetry.idle_pool_s == pytest.approx(2.0)
+    telemetry.load = msgspec.structs.replace(telemetry.load, waiting=1)  # inside the engine
+    now += 4
+    telemetry.exchanged(0.001, 0.0, 0)
+    assert telemetry.idle_pool_s == pytest.approx(3.0)
+
+
 def test_the_page_says_what_a_takeover_took() -> None:
     traced = Traced()
     traced.run(a_request())

@@ -228,7 +228,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     await thread._exchange(side, say("a", "b", dropped=1))
     assert sent == [(["a", "b"], []), (["b", "a"], [])]
     orders = thread.drain(0)
-    assert orders[0] == Abort("a", lost=True)
+    assert orders[0] == Abort("a", reassigned=True)
     assert [type(order) for order in orders[1:]] == [Generate] * again
     await thread._exchange(side, say("a", dropped=1, finished=("a",)))
     assert sent[2] == (["a"], ["a"])  # whatever comes after the loop's own drop is of the request's next life

@@ -60,7 +60,7 @@ def test_a_line_says_lengths_times_and_outcome(tmp_path: Path) -> None:
 
 
 def test_a_request_that_moves_to_another_engine_is_logged_there(tmp_path: Path) -> None:
-    assert run(tmp_path / "log", [a_request("r", n=2), Abort("r", lost=True)]) == []
+    assert run(tmp_path / "log", [a_request("r", n=2), Abort("r", reassigned=True)]) == []
 
 
 def test_the_simulator_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,15 @@ from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 class EngineSide:
     """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
 
-    def __init__(self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000) -> None:
-        """Connect to nothing yet.  Raises BusDown for a malformed URL.  `url`: redis://, rediss:// or unix://."""
+    def __init__(
+        self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000, late_share: float = 0.1
+    ) -> None:
+        """Connect to nothing yet.  Raises BusDown for a malformed URL.
+
+        `url`: redis://, rediss:// or unix://.  `late_share`: least share, 0 to 1, of the claimed prompt tokens that the
+        late lane gets."""
         self._engine = engine
-        self._lease_ms = lease_ms
+        self._lease_ms, self._late_share = lease_ms, late_share
         self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
         self.clock = RedisClock()  # every exchange() adds a sample
         self._bell = self._link.redis.pubsub()
@@ -83,22 +88,23 @@ class EngineSide:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Appends each (gateway, batch) to the gateway's stream and its tokens to the log, and charges the tenants for
-        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order while prompts fit
-        `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share: the whole queue divided by
-        the number of engines, rounded up.  A request past its deadline is not claimed: it ends, and its gateway
-        receives that.  Retries with backoff while Redis does not answer; never loses or repeats a batch.
+        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
+        first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share:
+        the whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
+        ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
+        a batch.
 
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
-        `lost`).  It sends again what the remaining logs lack.
+        `reassigned`).  It sends again what the remaining logs lack.
 
         Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
         one at a time.  Cancelling it leaves open what it did, and only close() may follow.
         """
-        lost: list[str] = []
+        reassigned: list[str] = []
         self._journal.add(batches, finished)
         while (reply := await self._send(batches, finished, load, room_tokens, room_requests)) is None:
             gone = set(await self._rejoin(load))
-            lost += gone
+            reassigned += gone
             batches = [
                 (
                     gateway,
@@ -110,7 +116,7 @@ class EngineSide:
         self._forget(finished)
         works, orders, queued, engines, _ = reply
         self.queue_share = queued / max(1, engines)
-        received = ExchangeReply([], [], lost)
+        received = ExchangeReply([], [], reassigned)
         for payload, listeners, outputs in works:
             self._accept(received, payload, listeners.decode(), outputs)
         for order in orders:
@@ -167,6 +173,7 @@ class EngineSide:
                 self._encode(logged.pieces),
                 logged.tokens,
                 int(logged.whole),
+                repr(self._late_share),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
                 *words,
@@ -190,7 +197,7 @@ class EngineSide:
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
         """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
-        lost: list[str] = []
+        reassigned: list[str] = []
         while True:
             try:
                 epoch, held = await self._link.run_script(
@@ -215,9 +222,9 @@ class EngineSide:
                     self._route(request_id.decode(), listeners.decode())
             gone = [request_id for request_id in self._tenants if request_id not in known]
             self._forget(gone)
-            lost += gone
+            reassigned += gone
             if len(known) == len(held):
-                return lost
+                return reassigned
 
     def _superseded(self, error: ResponseError) -> Exception:
         if "SUPERSEDED" in str(error):

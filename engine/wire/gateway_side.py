@@ -9,9 +9,8 @@ attach(), log() <--- the token log, for a gateway that has missed something
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,13 +22,16 @@ from engine.wire.link import BusDown, Link
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import (
+    LANES,
     Attached,
     DuplicateRequest,
     Fleet,
     IdempotencyKey,
+    LaneQueue,
+    Place,
     Quarantined,
     Queue,
-    RetryTerms,
+    QueueBounds,
     TenantQueue,
     Usage,
 )
@@ -40,7 +42,7 @@ from engine.wire.scripts import (
     FIND_DUPLICATE,
     FLEET,
     KEEP,
-    PROMISE,
+    PLACES,
     QUARANTINED,
     READ_LOG,
     RELEASE,
@@ -53,6 +55,8 @@ from engine.wire.withdrawals import Withdrawal, Withdrawals
 log = logging.getLogger("quire.bus")
 
 READ_COUNT = 256  # most stream entries in one read
+PLACES_COUNT = 1000  # most requests whose places one script reads
+NO_BOUNDS = QueueBounds()
 READ_DELTAS = 1000  # Deltas of one read after which other tasks of the event loop run
 
 
@@ -115,18 +119,17 @@ class GatewaySide:
     async def submit(
         self,
         *requests: Generate,
-        excess_tokens: int | None = None,
+        bounds: QueueBounds = NO_BOUNDS,
         record: bytes = b"",
-        once: IdempotencyKey | None = None,
+        idempotency_key: IdempotencyKey | None = None,
     ) -> Queue:
         """Queue the prompts of one client's request durably, all or none, and ring the engines' bell.
 
-        They share gateway, tenant, weight, priority and deadline.  None is queued (`accepted` is False) in two cases:
-          * the queued prompt tokens, these included, would exceed the engines' room by more than `excess_tokens`
-            (None: any number may be queued);
-          * another request came first with the key of `once`: `twin` names it, for attach().
-        `record` stays with the log of the first prompt, as long as the log: see attach().  Accepting a request also
-        clears its retry promise.
+        They share gateway, tenant, weight, priority, deadline and lane.  In three cases none is queued (no `lane`):
+          * neither lane has room within `bounds`;
+          * one has, but as many requests or bytes wait as may wait: `full`;
+          * another request came first with `idempotency_key`: `duplicate` names it, for attach().
+        `record` stays with the log of the first prompt, as long as the log: see attach().
 
         Raises BusDown after PATIENCE_S: not queued.  If only the reply was lost it may be queued for a moment.  It is
         withdrawn as soon as Redis answers again.
@@ -136,68 +139,62 @@ class GatewaySide:
         for request in requests:
             words += (request.id, self._encode(request), len(request.token_ids), request.n)
         try:
-            accepted, queued, room_tokens, queues, duplicate = await self._link.run_script(
+            outcome, ahead, room_tokens, state, duplicate = await self._link.run_script(
                 SUBMIT,
                 first.gateway,
                 first.tenant,
                 repr(first.weight),
                 first.priority,
                 first.deadline_ms,
-                "" if excess_tokens is None else excess_tokens,
                 self._retain_ms,
-                once.key if once is not None else "",
-                once.body if once is not None else "",
+                idempotency_key.key if idempotency_key is not None else "",
+                idempotency_key.body if idempotency_key is not None else "",
                 record,
-                self._content_digest(*requests),
+                first.id,
+                *msgspec.structs.astuple(bounds),
                 *words,
             )
         except BusDown:
             self._withdrawals.add(*((request.id, -1) for request in requests))
             raise
-        tenants = _read_tenant_queues(*queues)
+        on_time, late, tenants = _read_queue_state(state)
+        joined = outcome.decode()
         return Queue(
-            bool(accepted),
-            queued,
-            sum(queue.queued_tokens for queue in tenants.values()),
+            on_time.requests + late.requests,
+            on_time.tokens + late.tokens,
             room_tokens,
             tenants,
-            _read_duplicate(duplicate, once),
+            on_time,
+            late,
+            joined if joined in LANES else None,
+            ahead,
+            joined == "full",
+            _read_duplicate(duplicate, idempotency_key),
         )
 
-    async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
-        """Return in how many ms the prompts of a refused request may return.
+    async def places(self, request_ids: Sequence[str]) -> dict[str, Place]:
+        """Return where these requests stand in the queue, those left out that do not wait.
 
-        A new promise is in whole seconds.  A request that returns too early gets the rest of its earlier promise.  0:
-        the promised time is now, so submit it.  If that fails, ask again with `broken` for a new promise.  None: the
-        promised time would be past `terms.most_ms`.
+        One script for every PLACES_COUNT requests.  Raises BusDown after PATIENCE_S."""
+        found: dict[str, Place] = {}
+        for at in range(0, len(request_ids), PLACES_COUNT):
+            some = request_ids[at : at + PLACES_COUNT]
+            for request_id, (lane, ahead) in zip(some, await self._link.run_script(PLACES, *some), strict=True):
+                if lane:
+                    found[request_id] = Place(lane.decode(), ahead)
+        return found
 
-        Raises BusDown after PATIENCE_S: nothing was promised, or (if only the reply was lost) no client knows of it.
-        """
-        first = requests[0]
-        tokens = sum(len(request.token_ids) for request in requests)
-        next_share, last_share = map(repr, terms.least_shares)
-        paces = (repr(terms.pace), repr(terms.full_pace))
-        words = (tokens, int(broken), *paces, terms.least_ms, terms.most_ms, next_share, last_share)
-        name = self._content_digest(*requests)
-        pause = int(await self._link.run_script(PROMISE, name, first.tenant, repr(first.weight), *words))
-        return None if pause < 0 else pause
-
-    def _content_digest(self, *requests: Generate) -> str:
-        """Return the name of a request in the promises: a digest of what it asks, so it survives a new id."""
-        asked = (requests[0].tenant, [(r.token_ids, r.cache_salt, r.max_new_tokens, r.n) for r in requests])
-        return hashlib.blake2b(self._encode(asked), digest_size=16).hexdigest()
-
-    async def twin(self, once: IdempotencyKey) -> DuplicateRequest | None:
+    async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the request that came first under this key, as submit() would find it; None: there is none.
 
         Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
-        return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, once.key), once)
+        return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, key.key), key)
 
-    async def release(self, once: IdempotencyKey, request_id: str) -> None:
+    async def release(self, key: IdempotencyKey, request_id: str) -> None:
         """Free this key if `request_id` is the first under it, because its answer cannot be read any more.
 
         Raises BusDown after PATIENCE_S."""
-        await self._link.run_script(RELEASE, once.key, request_id)
+        await self._link.run_script(RELEASE, key.key, request_id)
 
     # ----------------------------------------------------------------------------------------------- the token log
     async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
@@ -330,34 +327,44 @@ class GatewaySide:
         self._beats += 1
         sent = self.clock.ticks()
         reply = await self._link.run_script(FLEET, self._gateway, self._grace_ms, self._beats)
-        loads, time_ms, queued, room_tokens, queues, known, oldest_ms, quarantined, heard = reply
+        loads, time_ms, room_tokens, state, known, quarantined, exchanged_ms = reply
         self.clock.sample(sent, time_ms)
         engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
-        tenants = _read_tenant_queues(*queues)
+        on_time, late, tenants = _read_queue_state(state)
         forgotten, self._forgotten = self._forgotten or not known, False
         return Fleet(
             engines,
-            queued,
-            sum(queue.queued_tokens for queue in tenants.values()),
+            on_time.requests + late.requests,
+            on_time.tokens + late.tokens,
             time_ms,
             room_tokens,
             tenants,
             forgotten,
-            oldest_ms,
             quarantined,
-            {load.engine: int(ms) for load, ms in zip(engines, heard, strict=True)},
+            {load.engine: int(ms) for load, ms in zip(engines, exchanged_ms, strict=True)},
+            on_time,
+            late,
         )
 
 
-def _read_tenant_queues(scored: list[bytes], tokens: list[bytes], weights: list[bytes]) -> dict[str, TenantQueue]:
-    names, counters = scored[::2], scored[1::2]
-    return {
-        name.decode(): TenantQueue(int(queued), float(counter), float(weight))
-        for name, counter, queued, weight in zip(names, counters, tokens, weights, strict=True)
-    }
+def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str, TenantQueue]]:
+    """Return both lanes, on time first, and the tenants with something queued.  `state`: `queue_state` of queue.lua."""
+    lanes: list[LaneQueue] = []
+    tenants: dict[str, TenantQueue] = {}
+    for lane, (requests, oldest_ms, scored, tokens, weights) in zip(LANES, state, strict=True):
+        lanes.append(LaneQueue(requests, sum(map(int, tokens)), max(0, oldest_ms)))
+        for name, counter, queued, weight in zip(scored[::2], scored[1::2], map(int, tokens), weights, strict=True):
+            known = tenants.get(name.decode())
+            tenants[name.decode()] = TenantQueue(
+                queued + (known.queued_tokens if known is not None else 0),
+                float(counter),
+                float(weight),
+                queued if lane == "late" else 0,
+            )
+    return lanes[0], lanes[1], tenants
 
 
-def _read_duplicate(found: list[bytes | None], once: IdempotencyKey | None) -> DuplicateRequest | None:
-    if once is None or not found or found[0] is None or found[1] is None:
+def _read_duplicate(found: list[bytes | None], key: IdempotencyKey | None) -> DuplicateRequest | None:
+    if key is None or not found or found[0] is None or found[1] is None:
         return None
-    return DuplicateRequest(found[0].decode(), found[1].decode() == once.body)
+    return DuplicateRequest(found[0].decode(), found[1].decode() == key.body)

@@ -6,16 +6,11 @@ The loader puts every number here before each script, as `local NAME = value`.  
 from __future__ import annotations
 
 # Raise it when a process of the earlier version would misread a key or its fields, or break them.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case no process is left to end it
 TOMBSTONE_MS = 10_000  # how long a request's end is remembered: longer than any retry of a submit
 STREAM_MS = 600_000  # a gateway's stream goes away this long after its last entry
-PROMISE_MS = 5_000  # a request that returns later than this after its promised time counts as new
-PUNCTUAL_MS = 50  # a request that returns early by this much is on time
-CAME_S = 10  # whole seconds over which first visits are counted
-CAME_OUTLIERS = 2  # of those seconds, how many are left out at either end
-CAME_MS = 1000 * (CAME_S + 2)  # how long a second's count stays
 TAIL = 16  # exchanges after which an engine enters its tokens in the logs
 # Bytes of batches in a tail after which the engine does so sooner: entering them keeps Redis busy for milliseconds.
 TAIL_BYTES = 2**20
@@ -23,6 +18,8 @@ MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for this long is dead
 OUTPUT_COST = 2  # an output token costs a tenant as much as this many prompt tokens (VTC's w_q / w_p)
 PLACES = 2**40  # arrivals before a priority class would reach the next; times 2**13 classes a double is exact
+FRONT = 2**50  # what a request that has produced tokens is ahead of every priority class by
+MOVES = 256  # most requests that one script moves from the on-time lane to the late lane
 AWAY_MS = 1_000  # after this long without a gateway that reads the fleet, Redis counts as having been away
 # After Redis was away, a lease that lapses within this time is no death: engines take up to 5 s to connect again.
 AMNESTY_MS = 10_000

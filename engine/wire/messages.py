@@ -69,7 +69,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
     """Stop every continuation of a request, or one.  An unknown or finished one is ignored."""
 
     id: str
-    lost: bool = False  # another engine has the request now: drop it without a Delta
+    # Another engine has the request now: drop it without a Delta.
+    reassigned: bool = msgspec.field(default=False, name="lost")
     index: int = -1  # which of the n continuations; -1: all of them
 
 

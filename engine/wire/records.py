@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from engine.wire.messages import Abort, EngineLoad, Generate
 from engine.wire.token_log import LoggedOutput
 
+Lane = Literal["on_time", "late"]
+LANES: tuple[Lane, ...] = ("on_time", "late")  # in the order in which engines claim
+
+ANY_TOKENS = 2**53  # a bound in tokens that nothing exceeds
+
 
 class TenantQueue(msgspec.Struct, frozen=True):
     """The state of a tenant that has something in the queue."""
 
-    queued_tokens: int  # its prompt tokens that no engine has claimed yet
+    queued_tokens: int  # its prompt tokens that no engine has claimed yet, of both lanes
     counter: float  # virtual tokens served to it: the smallest counter goes first
     weight: float
+    late_tokens: int = 0  # those of `queued_tokens` in the late lane
+
+
+class LaneQueue(msgspec.Struct, frozen=True):
+    """What waits in one lane of the queue."""
+
+    requests: int = 0
+    tokens: int = 0  # their prompt tokens, counted once for all continuations of a prompt
+    oldest_ms: int = 0  # since the oldest was submitted
+
+
+class QueueBounds(msgspec.Struct, frozen=True):
+    """How full the queue may be for a request to join it.  The request itself counts in each bound.
+
+    It joins the on-time lane if the tokens there exceed the engines' room by at most `on_time_excess`; else the late
+    lane, if the tokens of both lanes exceed it by at most `late_excess`; else none."""
+
+    on_time_excess: int = ANY_TOKENS  # prompt tokens
+    late_excess: int = ANY_TOKENS  # prompt tokens
+    target_ms: int = 3_600_000  # after so long in the on-time lane a request moves to the late lane
+    most_requests: int = 2**53  # that wait, one a prompt
+    most_bytes: int = 2**53  # of their payloads
 
 
 class DuplicateRequest(msgspec.Struct, frozen=True):
@@ -34,7 +63,7 @@ class Fleet(msgspec.Struct, frozen=True):
     """What a gateway knows about the engines with a live lease, and about the shared queue."""
 
     engines: list[EngineLoad]
-    queued: int  # requests that no engine has claimed yet
+    queued: int  # requests that no engine has claimed yet, of both lanes
     queued_tokens: int  # their prompt tokens, counted once for all continuations of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
@@ -42,22 +71,39 @@ class Fleet(msgspec.Struct, frozen=True):
     # Either Redis has not received a heartbeat of this gateway for long, so its requests may have other listeners.  Or
     # Redis may have lost data: it was restarted, or a replica was promoted, so its data has a new history.
     forgotten: bool = False
-    oldest_ms: int = 0  # since the oldest waiting request was first queued
     quarantined: int = 0  # requests in the quarantine, because they killed their engines
     # Unix time of each engine's last exchange, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
     # a step runs.  EngineLoad.time_ms is the end of the last step.
-    heard_ms: dict[str, int] = {}
+    exchanged_ms: dict[str, int] = {}
+    on_time: LaneQueue = LaneQueue()
+    late: LaneQueue = LaneQueue()
 
 
 class Queue(msgspec.Struct, frozen=True):
     """The queue right after a submit."""
 
-    accepted: bool  # False: nothing was queued, it would have been too much
     queued: int
     queued_tokens: int
     room_tokens: int
     tenants: dict[str, TenantQueue]
-    twin: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
+    on_time: LaneQueue = LaneQueue()
+    late: LaneQueue = LaneQueue()
+    lane: Lane | None = None  # that the request joined; None: nothing was queued, it would have been too much
+    ahead: int = 0  # requests that waited ahead of it
+    full: bool = False  # nothing was queued: as many requests or bytes wait as may wait
+    duplicate: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the request was queued."""
+        return self.lane is not None
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a waiting request stands."""
+
+    lane: Lane
+    ahead: int  # requests that were submitted before it and are claimed before it, if it is the only tenant
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -82,21 +128,9 @@ class Quarantined(msgspec.Struct, frozen=True):
 
     request: Generate
     attempts: int  # engines that died while they held it, at the same token
-    said: int  # its tokens in the log at the verdict, all continuations together
+    logged_tokens: int  # its tokens in the log at the verdict, all continuations together
     engine: str  # the last engine that died
     time_ms: int  # unix time of the verdict
-
-
-class RetryTerms(msgspec.Struct, frozen=True):
-    """The terms on which a refused request gets a time to return."""
-
-    pace: float  # prompt tokens that the engines start per second, > 0
-    full_pace: float  # that they will start once they are as full as now, >= pace
-    least_ms: int  # no promise is sooner
-    most_ms: int  # no promise is later
-    # Least share of the pace for requests that return, however many arrive for the first time: for the next promise,
-    # and for one at most_ms.
-    least_shares: tuple[float, float]
 
 
 class ExchangeReply(msgspec.Struct, frozen=True):
@@ -104,9 +138,9 @@ class ExchangeReply(msgspec.Struct, frozen=True):
 
     generates: list[Generate]
     aborts: list[Abort]  # carry these out after `generates` are accepted: both may concern the same request
-    # Reassigned requests: another engine took them over, or a client withdrew them, after this engine's lease had
+    # Another engine took them over, or a client withdrew them, after this engine's lease had
     # lapsed.  Drop them without a Delta and without `finished`.  Redis ignored what this exchange reported of them.
-    lost: list[str] = []
+    reassigned: list[str] = []
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}

@@ -2,7 +2,7 @@
 
 A script's source is the constants of `layout.py`, then the functions of `redis/shared/`, then the script's own file:
 
-    local EXPIRY_MS = 60000 ...  |  base.lua  queue.lua  ...  engines.lua  |  submit.lua
+    local EXPIRY_MS = 60000 ...  |  base.lua  log.lua  ...  engines.lua  |  submit.lua
 
 The first lines of each file say what its arguments mean and what it returns.  The keys are in `redis/KEYS.md`.
 """
@@ -15,7 +15,8 @@ from importlib import resources
 from engine.wire import layout
 
 FILES = resources.files("engine.wire") / "redis"
-SHARED = ("base", "queue", "log", "listeners", "endings", "engines", "quotas")  # each uses only those before it
+# Each uses only those before it.
+SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "quotas")
 
 
 def constants() -> dict[str, int]:
@@ -48,7 +49,7 @@ def load(name: str) -> Script:
 # Both sides run MEET when they open.
 MEET = load("meet")
 # The gateway's side.
-SUBMIT, PROMISE, CANCEL, KEEP = load("submit"), load("promise"), load("cancel"), load("keep")
+SUBMIT, PLACES, CANCEL, KEEP = load("submit"), load("places"), load("cancel"), load("keep")
 ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), load("read_log")
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
 QUARANTINED = load("quarantined")

@@ -52,7 +52,7 @@ class Deployment:
         )
         shared = [str(checkpoint), f"--redis-url={redis_url}", "--namespace=grafana", "--served-name=tiny"]
         engine = ["--executor=scripted", "--scripted-step-ms=5", "--kv-blocks=48", "--max-seqs=12", "--engine-id=e0"]
-        gateway = [f"--port={port}", "--gateway-id=g0", "--queue-wait-s=0.3", f"--tenants={tenants}"]
+        gateway = [f"--port={port}", "--gateway-id=g0", "--late-wait-s=0.3", f"--tenants={tenants}"]
         for name, options, metrics in (
             ("engine", [*engine, "--admission=none"], self.metrics_ports[0]),
             ("gateway", gateway, self.metrics_ports[1]),

@@ -54,7 +54,7 @@ async def serve(
     async def start(**changes: object) -> Served:
         settings: dict[str, Any] = {
             "fleet_s": 0.02,
-            "queue_wait_s": 5.0,
+            "late_wait_s": 5.0,
             "redis_url": redis_server.url,
             **changes,
         }

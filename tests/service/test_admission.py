@@ -1,4 +1,6 @@
-"""Admission as a pure function: it errs on the safe side, and its pauses are honest."""
+"""Admission as a pure function: it errs on the safe side, and its pauses are honest.
+
+Most tests look at the on-time lane alone: nothing may wait in the late lane."""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.wire.messages import EngineLoad
-from engine.wire.records import Fleet, TenantQueue
-from service.admission import Cost, Overloaded, ahead, decide, limits
+from engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
+from service.admission import NEVER, Cost, Decision, ahead, decide, estimated_wait_s, limits
 from service.api import Refusal
 from service.config import GatewayConfig
 from tests.service.fakes import a_load
 
 NOW = 1_000_000
-CONFIG = GatewayConfig(queue_wait_s=10.0)
+CONFIG = GatewayConfig(ttft_target_s=40.0, late_wait_s=0.0)  # the on-time lane: waits of 10 s
+BOTH = GatewayConfig(ttft_target_s=40.0, late_wait_s=60.0)
 
 
 def cost(prompt_tokens: int = 100, timeout_s: float = 600.0, **more: object) -> Cost:
@@ -34,20 +37,37 @@ def fleet(*engines: EngineLoad, queued: int = 0, room: int = 0, **tenants: Tenan
     """`queued`: prompt tokens of the nameless tenant."""
     if queued:
         tenants[""] = TenantQueue(queued, 0.0, 1.0)
-    total = sum(turn.queued_tokens for turn in tenants.values())
-    return Fleet(list(engines), len(tenants), total, NOW, room, tenants)
+    total, late = sum(t.queued_tokens for t in tenants.values()), sum(t.late_tokens for t in tenants.values())
+    lanes = LaneQueue(len(tenants), total - late), LaneQueue(len(tenants) if late else 0, late)
+    return Fleet(list(engines), len(tenants), total, NOW, room, tenants, on_time=lanes[0], late=lanes[1])
 
 
-def outcome(asked: Cost, view: Fleet, now: int = NOW, jitter: float = 0.0, *, returning: bool = False) -> int | Refusal:
+def decision(
+    asked: Cost, view: Fleet, now: int = NOW, jitter: float = 0.0, config: GatewayConfig = CONFIG
+) -> Decision | Refusal:
     try:
-        return decide(asked, view, now, CONFIG, jitter, returning=returning)
+        return decide(asked, view, now, config, jitter)
     except Refusal as refusal:
         return refusal
 
 
-def refused(*args: object, **more: object) -> Overloaded:
-    refusal = outcome(*args, **more)
-    assert isinstance(refusal, Overloaded), refusal
+def outcome(asked: Cost, view: Fleet, now: int = NOW, jitter: float = 0.0) -> int | Refusal:
+    """The bound of the on-time lane, or the refusal."""
+    found = decision(asked, view, now, jitter)
+    return found if isinstance(found, Refusal) else found.bounds.on_time_excess
+
+
+def late(asked: Cost, view: Fleet, config: GatewayConfig = BOTH) -> int:
+    """The bound of the late lane of a request that cannot start in time."""
+    found = decision(asked, view, config=config)
+    assert isinstance(found, Decision), found
+    assert found.bounds.on_time_excess == NEVER
+    return found.bounds.late_excess
+
+
+def refused(*args: object, **more: object) -> Refusal:
+    refusal = decision(*args, **more)
+    assert isinstance(refusal, Refusal), refusal
     return refusal
 
 
@@ -76,46 +96,64 @@ def test_what_fits_the_room_is_let_in_at_any_pace() -> None:
     assert refused(cost(100), fleet(slow, queued=50, room=149)).status == 429
 
 
-def test_the_terms_of_a_promise_are_the_pace_and_what_the_wait_is_too_long_by() -> None:
-    refusal = refused(cost(80), fleet(busy(), queued=800 + 20 * 80))
-    assert refusal.retry_terms is not None
-    assert (refusal.retry_terms.pace, refusal.retry_terms.least_ms, refusal.retry_terms.most_ms) == (
-        80.0,
-        21_000,
-        60_000,
-    )
-    nearly = refused(cost(81), fleet(busy(), queued=720)).retry_terms
-    assert nearly is not None
-    assert nearly.least_ms == 1000
+def test_what_cannot_start_in_time_may_wait_in_the_late_lane() -> None:
+    """80 tokens a second: 800 may be on time, and 4,800 beyond the room in all, whatever waits now."""
+    found = decision(cost(100), fleet(busy(), queued=700), config=BOTH)
+    assert isinstance(found, Decision)
+    assert (found.bounds.on_time_excess, found.bounds.late_excess) == (800, 4800)
+    assert (found.on_time_wait_s, found.late_wait_s) == (10.0, 10.0)
+    assert found.bounds.target_ms == 40_000
+    for queued in (701, 3000, 4700):
+        assert late(cost(100), fleet(busy(), queued=queued)) == 4800
+    assert refused(cost(101), fleet(busy(), queued=4700), config=BOTH).limit == 60.0
 
 
-def test_what_newcomers_leave_is_of_the_pace_of_a_batch_as_full_as_it_is_now() -> None:
-    """8 rows a step of 20 ms are 400 tokens a second, and as many prompt tokens, whatever the averages still say."""
-    terms = refused(cost(80), fleet(busy(step_s=0.02), queued=2000)).retry_terms
-    assert terms is not None
-    assert (terms.pace, terms.full_pace) == (80.0, 400.0)
-    slower = refused(cost(80), fleet(busy(step_s=0.2), queued=2000)).retry_terms
-    assert slower is not None
-    assert slower.full_pace == 80.0
+def test_what_waits_late_is_not_ahead_of_the_on_time_lane_but_the_other_way_round() -> None:
+    turns = {"": TenantQueue(1700, 0.0, 1.0, late_tokens=1000)}
+    found = decision(cost(100), fleet(busy(), **turns), config=BOTH)
+    assert isinstance(found, Decision)
+    assert (found.bounds.on_time_excess, found.bounds.late_excess) == (800, 4800)
+    assert (found.on_time_wait_s, found.late_wait_s) == (10.0, 22.5)  # at the full pace
 
 
-def test_a_refusal_without_a_promise_sends_a_crowd_back_at_different_times() -> None:
-    view = fleet(busy(), queued=80_000)
-    assert refused(cost(80), view).retry_after_s == 60
-    headers = refused(cost(80), view, jitter=0.99).headers()
-    assert (headers["Retry-After"], headers["retry-after-ms"]) == ("46", "46000")
-    still = refused(cost(), fleet(busy(blocks_per_s=0.0, prompt_tokens=0, generated_tokens=0), queued=1600), jitter=0.5)
-    assert (still.retry_terms, still.retry_after_s) == (None, 1.5)
+def test_the_wait_that_a_client_allows_counts_if_it_is_shorter() -> None:
+    view = fleet(busy(), queued=1500)
+    assert late(cost(100, longest_wait_s=20.0), view) == 1600
+    assert late(cost(100, longest_wait_s=600.0), view) == 4800
+    refusal = refused(cost(101, longest_wait_s=20.0), view, config=BOTH)
+    assert (refusal.status, refusal.param, refusal.limit) == (429, "x-max-queue-wait", 20.0)
+    none = cost(100, longest_wait_s=0.0)  # only in time
+    assert outcome(none, fleet(busy(), queued=700)) == 800
+    assert refused(none, view, config=BOTH).param == "x-max-queue-wait"
 
 
-def test_who_returns_when_told_may_wait_longer_and_its_own_size_is_left_out() -> None:
-    view = fleet(busy(), queued=1600)
-    assert refused(cost(100), view).status == 429
-    assert outcome(cost(100), view, returning=True) == 1700
-    assert outcome(cost(10_000), view, returning=True) == 11_600  # it would never fit the wait
-    assert refused(cost(100), fleet(busy(), queued=1601), returning=True).code == "rate_limit_exceeded"
-    late = refused(cost(100, timeout_s=5.0), view, returning=True)
-    assert late.code == "deadline_unreachable"
+def test_while_the_pace_is_unknown_any_number_may_be_late() -> None:
+    idle = busy(blocks_per_s=0.0, prompt_tokens=0, generated_tokens=0)
+    view = fleet(idle, queued=100_000)
+    assert late(cost(100), view) > ANY_TOKENS / 2
+    assert refused(cost(100, longest_wait_s=0.0), view, config=BOTH).retry_after_s == 1.0
+
+
+def test_a_refused_client_is_told_when_the_lane_is_short_enough_and_a_crowd_at_different_times() -> None:
+    """Of 68 s in the queue, 8 are too many."""
+    view = fleet(busy(), queued=68 * 80 - 100)
+    assert refused(cost(100), view, config=BOTH).retry_after_s == pytest.approx(8.0)
+    assert refused(cost(100), view, config=BOTH, jitter=0.5).retry_after_s == pytest.approx(9.0)
+    headers = refused(cost(100), view, config=BOTH, jitter=0.5).headers()
+    assert (headers["Retry-After"], headers["retry-after-ms"]) == ("9", "9000")
+    far = fleet(busy(), queued=80_000)
+    assert [refused(cost(100), far, jitter=jitter).retry_after_s for jitter in (0.0, 1.0)] == [48.0, 60.0]
+    nearly = fleet(busy(), queued=701)
+    assert refused(cost(100), nearly).retry_after_s == 1.0
+
+
+def test_the_estimate_at_a_place_counts_what_is_ahead() -> None:
+    view = fleet(busy(), one=TenantQueue(1600, 0.0, 1.0, late_tokens=800))
+    view = msgspec.structs.replace(view, on_time=LaneQueue(4, 800), late=LaneQueue(8, 800))
+    waits = [estimated_wait_s(Place("late", ahead), view, NOW) for ahead in (4, 7, 11)]
+    assert waits == [11.25, 15.0, 20.0]
+    assert estimated_wait_s(Place("on_time", 0), view, NOW) == 2.5
+    assert estimated_wait_s(Place("late", 0), fleet(a_load()), NOW) is None
 
 
 def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
@@ -123,8 +161,7 @@ def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
     assert outcome(cost(100, timeout_s=5.0), view) == 400
     refusal = refused(cost(101, timeout_s=5.0), view)
     assert (refusal.status, refusal.code, refusal.limit, refusal.param) == (429, "deadline_unreachable", 5.0, "timeout")
-    assert refusal.retry_terms is not None
-    assert refusal.retry_terms.least_ms == 1000
+    assert refusal.retry_after_s == 1.0
     assert outcome(cost(100, timeout_s=0.001), fleet(busy(), room=100)) == 0  # there is room now
 
 
@@ -155,7 +192,7 @@ def test_a_silent_engine_or_reading_counts_as_full() -> None:
 
 def heard(age_ms: int, load: EngineLoad, **more: int) -> Fleet:
     """A reading of NOW of one engine, whose last exchange was so long before."""
-    return msgspec.structs.replace(fleet(load, **more), heard_ms={load.engine: NOW - age_ms})
+    return msgspec.structs.replace(fleet(load, **more), exchanged_ms={load.engine: NOW - age_ms})
 
 
 def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:
@@ -172,9 +209,8 @@ def test_an_engine_in_a_long_step_is_alive_as_long_as_it_exchanges() -> None:
 def test_rates_fade_in_a_step_that_is_longer_than_the_steps_they_come_from(age_s: int, step_s: int, pace: int) -> None:
     late = busy(time_ms=NOW - 1000 * age_s, step_s=float(step_s))
     assert outcome(cost(int(10 * pace)), heard(0, late)) == int(10 * pace)  # as much as 10 s of that pace
-    terms = refused(cost(int(10 * pace) + 1), heard(0, late)).retry_terms
-    assert terms is not None
-    assert terms.pace == pytest.approx(pace)
+    refusal = refused(cost(int(10 * pace) + 1), heard(0, late))
+    assert refusal.given == pytest.approx((int(10 * pace) + 1) / pace, abs=0.1)
 
 
 def test_without_a_known_pace_the_queue_holds_as_much_as_the_pool() -> None:
@@ -185,11 +221,11 @@ def test_without_a_known_pace_the_queue_holds_as_much_as_the_pool() -> None:
 
 def test_what_a_loud_tenant_piled_up_is_not_ahead_of_a_quiet_one() -> None:
     loud = TenantQueue(100_000, 5000.0, 1.0)
-    assert ahead(cost(100, tenant="quiet"), fleet(busy(), loud=loud)) == 100
-    assert ahead(cost(100, tenant="quiet", weight=4.0), fleet(busy(), loud=loud)) == 25
-    assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud)) == 100_000
+    assert ahead(cost(100, tenant="quiet"), fleet(busy(), loud=loud))[0] == 100
+    assert ahead(cost(100, tenant="quiet", weight=4.0), fleet(busy(), loud=loud))[0] == 25
+    assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud))[0] == 100_000
     behind = TenantQueue(50, 4900.0, 1.0)  # it is 100 behind, so it goes first with all it has queued
-    assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud, quiet=behind)) == 100_050
+    assert ahead(cost(100, tenant="loud"), fleet(busy(), loud=loud, quiet=behind))[0] == 100_050
     assert isinstance(outcome(cost(100, tenant="quiet"), fleet(busy(), loud=loud)), int)
     assert refused(cost(100, tenant="loud"), fleet(busy(), loud=loud)).status == 429
 
@@ -258,7 +294,13 @@ LOADS = st.builds(
     st.integers(0, 6000),
     st.booleans(),
 )
-TURNS = st.builds(TenantQueue, st.integers(1, 50_000), st.floats(0, 1e6), st.sampled_from((0.5, 1.0, 4.0)))
+TURNS = st.builds(
+    lambda tokens, counter, weight, late: TenantQueue(tokens, counter, weight, int(tokens * late)),
+    st.integers(1, 50_000),
+    st.floats(0, 1e6),
+    st.sampled_from((0.5, 1.0, 4.0)),
+    st.sampled_from((0.0, 0.3, 1.0)),
+)
 FLEETS = st.builds(
     lambda engines, queued, room, tenants: fleet(*engines, queued=queued, room=room, **tenants),
     st.lists(LOADS, max_size=4),
@@ -277,19 +319,26 @@ COSTS = st.builds(
 JITTER = st.floats(0, 1, exclude_max=True)
 
 
+CONFIGS = st.sampled_from((CONFIG, BOTH, GatewayConfig()))
+
+
 @settings(max_examples=500)
-@given(COSTS, FLEETS, JITTER, st.booleans())
-def test_every_outcome_is_an_excess_it_keeps_or_an_honest_pause(
-    asked: Cost, view: Fleet, jitter: float, returning: bool
+@given(COSTS, FLEETS, JITTER, CONFIGS)
+def test_every_outcome_is_a_bound_it_keeps_or_an_honest_pause(
+    asked: Cost, view: Fleet, jitter: float, config: GatewayConfig
 ) -> None:
-    got = outcome(asked, view, jitter=jitter, returning=returning)
+    got = decision(asked, view, jitter=jitter, config=config)
     if isinstance(got, Refusal):
         assert got.status == (429 if any(not load.draining for load in view.engines) else 503)
         assert got.retry_after_s is not None
         assert 1 <= got.retry_after_s <= 60
         assert 1 <= int(got.headers()["Retry-After"]) <= 60
-    else:
-        assert view.queued_tokens + asked.prompt_tokens <= view.room_tokens + got
+        return
+    on_time = view.on_time.tokens + asked.prompt_tokens <= view.room_tokens + got.bounds.on_time_excess
+    in_all = view.queued_tokens + asked.prompt_tokens <= view.room_tokens + got.bounds.late_excess
+    assert on_time or in_all
+    assert on_time == (got.bounds.on_time_excess != NEVER)
+    assert in_all == (got.bounds.late_excess != NEVER)
 
 
 @settings(max_examples=500)
@@ -306,15 +355,6 @@ def test_the_excess_is_how_far_its_own_queue_may_grow(asked: Cost, view: Fleet, 
         again = outcome(asked, fleet(*engines, queued=queued + more, room=view.room_tokens))
         room = view.room_tokens
         assert isinstance(again, Refusal) == (queued + more + asked.prompt_tokens > room + got)
-
-
-@given(COSTS, FLEETS)
-def test_having_been_told_to_come_never_hurts(asked: Cost, view: Fleet) -> None:
-    usual = outcome(asked, view)
-    if not isinstance(usual, Refusal):
-        promised = outcome(asked, view, returning=True)
-        assert not isinstance(promised, Refusal)
-        assert promised >= usual
 
 
 @given(COSTS, FLEETS, st.integers(0, 10_000))

@@ -236,13 +236,13 @@ async def test_heartbeats_while_nothing_flows(
             "/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 99}
         ) as response:
             async for _, data in events(response):
-                if data == ": keep-alive":
+                if str(data).startswith(":"):  # it waits, or is claimed and silent
                     seen.append(data)
                     fake.holding = len(seen) < 3
                 elif data != "[DONE]":
                     seen.append(data["choices"][0]["text"])
-        assert seen[:3] == [": keep-alive"] * 3
-        assert "".join(text for text in seen if text != ": keep-alive") == ANSWER
+        assert set(seen[:3]) <= {": keep-alive", ": queued place=0"}
+        assert "".join(text for text in seen if not text.startswith(": ")) == ANSWER
 
 
 async def test_a_deadline_is_504_or_an_event(
@@ -347,7 +347,7 @@ async def test_admission_refuses_with_retry_after(
 async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(fleet_s=0.5, queue_wait_s=1.0)
+    served = await serve(fleet_s=0.5, late_wait_s=0.0)
     async with engine(says(byte_level_tokenizer)) as fake:
         fake.holding = True
         fake.load_changes = {"free_blocks": 0, "total_blocks": 100, "running": 5}
@@ -364,7 +364,7 @@ async def test_a_burst_between_two_readings_cannot_overfill_the_queue(
 async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(queue_wait_s=1000.0)
+    served = await serve(late_wait_s=1000.0)
     async with engine(says(byte_level_tokenizer)) as fake:
         fake.room_tokens = 0
         fake.load_changes = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}

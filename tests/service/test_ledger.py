@@ -38,7 +38,7 @@ async def test_after_500_random_departures_the_books_balance(
 ) -> None:
     """Streamed and whole, with siblings and stop strings, by clients that leave at any moment, read to the end, or come
     back elsewhere: generated is what the engine counts, and delivered is never less than what a client has seen."""
-    gateways = [await serve(queue_wait_s=1000.0), await serve(queue_wait_s=1000.0)]
+    gateways = [await serve(late_wait_s=1000.0), await serve(late_wait_s=1000.0)]
     rng, read, complete = random.Random(5), 0, 0
     slots = asyncio.Semaphore(100)
     recorded: list[Usage] = []

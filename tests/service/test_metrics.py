@@ -16,13 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common import logs
 from engine.common.tracing import Tracing
-from engine.wire.records import Fleet, Usage
+from engine.wire.records import Fleet, Lane, LaneQueue, Usage
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Piece
 from service.meter import Meter
 from service.metrics import REFUSALS, REQUESTS, Telemetry
+from service.queue_updates import Waiting
 from service.usage_ledger import record_usage
 from tests.service.fakes import a_load
 
@@ -66,12 +67,39 @@ def test_a_meter_records_one_request() -> None:
     assert samples(telemetry)["quire_time_to_first_token_seconds_count", ""] == 1
 
 
+async def test_starts_are_counted_by_lane_and_by_whether_they_met_the_target() -> None:
+    telemetry = Telemetry("g", target_s=2.0)
+    cases: list[tuple[Lane, float, bool]] = [
+        ("on_time", 1.0, True),
+        ("on_time", 3.0, True),
+        ("late", 9.0, True),
+        ("late", 9.0, False),
+    ]
+    for lane, arrived_s, starts in cases:
+        meter = Meter(telemetry, time.monotonic() - arrived_s)
+        meter.admit(Waiting(lane, 0, None))
+        if starts:
+            meter.record_piece(Piece(0, "a", [1]))
+        meter.close("/v1/completions", 200)
+    got = samples(telemetry)
+    counts = {
+        labels: got["quire_request_starts_total", labels]
+        for name, labels in got
+        if name == "quire_request_starts_total"
+    }
+    assert counts == {"on_time in_time": 1, "on_time late": 1, "late late": 1, "late never": 1}
+    assert got["quire_admission_decisions_total", "admitted late"] == 2
+
+
 def test_engines_come_and_go() -> None:
     telemetry = Telemetry("g")
-    telemetry.record_fleet(Fleet([a_load("a", free_blocks=7), a_load("b")], queued=3, queued_tokens=30, time_ms=1))
+    on_time, late = LaneQueue(1, 10, 500), LaneQueue(2, 20, 9000)
+    telemetry.record_fleet(Fleet([a_load("a", free_blocks=7), a_load("b")], 3, 30, 1, on_time=on_time, late=late))
     got = samples(telemetry)
     assert got["quire_engine_kv_blocks_free", "a tiny"] == 7
-    assert got["quire_queue_tokens", ""] == 30
+    assert (got["quire_queue_requests", "on_time"], got["quire_queue_requests", "late"]) == (1, 2)
+    assert (got["quire_queue_tokens", "on_time"], got["quire_queue_tokens", "late"]) == (10, 20)
+    assert (got["quire_queue_oldest_seconds", "on_time"], got["quire_queue_oldest_seconds", "late"]) == (0.5, 9.0)
     telemetry.record_fleet(Fleet([a_load("b")], queued=0, queued_tokens=0, time_ms=1))
     got = samples(telemetry)
     assert ("quire_engine_kv_blocks_free", "a tiny") not in got

@@ -52,7 +52,12 @@ def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
         (["--redis-url", "redis://127.0.0.1:1/0"], "127.0.0.1:1"),
         (["--redis-url", "nonsense://"], "nonsense"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--queue-wait-s", "-1"], "--queue-wait-s is '-1'"),
+        (["--late-wait-s", "-1"], "--late-wait-s is '-1'; must be a number, >= 0"),
+        (["--ttft-target-s", "0"], "--ttft-target-s is '0'; must be a number, > 0"),
+        (["--ttft-target-s", "-2"], "--ttft-target-s is '-2'; must be a number, > 0"),
+        (["--ttft-target-s", "nan"], "--ttft-target-s is 'nan'; must be a number, > 0"),
+        (["--ttft-target-s", "inf"], "--ttft-target-s is inf; must be a finite number"),
+        (["--max-queued", "0"], "--max-queued is '0'; must be a whole number, >= 1"),
     ],
 )
 def test_what_prevents_a_start_is_one_line(

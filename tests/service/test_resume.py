@@ -338,7 +338,7 @@ async def test_requests_retried_twice_each_are_computed_once(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     """Three attempts each, at either gateway, at once or after each other, some given up before they are answered."""
-    gateways = [await serve(queue_wait_s=1000.0), await serve(queue_wait_s=1000.0)]
+    gateways = [await serve(late_wait_s=1000.0), await serve(late_wait_s=1000.0)]
     count = 1000
     slots = asyncio.Semaphore(30)
 

@@ -37,7 +37,7 @@ def begin(port: int, body: dict[str, object]) -> socket.socket:
 async def test_forty_at_a_byte_each_cost_bounded_memory_and_no_blocks_and_delay_nobody(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(queue_wait_s=1000.0)
+    served = await serve(late_wait_s=1000.0)
     slow_body = {"model": "tiny", "prompt": "a", "max_tokens": TOKENS, "stream": True, "return_token_ids": True}
     body = {"model": "tiny", "prompt": "b", "max_tokens": 50, "stream": True}
     async with engine(says(byte_level_tokenizer)) as fake:

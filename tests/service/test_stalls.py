@@ -81,7 +81,7 @@ async def watched(
     watched, control = tmp_path / "watched", tmp_path / "control"
     command = [sys.executable, "-m", "tests.service.watched"]
     options = [str(byte_level_dir), "--redis-url", redis_server.url, "--namespace", namespace, "--port", str(port)]
-    options += ["--served-name", "tiny", "--queue-wait-s", "30", "--drain-s", "1"]
+    options += ["--served-name", "tiny", "--late-wait-s", "30", "--drain-s", "1"]
     with _process([*command, str(watched), *options]), _process([*command, str(control)]):
         fake = engine(lambda generate, index: ([5] * generate.max_new_tokens, None), step_s=0.02)
         fake.load_changes = {"max_model_len": 32_768, "total_blocks": 1_000_000, "free_blocks": 1_000_000}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -17,15 +17,25 @@ from engine.wire.clock import RedisClock
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
-from engine.wire.records import Attached, DuplicateRequest, Fleet, IdempotencyKey, Queue, RetryTerms, Usage
+from engine.wire.records import (
+    Attached,
+    DuplicateRequest,
+    Fleet,
+    IdempotencyKey,
+    Lane,
+    Place,
+    Queue,
+    QueueBounds,
+    Usage,
+)
 from engine.wire.token_log import LoggedOutput
-from service import supervision
-from service.admission import Overloaded
+from service import queue_updates, supervision
+from service.admission import Decision
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from service.metrics import Telemetry
-from service.streams import REQUEST_LOST, AlreadySubmitted, Streams
+from service.streams import REQUEST_LOST, SUBMITS, AlreadySubmitted, Streams
 from tests.service.fakes import a_load, settled
 
 
@@ -98,39 +108,45 @@ class Wire:
         self.clock = RedisClock()
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
-        self.asked: list[int] = []
+        self.asked: list[QueueBounds] = []
         self.down = self.full = False
         self.rounds = 0
-        self.twin: DuplicateRequest | None = None
+        self.duplicate: DuplicateRequest | None = None
         self.logs: dict[str, list[LoggedOutput]] = {}
         self.reads: list[tuple[str, int, int, int]] = []
         self.attached: list[str] = []
         self.settled: list[tuple[str, str, list[int]]] = []
         self.kept: list[str] = []
         self.refusals = 0
-        self.promises: list[int | None] = []  # what `promise` answers
-        self.broken: list[bool] = []  # how it was asked
+        self.lane: Lane = "on_time"  # that submits join
+        self.queue_full = False
+        self.waiting: dict[str, Place] = {}  # what `places` answers
+        self.placed = 0  # how often it was asked
         self.fleets = [Fleet(engines=[a_load()], queued=2, queued_tokens=20, time_ms=1)]
         self.incoming: asyncio.Queue[TokenBatch] = asyncio.Queue()
 
     async def submit(
-        self, *requests: Generate, excess_tokens: int, record: bytes = b"", once: IdempotencyKey | None = None
+        self,
+        *requests: Generate,
+        bounds: QueueBounds,
+        record: bytes = b"",
+        idempotency_key: IdempotencyKey | None = None,
     ) -> Queue:
         if self.down or self.full:
             raise BusDown("full" if self.full else "gone")
-        if self.twin is not None:
-            return Queue(False, 1, 3, 0, {}, self.twin)
-        self.asked.append(excess_tokens)
-        accepted = len(self.asked) > self.refusals
-        if accepted:
-            self.submitted += [request.id for request in requests]
-        return Queue(accepted, 1, 3, 0, {})
+        if self.duplicate is not None:
+            return Queue(1, 3, 0, {}, duplicate=self.duplicate)
+        self.asked.append(bounds)
+        if self.queue_full or len(self.asked) <= self.refusals:
+            return Queue(1, 3, 0, {}, full=self.queue_full)
+        self.submitted += [request.id for request in requests]
+        return Queue(1, 3, 0, {}, lane=self.lane, ahead=4)
 
-    async def promise(self, *requests: Generate, terms: RetryTerms, broken: bool = False) -> int | None:
-        self.broken.append(broken)
+    async def places(self, request_ids: Sequence[str]) -> dict[str, Place]:
+        self.placed += 1
         if self.down:
             raise BusDown("gone")
-        return self.promises.pop(0)
+        return {name: self.waiting[name] for name in request_ids if name in self.waiting}
 
     def withdraw(self, request_id: str, index: int = -1) -> None:
         self.cancelled.append(request_id if index < 0 else f"{request_id} {index}")
@@ -189,14 +205,8 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     assert made.backlog.held == 0
 
 
-def anyway(fleet: Fleet, returning: bool) -> int:
-    return 7
-
-
-def overloaded() -> Overloaded:
-    refusal = Overloaded(429, "rate_limit_exceeded", "overloaded", retry_after_s=50.0)
-    refusal.retry_terms = RetryTerms(100.0, 100.0, 1000, 60_000, (0.5, 0.5))
-    return refusal
+def anyway(fleet: Fleet) -> Decision:
+    return Decision(QueueBounds(7, 70), 0.5, 5.0)
 
 
 def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
@@ -278,13 +288,14 @@ async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None
 async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire) -> None:
     seen: list[int] = []
 
-    def admit(fleet: Fleet, returning: bool) -> int:
+    def admit(fleet: Fleet) -> Decision:
         seen.append(fleet.queued_tokens)
-        return 10 * len(seen)
+        return Decision(QueueBounds(10 * len(seen)), None, None)
 
     wire.refusals = 1
     async with streams.open(orders(prompts=2), 60, admit):
-        assert (seen, wire.asked, wire.submitted) == ([20, 3], [10, 20], ["r.0", "r.1"])
+        assert (seen, wire.submitted) == ([20, 3], ["r.0", "r.1"])
+        assert wire.asked == [QueueBounds(10), QueueBounds(20)]
     wire.refusals = 100
     with pytest.raises(Refusal) as caught:
         async with streams.open(orders(), 60, admit):
@@ -293,50 +304,97 @@ async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire
     assert len(streams) == 0
 
 
-@pytest.mark.parametrize(("promise", "told_s"), [(7000, 7.0), (250, 0.25), (None, 50.0)])
-async def test_a_refusal_says_what_was_promised(
-    streams: Streams, wire: Wire, promise: int | None, told_s: float
+async def test_a_full_queue_is_503(streams: Streams, wire: Wire) -> None:
+    wire.queue_full = True
+    with pytest.raises(Refusal) as caught:
+        async with streams.open(orders(), 60, anyway):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "queue_full", 5.0)
+
+
+async def test_a_late_request_begins_with_its_place_and_is_updated(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def admit(fleet: Fleet, returning: bool) -> int:
-        assert not returning
-        raise overloaded()
-
-    wire.promises = [promise]
-    with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, admit):
-            pytest.fail("must not open")
-    assert caught.value.retry_after_s == told_s
-    assert (wire.promises, wire.submitted) == ([], [])
-
-
-async def test_who_was_told_to_come_now_is_decided_on_as_such(streams: Streams, wire: Wire) -> None:
-    room = True
-
-    def admit(fleet: Fleet, returning: bool) -> int:
-        if returning and room:
-            return 70
-        raise overloaded()
-
-    wire.promises = [0]
-    async with streams.open(orders(), 60, admit):
-        assert (wire.asked, wire.submitted) == ([70], ["r.0"])
-    room, wire.promises = False, [0, 3000]  # there is no room for it, though it was promised: it is told anew
-    with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, admit):
-            pytest.fail("must not open")
-    assert (caught.value.retry_after_s, wire.promises) == (3.0, [])
-    assert wire.broken == [False, False, True]
+    monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
+    wire.lane, wire.waiting["r.0"] = "late", Place("late", 3)
+    async with streams.open(orders(), 60, anyway) as opened:
+        opened._heartbeat_s = 1000.0
+        waiting = opened.waiting
+        assert waiting is not None
+        assert waiting.comment() == b": queued place=4 wait_s=5.0\n"
+        assert waiting.headers() == {"x-queue-lane": "late", "x-queue-place": "4", "x-queue-wait": "5.000"}
+        assert await anext(opened) == []  # at once
+        assert await anext(opened) == []  # with the next reading
+        assert waiting.ahead == 3
+        assert waiting.comment() == b": queued place=3\n"  # an idle engine's pace is not known
+        await put(wire, Delta("r.0", 0, [1]))
+        assert len(await anext(opened)) == 1
+        assert waiting.waited_s is not None
+        assert waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
 
 
-async def test_a_promise_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
-    def admit(fleet: Fleet, returning: bool) -> int:
-        raise overloaded()
+async def test_tokens_that_are_quicker_than_the_reply_to_a_submit_end_the_wait(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = wire.submit
 
-    wire.down = True
-    with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, admit):
-            pytest.fail("must not open")
-    assert (caught.value.status, caught.value.code) == (503, "queue_unavailable")
+    async def slowly(*requests: Generate, **more: Any) -> Queue:
+        queue = await submit(*requests, **more)
+        streams.deliver(TokenBatch("e0", [Delta("r.0", 0, [1])]))
+        return queue
+
+    monkeypatch.setattr(wire, "submit", slowly)
+    wire.lane = "late"
+    async with streams.open(orders(), 60, anyway) as opened:
+        assert opened.waiting is not None
+        assert opened.waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
+        assert len(await anext(opened)) == 1
+
+
+async def test_places_are_read_in_one_batch_and_only_of_what_waits(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
+    wire.waiting["r.0"] = Place("late", 3)
+    async with streams.open(orders(), 60, anyway) as opened:
+        assert opened.waiting is not None
+        await settled(lambda: opened.waiting.lane == "late")  # type: ignore[union-attr]  # it was overdue
+        del wire.waiting["r.0"]  # claimed
+        asked = wire.placed
+        await settled(lambda: wire.placed > asked)
+        asked = wire.placed
+        await asyncio.sleep(0.1)
+        assert wire.placed == asked
+
+
+async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many arrive at once: those that wait for their turn wait for no connection, and find no outage again."""
+    submit, inside, most, asked = wire.submit, 0, 0, 0
+
+    async def slowly(*requests: Generate, **more: Any) -> Queue:
+        nonlocal inside, most, asked
+        inside, asked = inside + 1, asked + 1
+        most = max(most, inside)
+        await asyncio.sleep(0.001)
+        inside -= 1
+        return await submit(*requests, **more)
+
+    async def ask(number: int) -> int:
+        request = msgspec.structs.replace(orders()[0], id=f"r{number}.0")
+        try:
+            async with streams.open([request], 60, anyway):
+                return 200
+        except Refusal as refusal:
+            return refusal.status
+
+    monkeypatch.setattr(wire, "submit", slowly)
+    assert await asyncio.gather(*map(ask, range(200))) == [200] * 200
+    assert most == SUBMITS
+    asked, wire.full = 0, True
+    assert await asyncio.gather(*map(ask, range(200))) == [503] * 200
+    assert asked <= 2 * SUBMITS
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
@@ -358,9 +416,9 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert abs(seen - time.time() * 1000) < 1000  # the engine's own clock stands in 1970
     await asyncio.sleep(0.05)
     assert streams.fleet.engines[0].time_ms == seen  # the same reading again is no sign of life
-    wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], time_ms=90_000, heard_ms={"e0": 88_000})
-    await settled(lambda: "e0" in streams.fleet.heard_ms)
-    assert abs(streams.fleet.heard_ms["e0"] + 2000 - time.time() * 1000) < 1000  # but this one is
+    wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], time_ms=90_000, exchanged_ms={"e0": 88_000})
+    await settled(lambda: "e0" in streams.fleet.exchanged_ms)
+    assert abs(streams.fleet.exchanged_ms["e0"] + 2000 - time.time() * 1000) < 1000  # but this one is
     async with streams.open(orders(), 60, anyway):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
@@ -575,11 +633,11 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
     wire.down = False
     await settled(lambda: streams.trouble is None)
     async with streams.open(orders(), 60, anyway):
-        assert wire.asked == [7]
+        assert wire.asked == [QueueBounds(7, 70)]
 
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
-    wire.twin = DuplicateRequest("q.0", True)
+    wire.duplicate = DuplicateRequest("q.0", True)
     with pytest.raises(AlreadySubmitted) as caught:
         async with streams.open(orders(), 60, anyway, idempotency_key=IdempotencyKey("k", "b")):
             pytest.fail("must not open")

@@ -104,7 +104,7 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
     """One line of the table."""
     port, page = free_port(), free_port()
     options = [f"--redis-url={server.url}", f"--port={port}", f"--metrics-port={page}", "--gateway-id=g0"]
-    options += ["--served-name=tiny", "--max-open=20000", "--queue-wait-s=10000", "--drain-s=0.1"]
+    options += ["--served-name=tiny", "--max-open=20000", "--late-wait-s=10000", "--drain-s=0.1"]
     timeout_s = 20 + streams / 100 if how == "deadline" else 3000.0
     with ending([Process(folder / f"{how}-{streams}.log", "gateway", str(checkpoint), *options)]) as [gateway]:
         engine = Hushed(server.url)

@@ -57,7 +57,7 @@ class Restarts:
         self._starts = 0
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        wait = "--queue-wait-s=1000"  # what is measured here is not admission
+        wait = "--late-wait-s=1000"  # what is measured here is not admission
         processes.append(Process(folder / "gateway.log", "gateway", *self._shared, f"--port={port}", wait))
 
     def launch(self, *options: str, **how: Any) -> Process:

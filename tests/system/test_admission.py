@@ -93,7 +93,7 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
         "max_seqs": 64,
         "admission": mode,
     }
-    waits = {"queue_wait_s": 1000.0}  # the gateway refuses no request, so only the engine's rule acts
+    waits = {"late_wait_s": 1000.0}  # the gateway refuses no request, so only the engine's rule acts
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
         watch = Watch(stack.core)
         assert await hammer(stack, 60) == 0
@@ -116,7 +116,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
 ) -> None:
     """No gateway may queue more than the room that the engine has announced."""
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
-    none = {"queue_wait_s": 0.0}
+    none = {"ttft_target_s": 0.001, "late_wait_s": 0.0}
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:
         watch = Watch(stack.core)
         refusals = await hammer(stack, 48, prompt=90)
@@ -134,7 +134,7 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
     digests = ((name, hashlib.sha256(name.encode()).hexdigest()) for name in ("loud", "quiet"))
     file.write_text("".join(f'[{name}]\nweight = 1.0\nkey_sha256 = ["{digest}"]\n' for name, digest in digests))
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
-    options = {"queue_wait_s": 2.0, "tenants": str(file)}
+    options = {"ttft_target_s": 8.0, "tenants": str(file)}
 
     def full_of_the_loud_one(fleet: Fleet) -> bool:
         return fleet.queued > 0 and not fleet.room_tokens and fleet.engines[0].crowd == ["loud"]

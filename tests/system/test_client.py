@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,10 +215,43 @@ async def test_errors_are_the_classes_users_catch(server: Server) -> None:
         assert caught.value.param == "messages[0].role"
 
 
-async def test_overload_is_a_rate_limit_and_a_patient_client_gets_through(
+async def test_a_crowd_at_once_is_answered_by_the_client_in_its_default_settings(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """600 requests that need fifty times the pool: none is refused, every second one is a stream."""
+    words = [str(checkpoint("llama")), "--port=0", "--served-name=tiny", "--kv-blocks=64", "--executor=scripted"]
+    words += ["--scripted-step-ms=20", "--no-spare"]
+    async with contextlib.AsyncExitStack() as stack:
+        [process] = stack.enter_context(ending([Process(tmp_path / "log", "serve", *words)]))
+        base_url = process.wait_for("serving tiny at ").split()[-1]
+        client = await stack.enter_async_context(openai.AsyncOpenAI(base_url=base_url, api_key="none"))
+
+        async def ask(number: int) -> tuple[str, int]:
+            """Return the lane, and the number of output tokens."""
+            asked: dict[str, Any] = {"model": "tiny", "prompt": [9 + number % 7] * 60, "max_tokens": 16}
+            asked["extra_body"] = {"ignore_eos": True}
+            if number % 2:
+                whole = await client.completions.with_raw_response.create(**asked)
+                assert whole.retries_taken == 0
+                usage = whole.parse().usage
+                assert usage is not None
+                return whole.headers["x-queue-lane"], usage.completion_tokens
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+            stream = await client.completions.with_raw_response.create(**asked)
+            assert stream.retries_taken == 0
+            chunks = [chunk async for chunk in stream.parse()]
+            assert chunks[-1].usage is not None
+            return stream.headers["x-queue-lane"], chunks[-1].usage.completion_tokens
+
+        answers = await asyncio.gather(*map(ask, range(600)))
+    assert [tokens for _, tokens in answers] == [16] * 600
+    assert {lane for lane, _ in answers} == {"on_time", "late"}
+
+
+async def test_without_a_late_lane_overload_is_a_rate_limit_and_a_patient_client_gets_through(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """More work than `queue_wait_s` allows: 429 with Retry-After, which the client's own retries obey."""
+    """What cannot start in time: 429 with Retry-After, which the client's own retries obey."""
     with Stack(
         redis_server.url,
         namespace,
@@ -226,7 +260,7 @@ async def test_overload_is_a_rate_limit_and_a_patient_client_gets_through(
         max_seqs=4,
         executor="scripted",
         scripted_step_ms=5.0,  # so that an answer takes its time, however fast the machine
-        gateway_options={"queue_wait_s": 0.05},
+        gateway_options={"ttft_target_s": 0.2, "late_wait_s": 0.0},
     ) as stack:
         asked: dict[str, Any] = {
             "model": "tiny",

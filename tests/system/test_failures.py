@@ -33,7 +33,7 @@ Make = Callable[..., Stack]
 @pytest.fixture
 def make(redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]) -> Make:
     return lambda path=None, **options: Stack(
-        redis_server.url, namespace, path or checkpoint("llama"), gateway_options={"queue_wait_s": 1000.0}, **options
+        redis_server.url, namespace, path or checkpoint("llama"), gateway_options={"late_wait_s": 1000.0}, **options
     )
 
 

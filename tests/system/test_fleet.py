@@ -51,7 +51,7 @@ class Deployment:
     def start_gateway(self, name: str) -> None:
         port = free_port()
         self.urls[name] = f"http://127.0.0.1:{port}"
-        wait = "--queue-wait-s=1000"  # what is tested here is not admission
+        wait = "--late-wait-s=1000"  # what is tested here is not admission
         self._start(name, "gateway", f"--gateway-id={name}", f"--port={port}", "--served-name=tiny", wait)
 
     def _start(self, name: str, kind: str, *options: str) -> None:

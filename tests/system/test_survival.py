@@ -136,7 +136,7 @@ class Served:
 @pytest.fixture
 def served(checkpoint: Callable[[str], Path], tmp_path: Path) -> Iterator[Served]:
     options = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books")
-    wait = "--queue-wait-s=1000"
+    wait = "--late-wait-s=1000"
     made = Served(tmp_path, checkpoint("llama"), *options, wait)
     with ending([made.process]):
         wait_until_ready(made.url, LIMIT_S)
@@ -199,7 +199,7 @@ class Engines:
         self._folder, self._checkpoint, self._processes = folder, checkpoint, processes
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        words = ("--gateway-id=g", f"--port={port}", "--queue-wait-s=1000")
+        words = ("--gateway-id=g", f"--port={port}", "--late-wait-s=1000")
         self._start("gateway", *words, command=[*QUIRE, "gateway"])
 
     def _start(self, name: str, *options: str, command: Sequence[str]) -> Process:

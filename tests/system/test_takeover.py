@@ -55,7 +55,7 @@ async def test_two_deaths_in_quick_succession_cost_no_token(
 
     Then the model's weights are replaced.  The spare had prepared for the old weights and must serve the new ones."""
     model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
-    served = Served(tmp_path, model, *OPTIONS, "--queue-wait-s=1000")
+    served = Served(tmp_path, model, *OPTIONS, "--late-wait-s=1000")
     with ending([served.process]):
         await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)
         undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in bodies()))

@@ -97,7 +97,7 @@ def test_greedy_text_equals_transformers(
     expected: Callable[[str], list[list[int]]],
 ) -> None:
     want = expected(family)
-    patient = {"queue_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
+    patient = {"late_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
     with Stack(
         redis_server.url, namespace, checkpoint(family), gateway_options=patient, admission="none", **SHAPES[shape]
     ) as stack:

@@ -11,7 +11,7 @@ from typing import Any
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.records import ExchangeReply
+from engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
 
@@ -19,6 +19,14 @@ PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
 def generate(request_id: str, tokens: int = 10, gateway: str = "g1", **more: Any) -> Generate:
     deadline_ms = int(time.time() * 1000) + 60_000
     return Generate(request_id, gateway, list(range(tokens)), 5, more.pop("sampling", Sampling()), deadline_ms, **more)
+
+
+def within(excess: int) -> QueueBounds:
+    """Join the on-time lane if its tokens exceed the room by at most `excess`; else none."""
+    return QueueBounds(excess, -ANY_TOKENS)
+
+
+LATE = QueueBounds(-ANY_TOKENS)  # join the late lane
 
 
 def load(engine: str) -> EngineLoad:
@@ -62,8 +70,10 @@ class Bus:
         await side.open()
         return side
 
-    async def engine(self, name: str = "e1", url: str = "", lease_ms: int = 5000) -> EngineSide:
-        side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms)
+    async def engine(
+        self, name: str = "e1", url: str = "", lease_ms: int = 5000, late_share: float = 0.1
+    ) -> EngineSide:
+        side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms, late_share=late_share)
         self._closers.append(side.close)
         await side.open()
         return side

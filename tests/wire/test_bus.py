@@ -20,7 +20,7 @@ from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
-from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
+from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -41,13 +41,14 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     fleet = await gateway.fleet()
     assert (fleet.queued, fleet.queued_tokens, fleet.engines) == (0, 0, [last])
     assert abs(fleet.time_ms - time.time() * 1000) < 5_000
-    assert fleet.heard_ms.keys() == {"e1"}
-    assert 0 <= fleet.time_ms - fleet.heard_ms["e1"] < 5_000
+    assert fleet.exchanged_ms.keys() == {"e1"}
+    assert 0 <= fleet.time_ms - fleet.exchanged_ms["e1"] < 5_000
     await asyncio.sleep(0.05)
     again = await gateway.fleet()
-    assert again.heard_ms == fleet.heard_ms  # reading the fleet is no sign of an engine's life
+    assert again.exchanged_ms == fleet.exchanged_ms  # reading the fleet is no sign of an engine's life
     await engine.exchange([], [], last, 0, 0)
-    assert (await gateway.fleet()).heard_ms["e1"] >= fleet.heard_ms["e1"] + 50  # but an exchange is, whatever its load
+    # An exchange is, whatever its load.
+    assert (await gateway.fleet()).exchanged_ms["e1"] >= fleet.exchanged_ms["e1"] + 50
 
 
 async def test_claims_are_first_come_first_served_and_fit_the_room(bus: Bus) -> None:
@@ -87,14 +88,14 @@ async def test_an_expired_request_is_never_claimed_and_its_gateway_hears_so(bus:
 
 async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    empty = await gateway.submit(generate("a", 10), excess_tokens=9)  # no engine yet: no room
+    empty = await gateway.submit(generate("a", 10), bounds=within(9))  # no engine yet: no room
     assert (empty.accepted, empty.queued, empty.room_tokens) == (False, 0, 0)
     await take(engine, tokens=100)
-    assert (await gateway.submit(generate("a", 60), generate("b", 40), excess_tokens=0)).accepted
+    assert (await gateway.submit(generate("a", 60), generate("b", 40), bounds=within(0))).accepted
     for _ in range(2):
-        full = await gateway.submit(generate("c", 5), generate("d", 5), excess_tokens=9)
+        full = await gateway.submit(generate("c", 5), generate("d", 5), bounds=within(9))
         assert (full.accepted, full.queued, full.queued_tokens, full.room_tokens) == (False, 2, 100, 100)
-    assert (await gateway.submit(generate("b", 40), excess_tokens=0)).accepted  # a retry of what is queued
+    assert (await gateway.submit(generate("b", 40), bounds=within(0))).accepted  # a retry of what is queued
     assert ids(await take(engine, tokens=100)) == ["a", "b"]
     assert (await gateway.fleet()).room_tokens == 0  # what an exchange claims is not offered a second time
     await take(engine, tokens=50)
@@ -124,7 +125,7 @@ async def test_gateways_never_spend_the_same_room_twice(bus: Bus) -> None:
         nonlocal most, refused, accepted
         at = 0
         while not serving.done():
-            queue = await gateway.submit(generate(f"{name}-{at}", 20 + at % 50), excess_tokens=0)
+            queue = await gateway.submit(generate(f"{name}-{at}", 20 + at % 50), bounds=within(0))
             at += 1
             assert queue.queued_tokens <= queue.room_tokens
             most = max(most, queue.queued_tokens + pool - queue.room_tokens)
@@ -340,7 +341,7 @@ async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus)
     assert ids(await take(other, "e2", requests=1)) == ["a"]
     await gateway.cancel("b")
     back = await take(late)
-    assert (back.generates, sorted(back.lost)) == ([], ["a", "b"])
+    assert (back.generates, sorted(back.reassigned)) == ([], ["a", "b"])
     assert (await gateway.fleet()).queued == 0
     await late.exchange([], ["a", "c"], load("e1"), 0, 0)  # it had finished a all the same: too late
     assert await take(other, "e2") == ExchangeReply([], [])
@@ -598,7 +599,7 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
     assert len(set(seen)) == 8
 
 
-@pytest.mark.parametrize("fields", [{"redis": 2}, {"wire": 2}, {"redis": 2, "wire": 3}])
+@pytest.mark.parametrize("fields", [{"redis": 3}, {"wire": 2}, {"redis": 3, "wire": 3}])
 async def test_processes_of_another_version_refuse_to_start_in_one_line(
     redis_server: EmbeddedRedis, bus: Bus, fields: dict[str, int]
 ) -> None:
@@ -613,7 +614,7 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
                 await opening("new")
             line = str(caught.value)
             assert "\n" not in line
-            assert f"holds Redis layout {fields.get('redis', 1)} and wire {fields.get('wire', 1)}" in line
+            assert f"holds Redis layout {fields.get('redis', LAYOUT_VERSION)} and wire {fields.get('wire', 1)}" in line
             assert f"this process has Redis layout {LAYOUT_VERSION} and wire {WIRE_VERSION}" in line
         assert isinstance(caught.value, OperatorError)
         client.delete(key)

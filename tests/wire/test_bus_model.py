@@ -1,7 +1,7 @@
 """Queue, token logs and usage against a model, over any order of submit, claim, cancel, finish, lapse and return.
 
-Tenants have different weights, requests different priorities.  Engines keep sending after their lease has lapsed.
-Suspects have trials."""
+Tenants have different weights, requests different priorities, and both lanes wait.  On-time requests become overdue.
+Engines keep sending after their lease has lapsed.  Suspects have trials."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
+import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,10 +22,12 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from engine.wire.records import LANES, Place, QueueBounds
 from engine.wire.token_log import LoggedOutput
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
+SHARE = 0.25  # of the late lane
 
 
 def load(engine: str) -> EngineLoad:
@@ -43,11 +47,17 @@ class BusModel(RuleBasedStateMachine):
         self.client = redis.Redis.from_url(self.server.url)
         self.gateway = GatewaySide(self.server.url, "g", namespace=self.namespace)
         self.engines = {
-            name: EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=60_000) for name in ENGINES
+            name: EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=60_000, late_share=SHARE)
+            for name in ENGINES
         }
         self.tokens: dict[str, int] = {}  # in order of arrival; ended ones stay
         self.requests: dict[str, Generate] = {}
         self.waiting: set[str] = set()
+        self.lanes: dict[str, str] = {}  # request -> its lane, or the one that it returns to
+        self.front: set[str] = set()  # waiting requests that have produced tokens
+        self.overdue: set[str] = set()
+        self.credit = 0.0  # of the late lane, in prompt tokens
+
         self.counters = dict.fromkeys(TENANTS, 0.0)
         self.left: str | None = None  # whose queue emptied last
         self.room = dict.fromkeys(ENGINES, 0)
@@ -90,6 +100,9 @@ class BusModel(RuleBasedStateMachine):
         return {self.tenant(name) for name in self.waiting}
 
     def join(self, name: str) -> None:
+        if self.log[name]:
+            self.lanes[name] = "on_time"
+            self.front.add(name)
         tenant, active = self.tenant(name), self.active()
         if tenant not in active:
             others = [self.counters[other] for other in active]
@@ -101,23 +114,48 @@ class BusModel(RuleBasedStateMachine):
     def leave(self, name: str) -> None:
         if name in self.waiting:
             self.waiting.remove(name)
+            self.front.discard(name)
+            if not self.lane("late"):
+                self.credit = 0.0
             if self.tenant(name) not in self.active():
                 self.left = self.tenant(name)
 
     def charge(self, name: str, tokens: float) -> None:
         self.counters[self.tenant(name)] += tokens / TENANTS[self.tenant(name)]
 
-    def queue(self, tenant: str) -> list[str]:
-        mine = [name for name in self.tokens if name in self.waiting and self.tenant(name) == tenant]
-        return sorted(mine, key=lambda name: self.requests[name].priority)
+    def queue(self, lane: str, tenant: str) -> list[str]:
+        """A tenant's requests in a lane, in their order."""
+        mine = [name for name in self.tokens if name in self.lane(lane) and self.tenant(name) == tenant]
+        return sorted(mine, key=lambda name: (name not in self.front, self.requests[name].priority))
+
+    def lane(self, lane: str) -> set[str]:
+        return {name for name in self.waiting if self.lanes[name] == lane}
+
+    def lane_tokens(self, lane: str) -> int:
+        return sum(self.tokens[name] for name in self.lane(lane))
+
+    def head(self, lane: str) -> str | None:
+        """The next request of a lane: of the tenant with the smallest counter."""
+        active = {self.tenant(name) for name in self.lane(lane)}
+        if not active:
+            return None
+        return self.queue(lane, min(active, key=lambda tenant: (self.counters[tenant], tenant)))[0]
+
+    def next(self) -> str | None:
+        on_time, late = self.head("on_time"), self.head("late")
+        if on_time is not None and late is not None and 0 < self.credit >= (1 - SHARE) * self.tokens[late]:
+            return late
+        return on_time or late
 
     @rule(
         tokens=st.integers(1, 20),
         tenant=st.sampled_from(sorted(TENANTS)),
         priority=st.sampled_from((-100, -1, 0, 0, 100)),
-        excess=st.none() | st.integers(0, 60),
+        excess=st.sampled_from((2**53, -(2**53))) | st.integers(0, 60),
+        late_excess=st.sampled_from((2**53, -(2**53))) | st.integers(0, 200),
+        most=st.integers(1, 30),
     )
-    def submit(self, tokens: int, tenant: str, priority: int, excess: int | None) -> None:
+    def submit(self, tokens: int, tenant: str, priority: int, excess: int, late_excess: int, most: int) -> None:
         name = f"r{len(self.tokens)}"
         request = Generate(
             name,
@@ -132,13 +170,36 @@ class BusModel(RuleBasedStateMachine):
         )
         room = sum(self.room[engine] for engine in self.known)
         total = tokens + sum(self.tokens[waiting] for waiting in self.waiting)
-        queue = self.run(self.gateway.submit(request, excess_tokens=excess))
-        assert queue.accepted == (excess is None or total <= room + excess)
+        lane = None
+        if tokens + self.lane_tokens("on_time") <= room + excess:
+            lane = "on_time"
+        elif total <= room + late_excess:
+            lane = "late"
+        full = lane is not None and len(self.waiting) >= most
+        ahead = len(self.lane("on_time") if lane == "on_time" else self.waiting)
+        bounds = QueueBounds(excess, late_excess, 600_000, most)
+        queue = self.run(self.gateway.submit(request, bounds=bounds))
+        assert (queue.lane, queue.full) == (None if full else lane, full)
         assert queue.room_tokens == room
         if queue.accepted:
+            assert queue.ahead == ahead
             self.requests[name], self.tokens[name], self.log[name] = request, tokens, []
+            self.lanes[name] = queue.lane
             self.join(name)
         assert queue.queued == len(self.waiting)
+
+    @rule(data=st.data())
+    def become_overdue(self, data: st.DataObject) -> None:
+        """Some on-time requests have waited for their whole target; the next reading of the fleet moves them."""
+        self.mark_overdue(data)
+
+    def mark_overdue(self, data: st.DataObject) -> None:
+        if fresh := sorted(self.lane("on_time") - self.front):
+            for name in data.draw(st.sets(st.sampled_from(fresh))):
+                key = f"{{{self.namespace}}}:"
+                self.client.hset(f"{key}req:{name}", "due", 1)
+                self.client.zadd(f"{key}due", {name: 1})
+                self.overdue.add(name)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -162,6 +223,7 @@ class BusModel(RuleBasedStateMachine):
         data=st.data(),
     )
     def exchange(self, name: str, room: int, requests: int, said: list[int], data: st.DataObject) -> None:
+        self.mark_overdue(data)  # the claim moves those that it meets
         mine = sorted(self.believed[name])
         some = st.lists(st.sampled_from(mine), unique=True) if mine else st.just([])
         self.talk(name, data.draw(some), data.draw(some), said, room, requests)
@@ -199,7 +261,7 @@ class BusModel(RuleBasedStateMachine):
             self.known.add(name)
             lost = self.believed[name] - self.held[name]
             self.believed[name] -= lost
-        assert set(claimed.lost) == lost
+        assert set(claimed.reassigned) == lost
 
         for one in talking:
             if one in self.held[name]:
@@ -234,12 +296,14 @@ class BusModel(RuleBasedStateMachine):
             room = 0
         else:
             while self.waiting and len(expected) < min(requests, share):
-                turn = min(self.active(), key=lambda tenant: (self.counters[tenant], tenant))
-                request_id = self.queue(turn)[0]
+                self.move_overdue_heads()
+                request_id = self.next()
+                assert request_id is not None
                 if self.tokens[request_id] > room:
                     break
                 room -= self.tokens[request_id]
                 self.leave(request_id)
+                self.count_share(self.lanes[request_id], self.tokens[request_id])
                 self.charge(request_id, self.tokens[request_id])
                 expected.append(request_id)
         self.held[name] |= set(expected)
@@ -252,6 +316,19 @@ class BusModel(RuleBasedStateMachine):
         assert claimed.resumed == {one: [LoggedOutput(self.log[one])] for one in expected if self.log[one]}
         assert [order.id for order in claimed.aborts] == self.orders[name]
         self.orders[name] = []
+
+    def move_overdue_heads(self) -> None:
+        while (name := self.head("on_time")) in self.overdue:
+            assert name is not None
+            self.lanes[name] = "late"
+            self.overdue.discard(name)
+
+    def count_share(self, lane: str, tokens: int) -> None:
+        """So many prompt tokens were claimed from this lane."""
+        if lane == "late":
+            self.credit = max(0.0, self.credit - (1 - SHARE) * tokens)
+        elif self.lane("late"):
+            self.credit += SHARE * tokens
 
     def place(self, name: str) -> tuple[int, int]:
         return self.requests[name].priority, list(self.tokens).index(name)
@@ -295,21 +372,38 @@ class BusModel(RuleBasedStateMachine):
     @invariant()
     def the_model_agrees(self) -> None:
         fleet = self.run(self.gateway.fleet())
+        for name in self.overdue & self.lane("on_time"):
+            self.lanes[name] = "late"
+        self.overdue.clear()
         assert fleet.queued == len(self.waiting)
         assert fleet.queued_tokens == sum(self.tokens[name] for name in self.waiting)
         prefix = f"{{{self.namespace}}}:"
         client: Any = self.client  # its types allow text, which this one never returns
         waiting = {key.decode(): entry.decode() for key, entry in client.hgetall(f"{prefix}waiting").items()}
-        assert waiting == {name: f"{self.tokens[name]} {self.tenant(name)}" for name in self.waiting}
+        sizes = {name: len(msgspec.msgpack.encode(self.requests[name])) for name in self.waiting}
+        assert waiting == {
+            name: f"{self.tokens[name]} {sizes[name]} {self.lanes[name]} {self.tenant(name)}" for name in self.waiting
+        }
+        assert int(client.get(f"{prefix}queued_bytes") or 0) == sum(sizes.values())
+        assert float(client.get(f"{prefix}late_credit") or 0) == pytest.approx(self.credit)
+        for lane, queue in (("on_time", fleet.on_time), ("late", fleet.late)):
+            assert (queue.requests, queue.tokens) == (len(self.lane(lane)), self.lane_tokens(lane))
+        arrived = [name for name in self.tokens if name in self.waiting]
+        ordered = sorted(arrived, key=lambda name: self.lanes[name] == "late")
+        places = {name: Place(self.lanes[name], at) for at, name in enumerate(ordered)}  # type: ignore[arg-type]
+        found = self.run(self.gateway.places(list(self.tokens)))
+        assert found == places or self.same_ms(found, places)
         active = self.active()
         assert fleet.tenants.keys() == active
         for tenant, weight in TENANTS.items():
-            queue = self.queue(tenant)
-            order = [name.decode() for name in client.zrange(f"{prefix}queue:{tenant}", 0, -1)]
-            assert order == queue
+            for lane in LANES:
+                order = [name.decode() for name in client.zrange(f"{prefix}queue:{lane}:{tenant}", 0, -1)]
+                assert order == self.queue(lane, tenant)
             if tenant in active:
                 turn = fleet.tenants[tenant]
-                assert turn.queued_tokens == sum(self.tokens[name] for name in queue)
+                mine = [name for name in self.waiting if self.tenant(name) == tenant]
+                assert turn.queued_tokens == sum(self.tokens[name] for name in mine)
+                assert turn.late_tokens == sum(self.tokens[name] for name in self.queue("late", tenant))
                 assert (turn.counter, turn.weight) == (self.counters[tenant], weight)
         for name in ENGINES:
             held = {member.decode() for member in client.zrange(f"{prefix}held:{name}", 0, -1)}
@@ -319,6 +413,13 @@ class BusModel(RuleBasedStateMachine):
         assert {one.request.id for one in self.run(self.gateway.quarantined())} == set(self.condemned)
         for name, said in self.log.items():
             assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
+
+    def same_ms(self, found: dict[str, Place], places: dict[str, Place]) -> bool:
+        """Requests that were submitted in the same millisecond are ordered by name."""
+        return found.keys() == places.keys() and all(
+            found[name].lane == place.lane and abs(found[name].ahead - place.ahead) < 10
+            for name, place in places.items()
+        )
 
 
 def test_the_model_agrees_in_any_order(redis_server: EmbeddedRedis) -> None:

@@ -59,7 +59,7 @@ class Computing:
         finished = [name for name, at in self.at.items() if min(at) == LENGTH]
         batches = [("g", TokenBatch(self.name, deltas))] if deltas else []
         claimed = await self.side.exchange(batches, finished, load(self.name), PLENTY[0], requests)
-        for name in [*finished, *claimed.lost]:
+        for name in [*finished, *claimed.reassigned]:
             self.at.pop(name, None)
         for request in claimed.generates:
             so_far = claimed.resumed.get(request.id, [LoggedOutput([])] * request.n)
@@ -109,7 +109,7 @@ async def test_a_log_that_lost_its_end_is_mended(bus: Bus, name: str, lost: int)
         if name == "p":
             client.ltrim(f"{key}:logprobs", 0, -lost - 1)
     while engine.at:
-        assert (await engine.say()).lost == []
+        assert (await engine.say()).reassigned == []
     assert [len(said.token_ids) for said in await logged(gateway, name)] == [LENGTH]
 
 
@@ -128,7 +128,7 @@ async def test_a_log_that_lost_more_than_its_engine_ever_said_is_computed_again(
         client.set(key, client.get(key)[:12])
     lost: list[str] = []
     while not lost:  # within TAIL exchanges
-        lost += (await engine.say()).lost
+        lost += (await engine.say()).reassigned
         assert engine.at or lost
     async with asyncio.timeout(20):
         while (await logged(gateway, "a"))[0].finish is None:
@@ -173,7 +173,7 @@ async def test_a_lost_claim_end_or_token_comes_again(redis_server: EmbeddedRedis
         past.go_back()
     assert (await gateway.fleet()).forgotten
     claimed = await engine.say()
-    assert claimed.lost == ["c"]  # its claim was, so it waits again
+    assert claimed.reassigned == ["c"]  # its claim was, so it waits again
     assert sorted(ids(claimed)) == ["a", "c"]  # a's end was: what the log has not is computed again
     assert {name: engine.at[name] for name in "abc"} == {"a": [3, 3], "b": [9, 4], "c": [0, 0]}
     while engine.at:
@@ -198,7 +198,7 @@ async def test_who_is_taken_over_and_left_again_is_not_taken_back(bus: Bus) -> N
     await other.say(4)
     await other.side.close()
     claimed = await zombie.say(2)
-    assert claimed.lost == ["a"]
+    assert claimed.reassigned == ["a"]
     assert ids(claimed) == ["a"]
     assert zombie.at == {"a": [7]}
     while zombie.at:
@@ -262,7 +262,7 @@ class Losses(RuleBasedStateMachine):
         claimed = self.run(engine.exchange(pieces, requests))
         counts = {(name, index): count for name, index, count in pieces}
         for name, at in before.items():
-            for index, position in enumerate(at if name not in claimed.lost else ()):
+            for index, position in enumerate(at if name not in claimed.reassigned else ()):
                 end = min(position + counts.get((name, index), 0), LENGTH)
                 self.seen[name, index] = max(self.seen.get((name, index), 0), end)
 

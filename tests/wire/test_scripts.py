@@ -28,9 +28,11 @@ def documented() -> set[str]:
 
 
 def lua_keys(source: str) -> set[str]:
-    """Keys that a script makes from the prefix, and endings it appends.  Raises ValueError: a key is no literal."""
+    """Keys that a script makes from the prefix, up to their first colon, and endings it appends.
+
+    Raises ValueError: a key is no literal."""
     code = re.sub(r"--.*", "", source).replace("local P = KEYS[1]", "")
-    uses = re.findall(r"\bP\b(?: \.\. '([^']+)')?", code)
+    uses = [use.partition(":")[0] + ":" * (":" in use) for use in re.findall(r"\bP\b(?: \.\. '([^']+)')?", code)]
     if "" in uses:
         raise ValueError("P is used without a literal key")
     return {*uses, *re.findall(r"'(:[a-z]+)'", code)}

@@ -16,7 +16,7 @@ from engine.wire.layout import TAIL, TAIL_BYTES
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, Usage
 from engine.wire.token_log import LoggedOutput
-from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take
+from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -133,20 +133,21 @@ async def test_who_leaves_takes_nobody_along(bus: Bus) -> None:
 async def test_an_idempotency_key_is_spent_once(bus: Bus) -> None:
     gateway, other = await bus.gateway("g1"), await bus.gateway("g2")
     once = IdempotencyKey("key", "body")
-    assert await gateway.twin(once) is None
-    assert (await gateway.submit(generate("a"), generate("b"), once=once)).accepted
-    again = await other.submit(generate("c", gateway="g2"), once=once)
-    assert (again.accepted, again.twin, again.queued) == (False, DuplicateRequest("a", same_body=True), 2)
-    assert await other.twin(IdempotencyKey("key", "another body")) == DuplicateRequest("a", same_body=False)
-    assert (await gateway.submit(generate("a"), generate("b"), once=once)).accepted  # a retry of our own
-    full = await other.submit(generate("d", gateway="g2"), once=IdempotencyKey("key 2", ""), excess_tokens=0)
+    assert await gateway.find_duplicate(once) is None
+    assert (await gateway.submit(generate("a"), generate("b"), idempotency_key=once)).accepted
+    again = await other.submit(generate("c", gateway="g2"), idempotency_key=once)
+    assert (again.accepted, again.duplicate, again.queued) == (False, DuplicateRequest("a", same_body=True), 2)
+    assert await other.find_duplicate(IdempotencyKey("key", "another body")) == DuplicateRequest("a", same_body=False)
+    assert (await gateway.submit(generate("a"), generate("b"), idempotency_key=once)).accepted  # a retry of our own
+    key = IdempotencyKey("key 2", "")
+    full = await other.submit(generate("d", gateway="g2"), idempotency_key=key, bounds=within(0))
     assert not full.accepted
-    assert await gateway.twin(IdempotencyKey("key 2", "")) is None  # what was refused holds no key
+    assert await gateway.find_duplicate(IdempotencyKey("key 2", "")) is None  # what was refused holds no key
 
 
 async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus, namespace: str) -> None:
     gateway, engine = await bus.gateway("g1", retain_s=0.3), await bus.engine()
-    await gateway.submit(generate("a", n=2), record=b"x" * 1000, once=IdempotencyKey("k", "b"))
+    await gateway.submit(generate("a", n=2), record=b"x" * 1000, idempotency_key=IdempotencyKey("k", "b"))
     await take(engine)
     probs = [TokenLogprob(-1.0)]
     await say(engine, Delta("a", 0, [1], None, 0, probs, 3), Delta("a", 0, [2], None, 1))
@@ -156,7 +157,7 @@ async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus
     while await gateway.attach("a") is not None:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    assert await gateway.twin(IdempotencyKey("k", "b")) is None
+    assert await gateway.find_duplicate(IdempotencyKey("k", "b")) is None
     await say(engine, Delta("a", 2, [3], Finish("length")))  # too late, and it leaves no trace
     with redis.Redis.from_url(redis_server.url) as client:
         assert list(client.scan_iter(f"{{{namespace}}}:log:*")) == []
@@ -194,7 +195,7 @@ async def test_a_zombie_cannot_write(bus: Bus) -> None:
         load("e1"),
         *PLENTY,
     )
-    assert (back.lost, back.generates) == (["a"], [])
+    assert (back.reassigned, back.generates) == (["a"], [])
     await say(other, Delta("a", 2, [3], Finish("length")), name="e2", finished=("a",))
     assert [one.token_ids for one in (await gateway.attach("a")).continuations] == [[1, 2, 3]]  # type: ignore[union-attr]
     assert [one.token_ids for one in (await gateway.attach("b")).continuations] == [[1, 2]]  # type: ignore[union-attr]
@@ -265,12 +266,12 @@ async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus)
 async def test_a_released_key_is_free_and_a_newer_owner_keeps_it(bus: Bus) -> None:
     gateway = await bus.gateway()
     once = IdempotencyKey("key", "body")
-    await gateway.submit(generate("a"), once=once)
+    await gateway.submit(generate("a"), idempotency_key=once)
     await gateway.release(once, "a")
-    assert await gateway.twin(once) is None
-    assert (await gateway.submit(generate("b"), once=once)).accepted
+    assert await gateway.find_duplicate(once) is None
+    assert (await gateway.submit(generate("b"), idempotency_key=once)).accepted
     await gateway.release(once, "a")
-    assert await gateway.twin(once) == DuplicateRequest("b", True)
+    assert await gateway.find_duplicate(once) == DuplicateRequest("b", True)
 
 
 async def test_a_gateway_hears_that_it_was_given_up(bus: Bus) -> None:

@@ -5,18 +5,19 @@ std = "lua51"
 max_line_length = 120
 
 local constants = {
-  "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "PROMISE_MS", "PUNCTUAL_MS", "CAME_S", "CAME_OUTLIERS",
-  "CAME_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS", "OUTPUT_COST", "PLACES", "AWAY_MS", "AMNESTY_MS",
-  "STALE_MS", "MAX_ATTEMPTS",
-  "QUARANTINE", "QUARANTINED_MS", "QUOTA_MS",
+  "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
+  "OUTPUT_COST", "PLACES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
+  "QUARANTINED_MS", "QUOTA_MS",
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
-  "charge", "count_first_visit", "enqueue", "dequeue", "tenant_queues",
   "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_all", "logged_tokens",
   "finish_open", "keep",
+  "LANES", "charge", "in_queue", "lift", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",
+  "move_to_late", "lane_tokens", "lane_state", "queue_state",
   "listeners", "each_of", "other_listeners", "route", "send_log_ends",
-  "bury", "withdraw", "unlisten", "end_with", "in_time", "head", "first_suspect",
+  "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
+  "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
   "bucket_debt", "shift_bucket", "prompts_of", "forget_request", "settle_quota",
 }

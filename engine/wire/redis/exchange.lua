@@ -1,7 +1,8 @@
 -- One exchange of an engine: enter and send its tokens, end requests, claim requests, take orders, renew the lease.
 -- `finished`: ids.  `produced`: {tenant = output tokens}.  `pieces`: id, continuation, output position, tokens, ... of
 -- what goes into the logs; `tokens`: all of those, 4 bytes each.  `empties_tail`: '1' if the pieces leave nothing of
--- the tail.  Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
+-- the tail.  `late_share`: least share of the claimed prompt tokens that the late lane gets.
+-- Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
 -- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
 --   {{payload, listeners, {{tokens, Finish} of each continuation}} for each claimed request},
@@ -9,10 +10,10 @@
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, finished, produced, pieces = unpack(ARGV, 7, 11)
-local tokens, empties_tail, extras = unpack(ARGV, 12, 14)
-local EXTRAS, BATCHES = 15, 15 + 3 * extras  -- where they begin in ARGV
+local tokens, empties_tail, late_share, extras = unpack(ARGV, 12, 15)
+local EXTRAS, BATCHES = 16, 16 + 3 * extras  -- where they begin in ARGV
 local state, tail = P .. 'engine:' .. engine, P .. 'tail:' .. engine
-room_tokens, room_requests = tonumber(room_tokens), tonumber(room_requests)
+room_tokens, room_requests, late_share = tonumber(room_tokens), tonumber(room_requests), tonumber(late_share)
 
 local function leaves_hole()  -- whether a piece begins beyond the end of its log
   for i = 1, #pieces, 4 do
@@ -79,11 +80,9 @@ local function still_on_trial(suspect)  -- a suspect that has ended, or produced
   return false
 end
 
-local function makes_room(suspect)  -- whether this is the one engine that claims nothing until the suspect fits
+local function makes_room(size)  -- whether this is the one engine that claims nothing until the first suspect fits
   local report = cmsgpack.unpack(load)
-  if tonumber(call('HGET', P .. 'req:' .. suspect, 'tokens')) >= report.total_blocks * report.block_size then
-    return false
-  end
+  if size >= report.total_blocks * report.block_size then return false end
   local key = P .. 'making_room'
   if (call('GET', key) or engine) ~= engine then return false end
   call('SET', key, engine, 'PX', lease_ms)
@@ -92,32 +91,32 @@ end
 
 local claimed = {}  -- ids
 
-local function claim(id)  -- returns whether there was room
-  local size = tonumber(call('HGET', P .. 'req:' .. id, 'tokens'))
+local function claim(id, size)  -- returns whether there was room for its `size` prompt tokens
   if size > room_tokens then return false end
   room_tokens = room_tokens - size
-  dequeue(id)
+  count_share(late_share, dequeue(id), size)
   hold(engine, id)
   claimed[#claimed + 1] = id
   return true
 end
 
 local function claim_suspect()  -- returns whether this engine claims nothing else now
-  local suspect = room_requests > 0 and first_suspect()
+  if room_requests == 0 then return false end
+  local suspect, size = first_suspect()
   if not suspect then return false end
-  if not claim(suspect) then return makes_room(suspect) end
+  if not claim(suspect, size) then return makes_room(size) end
   call('DEL', P .. 'making_room')
   call('HSET', state, 'trial', suspect)
   return true
 end
 
 -- All engines share a burst, whichever asks first: each exchange takes a fair part of what waits, and the next exchange
--- follows with the next step.
+-- follows with the next step.  A request that does not fit ends the claim: smaller ones would keep it waiting.
 local function claim_share()
   local share = math.ceil(call('HLEN', P .. 'waiting') / math.max(1, call('SCARD', P .. 'engines')))
   while #claimed < math.min(room_requests, share) do
-    local id = head()
-    if not id or not claim(id) then break end
+    local id, size = next_request(late_share)
+    if not id or not claim(id, size) then break end
   end
 end
 
@@ -127,8 +126,9 @@ local function claim_from_crowd()
   for _, tenant in ipairs(report.crowd or {}) do crowd[tenant] = true end
   room_tokens = report.yield_tokens or 0
   while room_tokens > 0 do
-    local id = head(crowd)
-    if not id or tonumber(call('HGET', P .. 'req:' .. id, 'tokens')) <= room(engine) or not claim(id) then break end
+    local id, size = head('on_time', crowd)
+    if not id then id, size = head('late', crowd) end
+    if not id or size <= room(engine) or not claim(id, size) then break end
   end
 end
 

@@ -1,8 +1,8 @@
 -- Read the fleet; remove dead gateways and engines on the way.
 -- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
 -- Returns {
---   loads, Redis' unix ms, requests waiting, room in tokens, tenant queues, 1 if the last heartbeat is known,
---   ms since the oldest waiting request was queued, requests in quarantine, unix ms of each engine's last exchange
+--   loads, Redis' unix ms, room in tokens, queue state, 1 if the last heartbeat is known, requests in quarantine,
+--   unix ms of each engine's last exchange
 -- }.
 local gateway, grace, beat = unpack(ARGV)
 
@@ -44,17 +44,20 @@ local function remove_dead_engines(died)
   end
 end
 
+local function move_overdue()  -- what has waited past its due time cannot start in time any more
+  for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'due', '-inf', now_ms(), 'LIMIT', 0, MOVES)) do move_to_late(id) end
+end
+
 local known = register_heartbeat()
 remove_dead_gateways()
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 remove_dead_engines(lapses_count())
-head()  -- ends requests past their deadline
+move_overdue()
+for _, lane in ipairs(LANES) do head(lane) end  -- ends requests past their deadline
 first_suspect()
 local loads, heard = {}, {}
 for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
   heard[#heard + 1] = call('HGET', P .. 'engine:' .. engine, 'heard') or '0'
 end
-local oldest = call('ZRANGE', P .. 'ages', 0, 0, 'WITHSCORES')[2]
-return {loads, now_ms(), call('HLEN', P .. 'waiting'), room(), tenant_queues(), known,
-        oldest and now_ms() - oldest or 0, call('ZCARD', P .. 'quarantine'), heard}
+return {loads, now_ms(), room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), heard}

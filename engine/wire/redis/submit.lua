@@ -1,27 +1,37 @@
--- Queue the prompts of one client's request: all of them or none.
+-- Queue the prompts of one client's request in one lane: all of them or none.
 -- Then for each prompt: id, payload, prompt tokens, continuations.
--- `excess`: most tokens queued beyond the engines' room; '' for any number.  `once`, `body`: idempotency key and digest
--- of the body; '' for none.  `name`: of the request in the promises.
--- Returns {1 if queued, requests waiting, room in tokens, tenant queues, {id, body} of the request that `once` found}.
-local gateway, tenant, weight, priority, deadline, excess = unpack(ARGV, 1, 6)
-local retain, once, body, record, name, first_id = unpack(ARGV, 7, 12)
-local FIRST = 12  -- of the prompts, in ARGV
+-- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
+-- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
+-- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
+-- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state, {id, body} of the request
+-- that `once` found}.
+local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
+local once, body, record, first_id = unpack(ARGV, 7, 10)
+local on_time_excess, late_excess, target, most_requests, most_bytes = unpack(ARGV, 11, 15)
+local FIRST = 16  -- of the prompts, in ARGV
 
-local free, duplicate, asked = room(), {}, 0
-for i = FIRST, #ARGV, 4 do asked = asked + ARGV[i + 2] end
-
-local function has_room()
-  local tokens = asked
-  for _, queued in ipairs(call('HVALS', P .. 'queued_tokens')) do tokens = tokens + queued end
-  return excess == '' or tokens <= free + excess
+local free, duplicate, asked, bytes = room(), {}, 0, 0
+for i = FIRST, #ARGV, 4 do
+  asked, bytes = asked + ARGV[i + 2], bytes + #ARGV[i + 1]
 end
 
-local function store(i)  -- the request and the log of the prompt at ARGV[i]
+local function is_full()
+  local requests = call('HLEN', P .. 'waiting') + (#ARGV - FIRST + 1) / 4
+  return requests > tonumber(most_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(most_bytes)
+end
+
+local function choose_lane()  -- the lane with room for these prompts; nil: none has
+  local tokens = asked + lane_tokens('on_time')
+  if tokens <= free + on_time_excess then return 'on_time' end
+  if tokens + lane_tokens('late') <= free + late_excess then return 'late' end
+end
+
+local function store(i, lane)  -- the request and the log of the prompt at ARGV[i]
   local id, payload, size, n = unpack(ARGV, i, i + 3)
-  local key, log = P .. 'req:' .. id, P .. 'log:' .. id
+  local key, log, now = P .. 'req:' .. id, P .. 'log:' .. id, now_ms()
   call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
        'place', priority * PLACES + call('INCR', P .. 'arrivals'), 'listeners', gateway,
-       'since', now_ms())
+       'since', now, 'lane', lane, 'due', now + target)
   call('PEXPIREAT', key, deadline + EXPIRY_MS)
   call('HSET', log, 'n', n, 'retain', retain)
   if i == FIRST then
@@ -36,14 +46,16 @@ local function store(i)  -- the request and the log of the prompt at ARGV[i]
   enqueue(id)
 end
 
-local accepted = call('EXISTS', P .. 'req:' .. first_id) == 1  -- a retry: only the reply did not arrive
-if not accepted then
+local ahead = call('HLEN', P .. 'waiting')
+local outcome = call('HGET', P .. 'req:' .. first_id, 'lane')  -- a retry: only the reply did not arrive
+if not outcome and call('EXISTS', P .. 'req:' .. first_id) == 1 then outcome = 'on_time' end  -- and it is over
+if not outcome then
   if once ~= '' then duplicate = call('HMGET', P .. 'once:' .. once, 'id', 'body') end
-  if not duplicate[1] then accepted = has_room() end
-  if accepted then
-    for i = FIRST, #ARGV, 4 do store(i) end
-    if call('ZREM', P .. 'promises', name) == 0 then count_first_visit(asked) end
-    call('HDEL', P .. 'parts', name)
+  local lane = not duplicate[1] and choose_lane()
+  outcome = duplicate[1] and 'known' or not lane and 'refused' or is_full() and 'full' or lane
+  if outcome == lane then
+    if lane == 'on_time' then ahead = call('ZCARD', P .. 'ages:on_time') end
+    for i = FIRST, #ARGV, 4 do store(i, lane) end
     if once ~= '' then
       call('HSET', P .. 'once:' .. once, 'id', first_id, 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + EXPIRY_MS)
@@ -51,4 +63,4 @@ if not accepted then
     call('PUBLISH', P .. 'bell', '')
   end
 end
-return {accepted and 1 or 0, call('HLEN', P .. 'waiting'), free, tenant_queues(), duplicate}
+return {outcome, ahead, free, queue_state(), duplicate}

@@ -95,7 +95,7 @@ class Target:
                 folder / f"gateway{at}.log",
                 *("gateway", *shared, f"--port={port}", f"--metrics-port={page}", f"--gateway-id=g{at}"),
                 *("--served-name=tiny", "--default-timeout-s=10", "--max-timeout-s=10"),
-                *("--queue-wait-s=5", f"--retain-s={RETAIN_S}", "--resume-s=2"),
+                *("--late-wait-s=5", f"--retain-s={RETAIN_S}", "--resume-s=2"),
             )
             for at, (port, page) in enumerate(zip(self.ports, self.pages, strict=True))
         ]

@@ -85,7 +85,7 @@ async def run(
     let them end, and count."""
     report = Report(setting)
     checkpoint = make_checkpoint(folder / "llama", "llama")
-    options = [f"--lease-ms={LEASE_MS}", "--queue-wait-s=1000", *OPTIONS[setting.model]]
+    options = [f"--lease-ms={LEASE_MS}", "--late-wait-s=1000", *OPTIONS[setting.model]]
     if setting.model == "scripted":
         options.append(f"--scripted-step-ms={setting.step_ms}")
     # A connection for each request: one that is used again may be closed while the next request is on its way.

@@ -1,4 +1,4 @@
--- How a request ends, and which waiting request is next: those past their deadline end on the way.
+-- How a request ends, and which request of a lane is next: those past their deadline end on the way.
 
 local function bury(id)  -- the request is over: its log stays for a while
   local key = P .. 'req:' .. id
@@ -34,32 +34,41 @@ local function end_with(id, finish)  -- end a request that no engine has, and se
   bury(id)
 end
 
-local function in_time(id, now)  -- whether the request may still be claimed; otherwise it leaves
-  local payload, deadline = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'deadline'))
-  if payload and tonumber(deadline) > now then return true end
+-- Prompt tokens of a request that may still be claimed, and the unix ms until which it belongs to the on-time lane.
+-- Any other leaves, and the result is nil.
+local function claimable(id, now)
+  local tokens, deadline, due = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'deadline', 'due'))
+  if tokens and tonumber(deadline) > now then return tonumber(tokens), tonumber(due) end
   dequeue(id)
-  if payload then end_with(id, {'deadline'}) end
-  return false
+  if tokens then end_with(id, {'deadline'}) end
 end
 
-local function head(crowd)  -- the next request's id, of tenants not in `crowd`
-  local now = now_ms()
+-- The next request of the lane, of tenants not in `crowd`: its id and prompt tokens.  On-time requests past their due
+-- time move to the late lane on the way, MOVES of them at most.
+local function head(lane, crowd)
+  local now, moved = now_ms(), 0
   while true do
     local tenant
-    for _, name in ipairs(call('ZRANGE', P .. 'turns', 0, crowd and -1 or 0)) do
+    for _, name in ipairs(call('ZRANGE', P .. 'turns:' .. lane, 0, crowd and -1 or 0)) do
       if not (crowd and crowd[name]) then tenant = name break end
     end
     if not tenant then return nil end
-    local id = call('ZRANGE', P .. 'queue:' .. tenant, 0, 0)[1]
-    if in_time(id, now) then return id end
+    local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, 0, 0)[1]
+    local tokens, due = claimable(id, now)
+    if tokens then
+      if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens end
+      move_to_late(id)
+      moved = moved + 1
+    end
   end
 end
 
-local function first_suspect()  -- the next suspect's id
+local function first_suspect()  -- the next suspect's id and prompt tokens
   local now = now_ms()
   while true do
     local id = call('ZRANGE', P .. 'suspects', 0, 0)[1]
     if not id then return nil end
-    if in_time(id, now) then return id end
+    local tokens = claimable(id, now)
+    if tokens then return id, tokens end
   end
 end

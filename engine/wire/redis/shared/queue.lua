@@ -1,56 +1,110 @@
--- The queue: tenants in the order of their counters, and within a tenant requests in the order of their places.
+-- The queue: two lanes.  In each lane tenants are in the order of their counters, and within a tenant requests are in
+-- the order of their places.
+--
+--   submit --> on_time --claim--> engine <--claim-- late <-- submit
+--                 '--- past its due time (move_to_late) ---^
+
+local LANES = {'on_time', 'late'}  -- engines claim in this order, but for the late share (lanes.lua)
 
 local function charge(tenant, tokens)  -- add tokens / weight to the tenant's counter; a negative number refunds
   local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
-  call('ZADD', P .. 'turns', 'XX', counter, tenant)
+  for _, lane in ipairs(LANES) do call('ZADD', P .. 'turns:' .. lane, 'XX', counter, tenant) end
 end
 
-local function count_first_visit(tokens)  -- count the prompt tokens of a request that arrives for the first time
-  local key = P .. 'came:' .. math.floor(now_ms() / 1000)
-  call('INCRBY', key, tokens)
-  call('PEXPIRE', key, CAME_MS)
+local function in_queue(tenant)  -- whether a request of the tenant waits in any lane
+  return call('ZSCORE', P .. 'turns:on_time', tenant) or call('ZSCORE', P .. 'turns:late', tenant)
 end
 
-local function enqueue(id)
-  local tokens, place, tenant, since = unpack(
-    call('HMGET', P .. 'req:' .. id, 'tokens', 'place', 'tenant', 'since'))
-  if not call('ZSCORE', P .. 'turns', tenant) then  -- lift its counter: a tenant saves nothing up while it is idle
-    local counter = tonumber(call('HGET', P .. 'counters', tenant) or 0)
-    local floor = call('ZRANGE', P .. 'turns', 0, 0, 'WITHSCORES')[2]
-                  or call('HGET', P .. 'counters', call('GET', P .. 'left') or '') or 0
-    if counter < tonumber(floor) then
-      counter = floor
-      call('HSET', P .. 'counters', tenant, floor)
-    end
-    call('ZADD', P .. 'turns', counter, tenant)
+local function lift(tenant)  -- raise the counter of a tenant with nothing queued: it saves nothing up while it is idle
+  local counter, floor = tonumber(call('HGET', P .. 'counters', tenant) or 0), nil
+  for _, lane in ipairs(LANES) do
+    local least = call('ZRANGE', P .. 'turns:' .. lane, 0, 0, 'WITHSCORES')[2]
+    if least and (not floor or tonumber(least) < tonumber(floor)) then floor = least end
   end
-  call('ZADD', P .. 'queue:' .. tenant, place, id)
-  call('ZADD', P .. 'ages', since or now_ms(), id)
-  call('HSET', P .. 'waiting', id, tokens .. ' ' .. tenant)
-  call('HINCRBY', P .. 'queued_tokens', tenant, tokens)
+  floor = floor or call('HGET', P .. 'counters', call('GET', P .. 'left') or '') or 0
+  if counter < tonumber(floor) then call('HSET', P .. 'counters', tenant, floor) end
 end
 
-local function dequeue(id)  -- remove the request from the queue or the suspects; returns whether it waited there
-  local entry = call('HGET', P .. 'waiting', id)
-  if not entry then return call('ZREM', P .. 'suspects', id) == 1 end
-  local tokens, tenant = string.match(entry, '^(%d+) (.*)$')
-  call('ZREM', P .. 'queue:' .. tenant, id)
-  call('HDEL', P .. 'waiting', id)
-  call('ZREM', P .. 'ages', id)
-  if call('EXISTS', P .. 'queue:' .. tenant) == 1 then
-    call('HINCRBY', P .. 'queued_tokens', tenant, -tokens)
+local function enter_lane(lane, tenant, id, place, tokens, since)
+  call('ZADD', P .. 'turns:' .. lane, call('HGET', P .. 'counters', tenant) or 0, tenant)
+  call('ZADD', P .. 'queue:' .. lane .. ':' .. tenant, place, id)
+  call('ZADD', P .. 'ages:' .. lane, since, id)
+  call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, tokens)
+end
+
+local function leave_lane(lane, tenant, id, tokens)
+  call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)
+  call('ZREM', P .. 'ages:' .. lane, id)
+  if lane == 'on_time' then call('ZREM', P .. 'due', id) end
+  if call('EXISTS', P .. 'queue:' .. lane .. ':' .. tenant) == 1 then
+    call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, -tokens)
   else
-    call('HDEL', P .. 'queued_tokens', tenant)
-    call('ZREM', P .. 'turns', tenant)
-    call('SET', P .. 'left', tenant)
+    call('HDEL', P .. 'queued_tokens:' .. lane, tenant)
+    call('ZREM', P .. 'turns:' .. lane, tenant)
+    if lane == 'late' and call('EXISTS', P .. 'turns:late') == 0 then call('DEL', P .. 'late_credit') end
   end
-  return true
 end
 
--- Tenants with a queue: {{tenant, counter, ...}, {queued tokens, ...}, {weight, ...}}, smallest counter first.
-local function tenant_queues()
-  local tenants, names = call('ZRANGE', P .. 'turns', 0, -1, 'WITHSCORES'), {}
+local function waiting_entry(id)  -- prompt tokens, payload bytes, lane and tenant of a waiting request; nil: none waits
+  local entry = call('HGET', P .. 'waiting', id)
+  if entry then return string.match(entry, '^(%d+) (%d+) (%S+) (.*)$') end
+end
+
+-- A request returns to its lane and place.  One that has produced tokens goes to the front of its tenant's on-time
+-- lane, because its client is reading.
+local function enqueue(id)
+  local key = P .. 'req:' .. id
+  local tokens, place, tenant, since, lane, due = unpack(
+    call('HMGET', key, 'tokens', 'place', 'tenant', 'since', 'lane', 'due'))
+  local bytes = call('HSTRLEN', key, 'payload')
+  if logged_tokens(id) > 0 then
+    lane, place, due = 'on_time', place - FRONT, nil
+    call('HDEL', key, 'due')
+  end
+  if not in_queue(tenant) then lift(tenant) end
+  enter_lane(lane, tenant, id, place, tokens, since)
+  if lane == 'on_time' and due then call('ZADD', P .. 'due', due, id) end
+  call('HSET', P .. 'waiting', id, tokens .. ' ' .. bytes .. ' ' .. lane .. ' ' .. tenant)
+  call('INCRBY', P .. 'queued_bytes', bytes)
+end
+
+local function dequeue(id)  -- remove the request from the queue or the suspects; returns the lane, 'suspects' or nil
+  local tokens, bytes, lane, tenant = waiting_entry(id)
+  if not tokens then return call('ZREM', P .. 'suspects', id) == 1 and 'suspects' or nil end
+  leave_lane(lane, tenant, id, tokens)
+  call('HDEL', P .. 'waiting', id)
+  if call('DECRBY', P .. 'queued_bytes', bytes) == 0 then call('DEL', P .. 'queued_bytes') end
+  if not in_queue(tenant) then call('SET', P .. 'left', tenant) end
+  return lane
+end
+
+local function move_to_late(id)  -- the request cannot start in time any more
+  local key = P .. 'req:' .. id
+  local tokens, bytes, _, tenant = waiting_entry(id)
+  local place, since = unpack(call('HMGET', key, 'place', 'since'))
+  leave_lane('on_time', tenant, id, tokens)
+  enter_lane('late', tenant, id, place, tokens, since)
+  call('HSET', P .. 'waiting', id, tokens .. ' ' .. bytes .. ' late ' .. tenant)
+  call('HSET', key, 'lane', 'late')
+end
+
+local function lane_tokens(lane)  -- prompt tokens that wait in the lane
+  local tokens = 0
+  for _, queued in ipairs(call('HVALS', P .. 'queued_tokens:' .. lane)) do tokens = tokens + queued end
+  return tokens
+end
+
+-- {requests, ms since the oldest was submitted, {tenant, counter, ...}, {queued tokens, ...}, {weight, ...}} of the
+-- lane, its tenants with the smallest counter first.
+local function lane_state(lane)
+  local tenants, names = call('ZRANGE', P .. 'turns:' .. lane, 0, -1, 'WITHSCORES'), {}
+  if #tenants == 0 then return {0, 0, names, names, names} end
   for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
-  if #names == 0 then return {tenants, names, names} end
-  return {tenants, call('HMGET', P .. 'queued_tokens', unpack(names)), call('HMGET', P .. 'weights', unpack(names))}
+  local oldest = call('ZRANGE', P .. 'ages:' .. lane, 0, 0, 'WITHSCORES')[2]
+  return {call('ZCARD', P .. 'ages:' .. lane), now_ms() - oldest, tenants,
+          call('HMGET', P .. 'queued_tokens:' .. lane, unpack(names)), call('HMGET', P .. 'weights', unpack(names))}
+end
+
+local function queue_state()  -- the states of both lanes
+  return {lane_state('on_time'), lane_state('late')}
 end

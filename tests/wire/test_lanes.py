@@ -1,0 +1,229 @@
+"""The two lanes of the queue in a real Redis: who is claimed first, who moves, what is guaranteed, what is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis
+
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.layout import MOVES
+from engine.wire.messages import Finish, Generate, Sampling
+from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
+from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
+
+
+def soon(target_ms: int) -> QueueBounds:
+    """Join the on-time lane, for this long."""
+    return QueueBounds(target_ms=target_ms)
+
+
+async def test_the_room_decides_the_lane_and_beyond_both_bounds_nothing_is_queued(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await take(engine, tokens=100)
+    bounds = QueueBounds(20, 60)
+    lanes = [(await gateway.submit(generate(f"r{at}", 40), bounds=bounds)).lane for at in range(6)]
+    # 100 of room and 20 hold three; then 160 of both lanes hold a fourth.
+    assert lanes == ["on_time", "on_time", "on_time", "late", None, None]
+    fleet = await gateway.fleet()
+    assert (fleet.on_time.requests, fleet.on_time.tokens) == (3, 120)
+    assert (fleet.late.requests, fleet.late.tokens, fleet.queued, fleet.queued_tokens) == (1, 40, 4, 160)
+    assert fleet.tenants[""].late_tokens == 40
+
+
+async def test_engines_claim_the_on_time_lane_first_and_fill_their_room_from_the_late_one(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.0)
+    for name, bounds in (("late 1", LATE), ("a", within(1000)), ("late 2", LATE), ("b", within(1000))):
+        await gateway.submit(generate(name, 10), bounds=bounds)
+    assert ids(await take(engine, tokens=35)) == ["a", "b", "late 1"]
+    assert ids(await take(engine, tokens=35)) == ["late 2"]
+    assert (await gateway.fleet()).late == LaneQueue()
+
+
+async def test_a_request_that_does_not_fit_keeps_the_room_from_smaller_ones_behind_it(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("long", 50))
+    await gateway.submit(generate("short", 5), bounds=LATE)
+    assert ids(await take(engine, tokens=49)) == []
+    assert ids(await take(engine, tokens=55)) == ["long", "short"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+async def test_a_lasting_overload_leaves_the_late_lane_its_share(bus: Bus, share: float) -> None:
+    """Both lanes never empty.  The sizes differ, and a late request is as large as ten on-time ones."""
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=share)
+    claimed = {"on": 0, "late": 0}
+    for at in range(60):
+        await gateway.submit(*(generate(f"on {at} {i}", 5 + i) for i in range(4)), bounds=within(ANY_TOKENS))
+        await gateway.submit(generate(f"late {at}", 70), bounds=LATE)
+        for request in (await take(engine, tokens=70)).generates:
+            claimed[request.id.split()[0]] += len(request.token_ids)
+    part = claimed["late"] / sum(claimed.values())
+    assert sum(claimed.values()) > 1000
+    assert share <= part + 70 / sum(claimed.values())
+    assert part <= share + 70 / sum(claimed.values())
+
+
+async def test_what_the_late_lane_gets_of_idle_room_is_not_held_against_it(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.5)
+    for at in range(20):
+        await gateway.submit(generate(f"late {at}", 10), bounds=LATE)
+    assert len(ids(await take(engine, tokens=100))) == 10
+    for at in range(4):
+        await gateway.submit(generate(f"on {at}", 10))
+    assert ids(await take(engine, tokens=30)) == ["on 0", "late 10", "on 1"]
+
+
+async def test_a_request_that_has_waited_for_its_target_moves_to_the_late_lane(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.0)
+    await gateway.submit(generate("old"), bounds=soon(20))
+    await gateway.submit(generate("older"), bounds=LATE)
+    await asyncio.sleep(0.03)
+    await gateway.submit(generate("new"), bounds=soon(60_000))
+    assert (await gateway.fleet()).late.requests == 2
+    assert await gateway.places(["new", "old", "older", "none"]) == {
+        "new": Place("on_time", 0),
+        "old": Place("late", 1),
+        "older": Place("late", 2),
+    }
+    assert ids(await take(engine)) == ["new", "old", "older"]  # as they arrived
+
+
+async def test_a_claim_moves_overdue_requests_that_no_reading_has_moved(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.0)
+    for name in ("a", "b"):
+        await gateway.submit(generate(name), bounds=soon(20))
+    await asyncio.sleep(0.03)
+    await gateway.submit(generate("new"), bounds=soon(60_000))
+    assert ids(await take(engine)) == ["new", "a", "b"]
+
+
+async def test_one_script_moves_a_bounded_number(bus: Bus) -> None:
+    gateway = await bus.gateway()
+    for at in range(2 * MOVES + 10):
+        await gateway.submit(generate(f"r{at}", 1), bounds=soon(1))
+    await asyncio.sleep(0.01)
+    fleet = await gateway.fleet()
+    assert (fleet.on_time.requests, fleet.late.requests) == (10, 2 * MOVES)  # by age, then from the head
+    assert (await gateway.fleet()).on_time.requests == 0
+
+
+async def test_a_dead_engines_requests_return_to_their_lanes_and_those_that_have_begun_to_the_front(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine("e1", lease_ms=60_000)
+    await gateway.submit(generate("on 1"))
+    for name in ("late 1", "late 2"):
+        await gateway.submit(generate(name), bounds=LATE)
+    assert len(ids(await take(engine))) == 3
+    await engine.exchange([("g1", batch("late 2", 0))], [], load("e1"), 0, 0)
+    await gateway.submit(generate("on 2", priority=-100))
+    await engine.close(died=True)
+    fleet = await gateway.fleet()
+    assert (fleet.on_time.requests, fleet.late.requests) == (3, 1)
+    other = await bus.engine("e2")
+    assert ids(await take(other, "e2")) == ["late 2", "on 2", "on 1", "late 1"]
+
+
+async def test_what_has_begun_does_not_become_overdue(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine("e1", lease_ms=60_000)
+    await gateway.submit(generate("a"), bounds=soon(1))
+    await take(engine)
+    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    await engine.close(died=True)
+    await asyncio.sleep(0.01)
+    fleet = await gateway.fleet()
+    assert (fleet.on_time.requests, fleet.late.requests) == (1, 0)
+
+
+async def test_a_client_that_leaves_while_late_leaves_nothing(bus: Bus, redis_server: EmbeddedRedis) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a"), bounds=LATE)
+    await gateway.cancel("a")
+    assert (await gateway.fleet()).queued == 0
+    assert ids(await take(engine)) == []
+    with redis.Redis.from_url(redis_server.url) as client:
+        kept = {key.split(b":")[1] for key in client.scan_iter(f"{{{bus.namespace}}}:*")}
+    assert not kept & {b"queue", b"turns", b"ages", b"queued_tokens", b"queued_bytes", b"due", b"late_credit"}
+
+
+async def test_a_deadline_that_passes_in_the_late_lane_ends_the_request(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    now_ms = (await gateway.fleet()).time_ms
+    await gateway.submit(Generate("a", "g1", [1], 1, Sampling(), now_ms + 30), bounds=LATE)
+    await asyncio.sleep(0.04)
+    assert (await gateway.fleet()).queued == 0
+    [told] = await read(gateway, 1)
+    assert told.deltas[0].finish == Finish("deadline")
+    assert ids(await take(engine)) == []
+
+
+async def test_a_dead_gateways_late_requests_are_withdrawn_after_the_grace_and_never_claimed(
+    bus: Bus, redis_server: EmbeddedRedis
+) -> None:
+    gateway, engine = await bus.gateway("g2", grace_s=0.05), await bus.engine()
+    dead = await bus.gateway("g1", grace_s=0.05)
+    await dead.fleet()
+    await dead.submit(generate("a"), bounds=LATE)
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.delete(f"{{{bus.namespace}}}:gateway:g1")  # it has not read the fleet for long
+    assert (await gateway.fleet()).late.requests == 1
+    await asyncio.sleep(0.06)
+    assert (await gateway.fleet()).late.requests == 0
+    assert ids(await take(engine)) == []
+
+
+async def test_both_lanes_survive_a_restart_of_redis(own_server: EmbeddedRedis, own_bus: Bus) -> None:
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(late_share=0.0, lease_ms=60_000)
+    await gateway.submit(generate("held"), bounds=LATE)
+    assert ids(await take(engine)) == ["held"]
+    await gateway.submit(generate("late", 30), bounds=LATE)
+    await gateway.submit(generate("on", 20))
+    before = await gateway.fleet()
+    own_server.stop()
+    own_server.start()
+    after = await gateway.fleet()
+    assert (after.late.requests, after.late.tokens) == (before.late.requests, before.late.tokens) == (1, 30)
+    assert (after.on_time.requests, after.on_time.tokens) == (1, 20)
+    assert await gateway.places(["late", "on"]) == {"late": Place("late", 1), "on": Place("on_time", 0)}
+    assert ids(await take(engine)) == ["on", "late"]
+
+
+async def test_a_passed_deadline_in_either_lane_does_not_keep_what_is_behind_it(bus: Bus) -> None:
+    """The head of each lane is past its deadline: a claim ends both and takes what is behind."""
+    gateway, engine = await bus.gateway(), await bus.engine()
+    now_ms = (await gateway.fleet()).time_ms
+    for name, bounds in (("a", within(ANY_TOKENS)), ("b", LATE)):
+        await gateway.submit(Generate(name, "g1", [1], 1, Sampling(), now_ms + 40), bounds=bounds)
+    await gateway.submit(generate("c"), bounds=LATE)
+    await asyncio.sleep(0.05)
+    assert ids(await take(engine)) == ["c"]
+
+
+async def test_the_queue_is_bounded_in_requests_and_in_bytes(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    few = QueueBounds(most_requests=2)
+    assert (await gateway.submit(generate("a"), generate("b"), bounds=few)).accepted
+    full = await gateway.submit(generate("c"), bounds=few)
+    assert (full.accepted, full.full, full.queued) == (False, True, 2)
+    assert (await gateway.submit(generate("a"), generate("b"), bounds=few)).accepted  # a retry of what is queued
+    await take(engine)
+    assert (await gateway.submit(generate("c"), bounds=few)).accepted  # only what waits counts
+    small = QueueBounds(most_bytes=1500)
+    assert (await gateway.submit(generate("d", 200), bounds=small)).accepted
+    assert (await gateway.submit(generate("e", 1200), bounds=small)).full
+    refused = await gateway.submit(generate("f", 1200), bounds=QueueBounds(-ANY_TOKENS, -ANY_TOKENS, most_requests=1))
+    assert (refused.accepted, refused.full) == (False, False)  # it has no room anyway: 429
+
+
+async def test_a_tenant_keeps_its_counter_when_its_only_request_moves(bus: Bus) -> None:
+    """A move is no arrival: it does not lift the counter to those of others."""
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.0)
+    await gateway.submit(generate("x", 50, tenant="busy"))
+    await take(engine)
+    await gateway.submit(generate("quiet", 10, tenant="quiet"), bounds=soon(20))
+    before = (await gateway.fleet()).tenants["quiet"].counter
+    await gateway.submit(generate("y", 10, tenant="busy"), bounds=LATE)
+    await asyncio.sleep(0.03)
+    fleet = await gateway.fleet()
+    assert fleet.late.requests == 2
+    assert fleet.tenants["quiet"].counter == before
