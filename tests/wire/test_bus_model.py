@@ -127,9 +127,13 @@ class BusModel(RuleBasedStateMachine):
         """A tenant's requests in a lane, in their order."""
         mine = [name for name in self.tokens if name in self.lane(lane) and self.tenant(name) == tenant]
         sizes = self.sizes if lane == "on_time" else dict[str, int]()
-        return sorted(
-            mine, key=lambda name: (name not in self.front, self.requests[name].priority, sizes.get(name, 0))
-        )
+
+        def place(name: str) -> tuple[bool, int, int]:
+            if name in self.front:
+                return False, self.requests[name].priority, 0
+            return True, self.requests[name].priority, sizes.get(name, 0)
+
+        return sorted(mine, key=place)
 
     def lane(self, lane: str) -> set[str]:
         return {name for name in self.waiting if self.lanes[name] == lane}
