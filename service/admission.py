@@ -25,16 +25,15 @@ import msgspec
 
 from engine.wire.layout import STALE_MS
 from engine.wire.messages import EngineLoad
-from engine.wire.records import ANY_TOKENS, Fleet, Place, QueueBounds
+from engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # pauses are longer by up to this fraction, so that clients spread out
 LATE_STEPS = 3  # a report is late after this many steps of its engine
-# Longest estimated wait of a request that joins the on-time lane, as a fraction of the target: its prompt takes a part
-# of the target too, and waits differ from estimates.
-ON_TIME_WAIT = 0.25
+# Longest wait in the on-time lane, estimated or real, as a fraction of the target: the prompt takes the rest.
+ON_TIME_WAIT = 0.8
 NEVER = -ANY_TOKENS  # a bound that no queue keeps
 
 
@@ -47,6 +46,14 @@ class Cost(msgspec.Struct, frozen=True):
     tenant: str = ""
     weight: float = 1.0
     longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
+    continuations: int = 1  # over all its prompts
+
+    @property
+    def size_class(self) -> int:
+        """The power of two of its tokens that are certain: prompts, and outputs up to their least length.
+
+        Smaller classes start first within the on-time lane, so more requests start in time with the same blocks."""
+        return min(SIZE_CLASSES - 1, (self.prompt_tokens + self.continuations * self.least_tokens).bit_length())
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -217,16 +224,18 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     slack = _slack(cost, supply, missing, config.ttft_target_s * ON_TIME_WAIT, supply.pools)
     if now_ms - fleet.time_ms <= STALE_MS:
         slack = max(slack, _preemption_room(cost, fleet, supply.fresh))
-    late_slack = _slack(cost, supply, late_missing, longest_s, float(ANY_TOKENS)) if longest_s > 0 else -1
+    late_slack = _slack(cost, supply, late_missing, longest_s, float(ANY_TOKENS)) if longest_s > 0 else -math.inf
     if slack < 0 and late_slack < 0:
         raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
-        int(fleet.on_time.tokens + beyond_room + slack) if slack >= 0 else NEVER,
+        # Smaller requests precede larger ones, so the lane may have room for this one where it seems full.
+        NEVER if math.isinf(slack) else int(fleet.on_time.tokens + beyond_room + slack),
         int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
-        math.ceil(1000 * config.ttft_target_s),
+        math.ceil(1000 * config.ttft_target_s * ON_TIME_WAIT),
         config.max_queued,
         config.max_queued_mib * 2**20,
+        cost.size_class,
     )
     return Decision(bounds, supply.wait_s(missing), supply.wait_s(late_missing))
 
@@ -234,13 +243,14 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
 def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown: float) -> float:
     """Return by how many prompt tokens a lane may grow before a request would wait too long in it; < 0: it would now.
 
+    -infinity: in any lane it would miss its deadline.
     `missing`: prompt tokens claimed before the request, its own included, beyond the engines' room.  `longest_s`: the
     longest wait, in seconds.  `unknown`: what may be ahead of it while the pace is not known."""
     # The pace of an engine that was idle until now is unknown, but such an engine has room.
     service = cost.least_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
     if deadline < 0:
-        return -1.0
+        return -math.inf
     return max(-missing, min(supply.budget(longest_s, unknown), deadline) - missing - supply.inside)
 
 

@@ -192,9 +192,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             gt=0,
-            description="Target for the time to first token, in seconds. A request whose estimated wait is at most a "
-            "quarter of it joins the on-time lane, which engines serve first. A request that has waited the whole "
-            "target moves to the late lane. Set it to what your users accept.",
+            description="Target for the time to first token, in seconds. A request whose estimated wait is at most "
+            "0.8 of it joins the on-time lane, which engines serve first, small requests before large ones. A request that "
+            "has waited so long there moves to the late lane. Set it to what your users accept.",
         ),
     ] = 2.0
     late_wait_s: Annotated[

@@ -234,6 +234,7 @@ class Handlers:
             tenant=tenant.name,
             weight=tenant.weight,
             longest_wait_s=longest_wait_s,
+            continuations=valid.n * len(encoded),
         )
         now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.wire.layout import PLACES, SIZES
 from engine.wire.messages import Abort, EngineLoad, Generate
 from engine.wire.token_log import LoggedOutput
 
@@ -13,6 +14,7 @@ Lane = Literal["on_time", "late"]
 LANES: tuple[Lane, ...] = ("on_time", "late")  # in the order in which engines claim
 
 ANY_TOKENS = 2**53  # a bound in tokens that nothing exceeds
+SIZE_CLASSES = PLACES // SIZES
 
 
 class TenantQueue(msgspec.Struct, frozen=True):
@@ -35,14 +37,15 @@ class LaneQueue(msgspec.Struct, frozen=True):
 class QueueBounds(msgspec.Struct, frozen=True):
     """How full the queue may be for a request to join it.  The request itself counts in each bound.
 
-    It joins the on-time lane if the tokens there exceed the engines' room by at most `on_time_excess`; else the late
-    lane, if the tokens of both lanes exceed it by at most `late_excess`; else none."""
+    It joins the on-time lane if the tokens there, without larger requests of its tenant that it precedes, exceed the
+    engines' room by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at most `late_excess`; else none."""
 
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
     target_ms: int = 3_600_000  # after so long in the on-time lane a request moves to the late lane
     most_requests: int = 2**53  # that wait, one a prompt
     most_bytes: int = 2**53  # of their payloads
+    size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller ones are first in a tenant's on-time lane
 
 
 class DuplicateRequest(msgspec.Struct, frozen=True):

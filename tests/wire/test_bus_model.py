@@ -59,6 +59,7 @@ class BusModel(RuleBasedStateMachine):
         self.credit = 0.0  # of the late lane, in prompt tokens
 
         self.counters = dict.fromkeys(TENANTS, 0.0)
+        self.sizes: dict[str, int] = {}  # request -> its size class
         self.left: str | None = None  # whose queue emptied last
         self.room = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, set[str]] = {name: set() for name in ENGINES}
@@ -126,13 +127,27 @@ class BusModel(RuleBasedStateMachine):
     def queue(self, lane: str, tenant: str) -> list[str]:
         """A tenant's requests in a lane, in their order."""
         mine = [name for name in self.tokens if name in self.lane(lane) and self.tenant(name) == tenant]
-        return sorted(mine, key=lambda name: (name not in self.front, self.requests[name].priority))
+        sizes = self.sizes if lane == "on_time" else dict[str, int]()
+
+        def place(name: str) -> tuple[bool, int, int]:
+            if name in self.front:
+                return False, self.requests[name].priority, 0
+            return True, self.requests[name].priority, sizes.get(name, 0)
+
+        return sorted(mine, key=place)
 
     def lane(self, lane: str) -> set[str]:
         return {name for name in self.waiting if self.lanes[name] == lane}
 
     def lane_tokens(self, lane: str) -> int:
         return sum(self.tokens[name] for name in self.lane(lane))
+
+    def behind(self, tenant: str, priority: int, size: int) -> float:
+        """Tokens of the tenant's on-time requests that a new one would precede, all counted as equally long."""
+        queue = self.queue("on_time", tenant)
+        order = {name: (self.requests[name].priority, self.sizes[name]) for name in queue if name not in self.front}
+        behind = sum(place > (priority, size) for place in order.values())
+        return behind / len(queue) * sum(self.tokens[name] for name in queue) if behind else 0
 
     def head(self, lane: str) -> str | None:
         """The next request of a lane: of the tenant with the smallest counter."""
@@ -154,8 +169,11 @@ class BusModel(RuleBasedStateMachine):
         excess=st.sampled_from((2**53, -(2**53))) | st.integers(0, 60),
         late_excess=st.sampled_from((2**53, -(2**53))) | st.integers(0, 200),
         most=st.integers(1, 30),
+        size=st.integers(0, 2),
     )
-    def submit(self, tokens: int, tenant: str, priority: int, excess: int, late_excess: int, most: int) -> None:
+    def submit(
+        self, tokens: int, tenant: str, priority: int, excess: int, late_excess: int, most: int, size: int
+    ) -> None:
         name = f"r{len(self.tokens)}"
         request = Generate(
             name,
@@ -171,20 +189,20 @@ class BusModel(RuleBasedStateMachine):
         room = sum(self.room[engine] for engine in self.known)
         total = tokens + sum(self.tokens[waiting] for waiting in self.waiting)
         lane = None
-        if tokens + self.lane_tokens("on_time") <= room + excess:
+        if tokens + self.lane_tokens("on_time") - self.behind(tenant, priority, size) <= room + excess:
             lane = "on_time"
         elif total <= room + late_excess:
             lane = "late"
         full = lane is not None and len(self.waiting) >= most
         ahead = len(self.lane("on_time") if lane == "on_time" else self.waiting)
-        bounds = QueueBounds(excess, late_excess, 600_000, most)
+        bounds = QueueBounds(excess, late_excess, 600_000, most, size_class=size)
         queue = self.run(self.gateway.submit(request, bounds=bounds))
         assert (queue.lane, queue.full) == (None if full else lane, full)
         assert queue.room_tokens == room
         if queue.accepted:
             assert queue.ahead == ahead
             self.requests[name], self.tokens[name], self.log[name] = request, tokens, []
-            self.lanes[name] = queue.lane
+            self.lanes[name], self.sizes[name] = queue.lane, size
             self.join(name)
         assert queue.queued == len(self.waiting)
 

@@ -6,14 +6,14 @@ max_line_length = 120
 
 local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
-  "OUTPUT_COST", "PLACES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
+  "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
   "QUARANTINED_MS", "QUOTA_MS",
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
   "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_all", "logged_tokens",
   "finish_open", "keep",
-  "LANES", "charge", "in_queue", "lift", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",
+  "LANES", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",
   "move_to_late", "lane_tokens", "lane_state", "queue_state",
   "listeners", "each_of", "other_listeners", "route", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",

@@ -3,12 +3,13 @@
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
 -- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
 -- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
+-- `size_class`: of the request, see "Order" in KEYS.md.
 -- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state, {id, body} of the request
 -- that `once` found}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
-local on_time_excess, late_excess, target, most_requests, most_bytes = unpack(ARGV, 11, 15)
-local FIRST = 16  -- of the prompts, in ARGV
+local on_time_excess, late_excess, target, most_requests, most_bytes, size_class = unpack(ARGV, 11, 16)
+local FIRST = 17  -- of the prompts, in ARGV
 
 local free, duplicate, asked, bytes = room(), {}, 0, 0
 for i = FIRST, #ARGV, 4 do
@@ -21,9 +22,9 @@ local function is_full()
 end
 
 local function choose_lane()  -- the lane with room for these prompts; nil: none has
-  local tokens = asked + lane_tokens('on_time')
-  if tokens <= free + on_time_excess then return 'on_time' end
-  if tokens + lane_tokens('late') <= free + late_excess then return 'late' end
+  local on_time = asked + lane_tokens('on_time')
+  if on_time - on_time_behind(tenant, priority, size_class) <= free + on_time_excess then return 'on_time' end
+  if on_time + lane_tokens('late') <= free + late_excess then return 'late' end
 end
 
 local function store(i, lane)  -- the request and the log of the prompt at ARGV[i]
@@ -31,7 +32,7 @@ local function store(i, lane)  -- the request and the log of the prompt at ARGV[
   local key, log, now = P .. 'req:' .. id, P .. 'log:' .. id, now_ms()
   call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
        'place', priority * PLACES + call('INCR', P .. 'arrivals'), 'listeners', gateway,
-       'since', now, 'lane', lane, 'due', now + target)
+       'since', now, 'lane', lane, 'due', now + target, 'size_class', size_class)
   call('PEXPIREAT', key, deadline + EXPIRY_MS)
   call('HSET', log, 'n', n, 'retain', retain)
   if i == FIRST then

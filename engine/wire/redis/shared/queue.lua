@@ -25,6 +25,15 @@ local function lift(tenant)  -- raise the counter of a tenant with nothing queue
   if counter < tonumber(floor) then call('HSET', P .. 'counters', tenant, floor) end
 end
 
+-- Prompt tokens of the tenant's on-time requests that a new one of this class would precede.  They count as equally
+-- long, and they are the larger ones, so this is less than the truth.
+local function on_time_behind(tenant, priority, size_class)
+  local queue = P .. 'queue:on_time:' .. tenant
+  local behind = call('ZCOUNT', queue, priority * PLACES + (size_class + 1) * SIZES, '+inf')
+  if behind == 0 then return 0 end
+  return behind / call('ZCARD', queue) * call('HGET', P .. 'queued_tokens:on_time', tenant)
+end
+
 local function enter_lane(lane, tenant, id, place, tokens, since)
   call('ZADD', P .. 'turns:' .. lane, call('HGET', P .. 'counters', tenant) or 0, tenant)
   call('ZADD', P .. 'queue:' .. lane .. ':' .. tenant, place, id)
@@ -54,12 +63,14 @@ end
 -- lane, because its client is reading.
 local function enqueue(id)
   local key = P .. 'req:' .. id
-  local tokens, place, tenant, since, lane, due = unpack(
-    call('HMGET', key, 'tokens', 'place', 'tenant', 'since', 'lane', 'due'))
+  local tokens, place, tenant, since, lane, due, size_class = unpack(
+    call('HMGET', key, 'tokens', 'place', 'tenant', 'since', 'lane', 'due', 'size_class'))
   local bytes = call('HSTRLEN', key, 'payload')
   if logged_tokens(id) > 0 then
     lane, place, due = 'on_time', place - FRONT, nil
     call('HDEL', key, 'due')
+  elseif lane == 'on_time' then
+    place = place + size_class * SIZES
   end
   if not in_queue(tenant) then lift(tenant) end
   enter_lane(lane, tenant, id, place, tokens, since)
