@@ -193,8 +193,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             gt=0,
             description="Target for the time to first token, in seconds. A request whose estimated wait is at most "
-            "0.8 of it joins the on-time lane, which engines serve first, small requests before large ones. A request that "
-            "has waited so long there moves to the late lane. Set it to what your users accept.",
+            "0.8 of it joins the on-time lane, which engines serve first, small requests before large ones. A request "
+            "that has waited so long there moves to the late lane. Set it to what your users accept.",
         ),
     ] = 2.0
     late_wait_s: Annotated[

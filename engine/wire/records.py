@@ -38,7 +38,8 @@ class QueueBounds(msgspec.Struct, frozen=True):
     """How full the queue may be for a request to join it.  The request itself counts in each bound.
 
     It joins the on-time lane if the tokens there, without larger requests of its tenant that it precedes, exceed the
-    engines' room by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at most `late_excess`; else none."""
+    engines' room by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at most
+    `late_excess`; else none."""
 
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
