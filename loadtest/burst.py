@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lanes-server", default="", help="further options of `lanes`")
     parser.add_argument(
         "--fifo-server",
-        default="--ttft-target-s 3600 --late-wait-s 3600",
-        help="further options of `fifo`, with which nothing is late or refused; default: a target of an hour",
+        default="--ttft-target-s 0.001 --late-wait-s 3600",
+        help="further options of `fifo`: one queue in order of arrival, nothing refused; default: a target of 1 ms",
     )
     _add_work_arguments(parser)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run that would end later than this")

@@ -13,7 +13,7 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from service import queue_updates
+from service import admission, queue_updates
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import events, raw, says
@@ -24,6 +24,7 @@ EngineMaker = Callable[..., FakeEngine]
 Launch = Callable[..., subprocess.Popen[str]]
 
 # A full engine that starts 90 prompt tokens a second: 45 may wait in the on-time lane, 60 need 0.7 s.
+TARGET_S = 0.5 / admission.ON_TIME_WAIT
 FULL = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}
 LATE = {"prompt": [7] * 60, "max_tokens": 5}
 COMMENT = re.compile(r": queued place=(\d+) wait_s=([\d.]+)")
@@ -47,7 +48,7 @@ async def test_a_late_stream_begins_at_once_and_says_where_it_stands(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.05)
-    served = await serve(late_wait_s=60.0)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
         first = asyncio.create_task(raw(served.session, "/v1/completions", **LATE))
         await settled(lambda: served.streams.fleet.late.requests == 1)
@@ -76,7 +77,7 @@ async def test_the_official_client_reads_over_the_comments(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
-    served = await serve(late_wait_s=60.0)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with (
         full(served, engine(says(byte_level_tokenizer))) as fake,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x") as client,
@@ -90,7 +91,7 @@ async def test_the_official_client_reads_over_the_comments(
 
 
 async def test_on_time_answers_say_so(serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer) -> None:
-    served = await serve()
+    served = await serve(ttft_target_s=TARGET_S)
     async with engine(says(byte_level_tokenizer)):
         await settled(lambda: bool(served.streams.fleet.engines))
         _, _, headers = await raw(served.session, "/v1/completions", prompt="a", max_tokens=2)
@@ -102,7 +103,7 @@ async def test_on_time_answers_say_so(serve: Serve, engine: EngineMaker, byte_le
 async def test_a_client_that_leaves_while_late_leaves_nothing(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, stream: bool
 ) -> None:
-    served = await serve(late_wait_s=60.0)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
         async with ClientSession(base_url=served.url) as leaver:
             asking = asyncio.create_task(raw(leaver, "/v1/completions", **LATE, stream=stream))
@@ -119,7 +120,7 @@ async def test_a_client_that_leaves_while_late_leaves_nothing(
 async def test_a_deadline_that_passes_while_late_names_the_wait(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(late_wait_s=60.0)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
         status, body, headers = await raw(served.session, "/v1/completions", **LATE, timeout=1.0)
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
@@ -141,7 +142,7 @@ async def test_a_deadline_that_passes_while_late_names_the_wait(
 async def test_a_client_says_how_long_it_may_wait(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(late_wait_s=60.0)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
 
         async def ask(wait: str, prompt: int) -> tuple[int, Any]:
@@ -167,7 +168,7 @@ async def test_a_client_says_how_long_it_may_wait(
 
 
 async def test_a_full_queue_is_503(serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer) -> None:
-    served = await serve(late_wait_s=60.0, max_queued=2)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0, max_queued=2)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
         waiting = [asyncio.create_task(raw(served.session, "/v1/completions", **LATE)) for _ in range(2)]
         await settled(lambda: served.streams.fleet.queued == 2)
@@ -182,7 +183,7 @@ async def test_a_killed_gateways_late_requests_are_never_computed(
     launch: Launch, serve: Serve, port: int, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     """SIGKILL while they wait: another gateway withdraws them after the grace."""
-    served = await serve(late_wait_s=60.0, resume_s=0.5)
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0, resume_s=0.5)
     process = launch("--resume-s", "0.5", "--late-wait-s", "60")
     url = f"http://127.0.0.1:{port}"
     await answers(f"{url}/ping")

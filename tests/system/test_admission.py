@@ -134,7 +134,7 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
     digests = ((name, hashlib.sha256(name.encode()).hexdigest()) for name in ("loud", "quiet"))
     file.write_text("".join(f'[{name}]\nweight = 1.0\nkey_sha256 = ["{digest}"]\n' for name, digest in digests))
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 2.0, "kv_blocks": BLOCKS, "max_seqs": 64}
-    options = {"ttft_target_s": 8.0, "tenants": str(file)}
+    options = {"ttft_target_s": 2.5, "tenants": str(file)}
 
     def full_of_the_loud_one(fleet: Fleet) -> bool:
         return fleet.queued > 0 and not fleet.room_tokens and fleet.engines[0].crowd == ["loud"]

@@ -260,7 +260,7 @@ async def test_without_a_late_lane_overload_is_a_rate_limit_and_a_patient_client
         max_seqs=4,
         executor="scripted",
         scripted_step_ms=5.0,  # so that an answer takes its time, however fast the machine
-        gateway_options={"ttft_target_s": 0.2, "late_wait_s": 0.0},
+        gateway_options={"ttft_target_s": 0.0625, "late_wait_s": 0.0},
     ) as stack:
         asked: dict[str, Any] = {
             "model": "tiny",
