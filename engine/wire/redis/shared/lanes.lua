@@ -24,6 +24,6 @@ local function count_share(share, lane, tokens)  -- prompt tokens were claimed f
     local credit = tonumber(call('GET', key) or 0) - (1 - share) * tokens
     if credit > 0 then call('SET', key, credit) else call('DEL', key) end
   elseif lane == 'on_time' and call('EXISTS', P .. 'turns:late') == 1 then
-    call('INCRBYFLOAT', key, share * tokens)
+    call('SET', key, (call('GET', key) or 0) + share * tokens)
   end
 end
