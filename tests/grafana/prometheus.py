@@ -52,7 +52,8 @@ class Deployment:
         )
         shared = [str(checkpoint), f"--redis-url={redis_url}", "--namespace=grafana", "--served-name=tiny"]
         engine = ["--executor=scripted", "--scripted-step-ms=5", "--kv-blocks=48", "--max-seqs=12", "--engine-id=e0"]
-        gateway = [f"--port={port}", "--gateway-id=g0", "--late-wait-s=0.3", f"--tenants={tenants}"]
+        lanes = ["--ttft-target-s=0.1", "--late-wait-s=0.3"]  # so short that both lanes fill
+        gateway = [f"--port={port}", "--gateway-id=g0", *lanes, f"--tenants={tenants}"]
         for name, options, metrics in (
             ("engine", [*engine, "--admission=none"], self.metrics_ports[0]),
             ("gateway", gateway, self.metrics_ports[1]),
@@ -82,7 +83,7 @@ class Deployment:
             self._stopping.wait(0.05)
 
     def _send(self, turn: int) -> None:
-        """Send a valid request; every fifth one is invalid."""
+        """Send a request.  Every fifth one is invalid, and every third one would rather be refused than be late."""
         body = {
             "model": "tiny",
             "prompt": "Twenty requests share this prefix of some tokens. " + f"And not this: {turn}. " * (1 + turn % 5),
@@ -91,11 +92,10 @@ class Deployment:
             "ignore_eos": True,
             "n": 1 + (turn % 7 == 0),
         }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self.KEYS[turn % 2]}"},
-        )
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.KEYS[turn % 2]}"}
+        if turn % 3 == 0:
+            headers["X-Max-Queue-Wait"] = "0"
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         try:
             with _open(request, timeout=60) as answer:
                 answer.read()
