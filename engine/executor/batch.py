@@ -20,6 +20,7 @@ One plan at a time: `stage` (host only), then the owner of the Staging sends it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -106,6 +107,13 @@ class Shape(NamedTuple):
     def holds(self, other: Shape) -> bool:
         """Whether padding makes `other` this."""
         return all(mine >= its for mine, its in zip(self, other, strict=True))
+
+    def padded(self, shapes: Sequence[Shape]) -> Shape:
+        """Return the shape that holds this one with the fewest tokens to compute; this one if none holds it.
+
+        The time of a step grows with its tokens, whether they decode or belong to slices."""
+        fits = [shape for shape in shapes if shape.holds(self)]
+        return min(fits, key=lambda shape: (shape.decodes + shape.tokens, shape), default=self)
 
 
 class Page(NamedTuple):
@@ -286,8 +294,7 @@ class Batch:
                 f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
                 f"the buffers hold {self._most_tokens} in {len(self.slots)}"
             )
-        fits = [shape for shape in self.shapes if shape.holds(exact)] if exact.logits == samples else []
-        shape = min(fits, default=exact)
+        shape = exact.padded(self.shapes) if exact.logits == samples else exact
         memory, page = blank(shape)
         page.slots[:decoding] = self._host_slots[:decoding]
         starts = np.array([piece.start for piece in slices], dtype=np.int64)

@@ -51,7 +51,7 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
     for tokens in (64, 128, 256, 512, 1024, 2048):
         slices = max(4, tokens // 32)
         most = min(max_seqs - slices, step_tokens - tokens)
-        for decodes in sorted({min(size, most) for size in (0, 16, 64, 256, 1024)} if most >= 0 else ()):
+        for decodes in sorted({min(size, most) for size in (0, 16, 64, 128, 256, 1024)} if most >= 0 else ()):
             samples = decodes + slices
             shapes.append(Shape(decodes, tokens, slices, samples, samples))
     return shapes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.executor.batch import Shape
 from engine.executor.graphs import SecondUse, capture_all, ladder, mixed_ladder, rung, urgent
 
 
@@ -30,6 +31,22 @@ def test_steps_with_slices_fit_the_buffers() -> None:
     assert mixed_ladder(2, 8) == []
     # However few slots there are, nearly all of them may decode together with a slice.
     assert max(shape.decodes for shape in mixed_ladder(40, 256)) == 36
+
+
+@pytest.mark.parametrize("decodes", [1, 15, 17, 65, 100, 193, 252])
+@pytest.mark.parametrize("tokens", [1, 60, 200, 2000])
+def test_a_step_with_slices_is_padded_to_the_fewest_tokens(decodes: int, tokens: int) -> None:
+    """A few more decoding slots than a size has must not cost the largest size of slices."""
+    shapes = mixed_ladder(256, 8192)
+    exact = Shape(decodes, tokens, 1, decodes + 1, decodes + 1)
+    padded = exact.padded(shapes)
+    if padded == exact:
+        assert not any(shape.holds(exact) for shape in shapes)
+        return
+    assert padded.holds(exact)
+    assert padded.decodes + padded.tokens == min(
+        shape.decodes + shape.tokens for shape in shapes if shape.decodes >= decodes and shape.tokens >= tokens
+    )
 
 
 def test_running_out_of_time_keeps_what_was_captured() -> None:
