@@ -6,7 +6,6 @@ it ended.  For what other settings would have done, simulate a request log: `eng
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +21,16 @@ from engine.tools.trace import VOCAB
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Generate
 
+FILLER = 1  # every token but the last of each block; STOP is 0
+
 
 class Output(msgspec.Struct):
     """What a log knows of one continuation."""
 
     id: str  # of its request
     prompt_len: int  # tokens
-    chain: list[int]  # a number for each full block that the log knows: equal where the digests are
+    chain: list[int]  # a token for each full block that the log knows: equal where the digests are
+    unknown: int  # the token for its other blocks; no other continuation has it
     tokens: int = 0  # of output
     reason: str = ""  # of its Finish; "": none in the log
 
@@ -40,19 +42,21 @@ def find_outputs(turns: Sequence[LoggedTurn]) -> Outputs:
     """Return every continuation in a log.  An id may arrive again: while its request is open, the engine ignores it."""
     found: Outputs = {}
     open_requests: dict[str, list[int]] = {}  # id -> [number, continuations that have not ended]
-    known: dict[bytes, int] = {}  # digest -> the number that stands for it
+    known: dict[bytes, int] = {}  # digest -> the token that stands for it
     number = 0
 
-    def numbers(blocks: bytes) -> list[int]:
+    def block_tokens(blocks: bytes) -> list[int]:
         digests = (blocks[at : at + DIGEST] for at in range(0, len(blocks), DIGEST))
-        return [known.setdefault(digest, len(known)) for digest in digests]
+        return [known.setdefault(digest, FILLER + 1 + len(known)) for digest in digests]
 
     for turn in turns:
         for order in turn.orders:
             if isinstance(order, Arrival):
                 number, request = number + 1, order.request
-                chain = numbers(order.blocks)
-                found |= {(number, index): Output(request.id, order.prompt_len, chain) for index in range(request.n)}
+                chain = block_tokens(order.blocks)
+                for index in range(request.n):
+                    unknown = VOCAB - 1 - len(found)
+                    found[number, index] = Output(request.id, order.prompt_len, chain, unknown)
                 if alive := len(order.begun) - order.begun.count(None) if order.begun else request.n:
                     open_requests.setdefault(request.id, [number, alive])
         ended = (entry for entry in turn.events if entry.kind == "ended")
@@ -60,20 +64,22 @@ def find_outputs(turns: Sequence[LoggedTurn]) -> Outputs:
             of = open_requests[entry.id]
             output = found[of[0], entry.index]
             output.tokens, output.reason = entry.tokens, entry.reason
-            output.chain = max(output.chain, numbers(blocks), key=len)
+            output.chain = max(output.chain, block_tokens(blocks), key=len)
             of[1] -= 1
             if not of[1]:
                 del open_requests[entry.id]
     return found
 
 
-def content(chain: Sequence[int], block_size: int, at: int) -> int:
-    """Return the token at a position of a sequence whose blocks the numbers of `chain` stand for; 1 beyond the chain.
+def content(output: Output, block_size: int, at: int) -> int:
+    """Return the token at a position of a continuation, prompt included.
 
-    Two sequences begin with equal tokens as far as their chains are equal.  Only the last token of a block differs from
-    other blocks': a prompt that ends within a block does not yet say how the answer continues."""
+    Two continuations begin with equal tokens as far as their chains are equal.  Only the last token of a block differs
+    from other blocks'.  So a prompt may end within a block: the output decides which block it becomes."""
     block, offset = divmod(at, block_size)
-    return 2 + chain[block] if offset == block_size - 1 and block < len(chain) else 1
+    if offset < block_size - 1:
+        return FILLER
+    return output.chain[block] if block < len(output.chain) else output.unknown
 
 
 class RecordedExecutor(ScriptedExecutor):
@@ -112,7 +118,7 @@ class RecordedExecutor(ScriptedExecutor):
         output = self._output(sampler)
         if position + 1 == output.tokens and output.reason == "stop":
             return STOP
-        return content(output.chain, self._block_size, output.prompt_len + position)
+        return content(output, self._block_size, output.prompt_len + position)
 
 
 class Difference(NamedTuple):
@@ -159,14 +165,13 @@ def replay(log: Log) -> tuple[int, Difference | None]:
 def _order(number: int, arrival: Arrival, found: Outputs, block_size: int) -> Generate | Resume:
     """Return the request, with made-up tokens that are equal where the recorded ones were."""
     length = arrival.prompt_len
-    prompt = [content(found[number, 0].chain, block_size, at) for at in range(length - length % block_size)]
-    prompt += random.Random(number).sample(range(2, VOCAB), length % block_size)
+    prompt = [content(found[number, 0], block_size, at) for at in range(length)]
     sampling = msgspec.structs.replace(arrival.request.sampling, seed=number)
     request = msgspec.structs.replace(arrival.request, token_ids=prompt, sampling=sampling)
     if not arrival.begun:
         return request
     outputs = [
-        None if begun is None else [content(found[number, index].chain, block_size, length + at) for at in range(begun)]
+        None if begun is None else [content(found[number, index], block_size, length + at) for at in range(begun)]
         for index, begun in enumerate(arrival.begun)
     ]
     return Resume(request, outputs)
