@@ -51,7 +51,6 @@ FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost"
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
 LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
 INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
-NO_HEADERS: Mapping[str, str] = {}
 WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
 
 
@@ -333,7 +332,7 @@ class Handlers:
                     answered += changed
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
-        headers = opened.waiting.headers() if opened.waiting is not None else {}
+        headers = opened.waiting.headers() if opened.waiting is not None else None
         response = await self._write(request, await form.whole(answered), headers)
         opened.record_sent(form.tokens)
         return response
@@ -341,7 +340,7 @@ class Handlers:
     # -- helpers of the steps
 
     async def _write(
-        self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] = NO_HEADERS
+        self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
         """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
         response = web.StreamResponse(headers=headers)

@@ -83,8 +83,10 @@ class QueueUpdates:
         """Follow a request no longer: an engine has claimed it, or it is over."""
         self._waiters.pop(order_id, None)
 
-    async def refresh(self, redis_clock_ms: int) -> None:
-        """Read the places, at most once every UPDATE_S.  Keeps the last ones while Redis does not answer."""
+    async def refresh(self, now_ms: int) -> None:
+        """Read the places, at most once every UPDATE_S.  Keeps the last ones while Redis does not answer.
+
+        `now_ms`: unix time on the clock of the fleet's readings."""
         now = asyncio.get_running_loop().time()
         if not self._waiters or now - self._read < UPDATE_S:
             return
@@ -94,11 +96,11 @@ class QueueUpdates:
             places = await self._bus.places(asked)
         except BusDown:  # the reading of the fleet reports it
             return
-        fleet = self._fleet()
+        wait_s = admission.wait_estimator(self._fleet(), now_ms)
         for order_id in asked:
-            self._update(order_id, places.get(order_id), fleet, redis_clock_ms)
+            self._update(order_id, places.get(order_id), wait_s)
 
-    def _update(self, order_id: str, place: Place | None, fleet: Fleet, now_ms: int) -> None:
+    def _update(self, order_id: str, place: Place | None, wait_s: Callable[[Place], float | None]) -> None:
         waiter = self._waiters.get(order_id)
         if waiter is None or waiter.waiting is None:
             return
@@ -106,6 +108,6 @@ class QueueUpdates:
             self.discard(order_id)
             return
         waiter.waiting.lane, waiter.waiting.ahead = place.lane, place.ahead
-        waiter.waiting.wait_s = admission.estimated_wait_s(place, fleet, now_ms)
+        waiter.waiting.wait_s = wait_s(place)
         if place.lane == "late":
             waiter.announce()

@@ -10,6 +10,7 @@ A tenant without quotas needs no script.  Redis keeps the buckets (`engine/wire/
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
@@ -115,7 +116,7 @@ def describe(buckets: Buckets) -> dict[str, str]:
 
 def duration(ms: float) -> str:
     """Return a time in OpenAI's format, rounded up to ms: "0s", "17ms", "1.2s", "6m0s", "1h2m3s"."""
-    whole = max(0, -int(-ms // 1))
+    whole = max(0, math.ceil(ms))
     if 0 < whole < 1000:
         return f"{whole}ms"
     minutes, rest = divmod(whole, 60_000)
@@ -153,7 +154,7 @@ def _refusal(quota: Quota, kind: Kind, taken: Taken, prompts: list[tuple[int, in
     else:
         asked = 1 if kind == "requests" else sum(map(sum, prompts))
         left = taken.buckets.requests if kind == "requests" else taken.buckets.tokens
-        retry_s = -int(-taken.wait_ms // 1) / 1000
+        retry_s = math.ceil(taken.wait_ms) / 1000
         unit = QUOTA_MS // 1000
         message = f"{name}: {limit} {kind} every {unit} s, {left} are left and {asked} asked for; retry in {retry_s} s"
         given = asked

@@ -199,17 +199,17 @@ class BlockPool:
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
         for block in range(self.total):
-            self.inspect(block, named[block])
+            self._check_block(block, named[block])
             free = self._refs[block] == 0 and block not in self._idle
             if places[block] > free:
                 raise DoubleFree(f"block {block} stands {places[block]} times among the free ones, not {free:d} times")
             if places[block] < free:
                 raise Leak(f"block {block} is neither held nor idle, and not among the free ones")
-        self.balance(sum(named.values()))
+        self._check_sums(sum(named.values()))
         if len(self._index) != self.total - self._digest.count(None):
             raise AccountingError("the index finds a block that is not sealed")
 
-    def balance(self, named: int) -> None:
+    def _check_sums(self, named: int) -> None:
         """Check the sums: each block has one place, and all tables together contain `named`.  O(1).
 
         Raises AccountingError."""
@@ -223,14 +223,14 @@ class BlockPool:
             kind = Leak if self._named > named else DoubleFree
             raise kind(f"blocks were taken {self._named} times more often than released, tables name {named}")
 
-    def inspect(self, block: int, named: int | None = None) -> None:
-        """Check one block; `named`: by how many tables, where that is known.  O(1).  Raises AccountingError."""
+    def _check_block(self, block: int, named: int) -> None:
+        """Check one block, which `named` tables contain.  O(1).  Raises AccountingError."""
         refs, digest = self._refs[block], self._digest[block]
-        if named is not None and refs != named:
+        if refs != named:
             kind = Leak if refs > named else DoubleFree
             raise kind(f"block {block} counts {refs} references, {named} tables name it")
-        if refs < 0 or (refs and block in self._idle):
-            raise DoubleFree(f"block {block} has {refs} references and is {'idle' if refs > 0 else 'owed'}")
+        if refs and block in self._idle:
+            raise DoubleFree(f"block {block} has {refs} references and is idle")
         if digest is not None and self._index.get(digest) != block:
             raise AccountingError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
         if digest is None and block in self._idle:
@@ -301,9 +301,9 @@ class HostPool:
                 raise kind(f"host block {block} stands {places[block]} times in free, held: {held}")
         if len(named) > len(self._held):
             raise AccountingError(f"host blocks {sorted(named.keys() - self._held)} do not exist")
-        self.balance(sum(named.values()))
+        self._check_sums(sum(named.values()))
 
-    def balance(self, named: int) -> None:
+    def _check_sums(self, named: int) -> None:
         """Check the sums, when all tables together name `named`.  O(1).  Raises AccountingError."""
         free, held = len(self._free), len(self._held)
         if free + held != self.total or held != named:

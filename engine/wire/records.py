@@ -142,8 +142,8 @@ class ExchangeReply(msgspec.Struct, frozen=True):
 
     generates: list[Generate]
     aborts: list[Abort]  # carry these out after `generates` are accepted: both may concern the same request
-    # Another engine took them over, or a client withdrew them, after this engine's lease had
-    # lapsed.  Drop them without a Delta and without `finished`.  Redis ignored what this exchange reported of them.
+    # Another engine took them over, or a client withdrew them, after this engine's lease had lapsed.  Drop them without
+    # a Delta and without `finished`.  Redis ignored what this exchange reported of them.
     reassigned: list[str] = []
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.

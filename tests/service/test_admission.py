@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import EngineLoad
 from engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
-from service.admission import NEVER, Cost, Decision, ahead, decide, estimated_wait_s, limits
+from service.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
 from service.api import Refusal
 from service.config import GatewayConfig
 from tests.service.fakes import a_load
@@ -150,10 +150,11 @@ def test_a_refused_client_is_told_when_the_lane_is_short_enough_and_a_crowd_at_d
 def test_the_estimate_at_a_place_counts_what_is_ahead() -> None:
     view = fleet(busy(), one=TenantQueue(1600, 0.0, 1.0, late_tokens=800))
     view = msgspec.structs.replace(view, on_time=LaneQueue(4, 800), late=LaneQueue(8, 800))
-    waits = [estimated_wait_s(Place("late", ahead), view, NOW) for ahead in (4, 7, 11)]
+    wait_s = wait_estimator(view, NOW)
+    waits = [wait_s(Place("late", ahead)) for ahead in (4, 7, 11)]
     assert waits == [11.25, 15.0, 20.0]
-    assert estimated_wait_s(Place("on_time", 0), view, NOW) == 2.5
-    assert estimated_wait_s(Place("late", 0), fleet(a_load()), NOW) is None
+    assert wait_s(Place("on_time", 0)) == 2.5
+    assert wait_estimator(fleet(a_load()), NOW)(Place("late", 0)) is None
 
 
 def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:

@@ -19,7 +19,7 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
-  "bucket_debt", "shift_bucket", "prompts_of", "forget_request", "settle_quota",
+  "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
 }
 
 read_globals = {"redis", "cmsgpack", "struct", "KEYS", "ARGV"}

@@ -5,12 +5,11 @@ local held, now = P .. 'quota_held:' .. tenant, now_ms()
 
 local entry = call('HGET', held, request)
 if entry then
-  shift_bucket(tenant, 'requests', -string.match(entry, '[^ ]+$'))
+  refund_bucket(tenant, 'requests', tonumber(string.match(entry, '[^ ]+$')))
   for id in prompts_of(tenant, request) do
     local size, output, token_ms = unpack(cmsgpack.unpack(call('HGET', held, id)))
-    shift_bucket(tenant, 'tokens', -(size + output) * token_ms)
+    refund_bucket(tenant, 'tokens', (size + output) * token_ms)
   end
   forget_request(tenant, request)
 end
-local function shown(ms) return string.format('%.6f', ms) end
-return {shown(bucket_debt(tenant, 'requests', now)), shown(bucket_debt(tenant, 'tokens', now))}
+return {bucket_debts(tenant, now)}

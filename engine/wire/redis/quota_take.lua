@@ -53,9 +53,7 @@ end
 
 local function take()
   for bucket, ms in pairs(cost) do
-    if ms > 0 then
-      call('HSET', key, bucket, string.format('%.6f', now + bucket_debt(tenant, bucket, now) + ms))
-    end
+    if ms > 0 then shift_bucket(tenant, bucket, ms, now) end
   end
   call('HSET', held, request, string.format('%d %d %.6f', prompts, now, cost.requests))
   for i = 0, prompts - 1 do
@@ -75,5 +73,4 @@ if request ~= '' and call('HEXISTS', held, request) == 0 then  -- else a retry: 
   used_up, wait = verdict()
   if used_up == '' then take() end
 end
-local function shown(ms) return string.format('%.6f', ms) end
-return {used_up, shown(wait), shown(bucket_debt(tenant, 'requests', now)), shown(bucket_debt(tenant, 'tokens', now))}
+return {used_up, precise(wait), bucket_debts(tenant, now)}

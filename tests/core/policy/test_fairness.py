@@ -103,6 +103,14 @@ def flood(rig: Rig, requests: int) -> list[str]:
     return [rig.add([5 + i % 30] * 8, 24, ignore_eos=True, seed=i, tenant="loud") for i in range(requests)]
 
 
+def add_random(rig: Rig, rng: random.Random, continuations: list[int]) -> None:
+    """A request of any size, priority, tenant and number of continuations."""
+    tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
+    prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
+    kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
+    rig.add(prompt, rng.randrange(1, 30), n=rng.choice(continuations), ignore_eos=True, **kind)
+
+
 def step(rig: Rig, steps: int) -> None:
     for _ in range(steps):
         submitted = rig.submit()
@@ -197,10 +205,7 @@ def test_only_a_tenant_below_its_share_starts_a_sequence_while_others_are_swappe
         )
         for _ in range(120):
             if rng.random() < 0.4:
-                tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
-                prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
-                kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
-                rig.add(prompt, rng.randrange(1, 30), n=rng.choice([1, 1, 2]), ignore_eos=True, **kind)
+                add_random(rig, rng, [1, 1, 2])
             swapped = {id(seq) for seq in rig.core.waiting if seq.host}
             fresh = {id(seq) for seq in rig.core.waiting if not seq.started_before}
             step(rig, 1)
@@ -281,10 +286,7 @@ def restarts_a_grown_sequence(seed: int) -> bool:
     preemption.preempt = spy  # type: ignore[method-assign]
     for _ in range(80):
         if rng.random() < 0.4:
-            tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
-            prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
-            kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
-            rig.add(prompt, rng.randrange(1, 30), n=rng.choice([1, 2, 3]), ignore_eos=True, **kind)
+            add_random(rig, rng, [1, 2, 3])
         grown.clear()
         if rig.submit():
             if any(id(seq) in grown and seq.slot >= 0 for seq in rig.core.live()):

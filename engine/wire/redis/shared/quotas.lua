@@ -4,10 +4,20 @@ local function bucket_debt(tenant, bucket, now)  -- ms until this bucket is full
   return math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now)
 end
 
-local function shift_bucket(tenant, bucket, ms)  -- move the time at which a bucket is full; < 0 gives back
-  local key, now = P .. 'quota:' .. tenant, now_ms()
-  if call('HEXISTS', key, bucket) == 0 then return end
-  call('HSET', key, bucket, string.format('%.6f', now + bucket_debt(tenant, bucket, now) + ms))
+local function precise(ms)  -- as text; numbers in a reply would lose their fraction
+  return string.format('%.6f', ms)
+end
+
+local function shift_bucket(tenant, bucket, ms, now)  -- move the time at which a bucket is full; < 0 gives back
+  call('HSET', P .. 'quota:' .. tenant, bucket, precise(now + bucket_debt(tenant, bucket, now) + ms))
+end
+
+local function refund_bucket(tenant, bucket, ms)  -- give back what was taken, unless the bucket is gone
+  if call('HEXISTS', P .. 'quota:' .. tenant, bucket) == 1 then shift_bucket(tenant, bucket, -ms, now_ms()) end
+end
+
+local function bucket_debts(tenant, now)  -- ms until the buckets of requests and of tokens are full
+  return precise(bucket_debt(tenant, 'requests', now)), precise(bucket_debt(tenant, 'tokens', now))
 end
 
 local function prompts_of(tenant, request)  -- an iterator over the ids of a request's prompts that are not settled
@@ -37,7 +47,7 @@ local function settle_quota(tenant, id)
   if not entry or alive(id) then return end
   local _, output, token_ms = unpack(cmsgpack.unpack(entry))
   call('HDEL', held, id)
-  if continuations(id) > 0 then shift_bucket(tenant, 'tokens', (logged_tokens(id) - output) * token_ms) end
+  if continuations(id) > 0 then refund_bucket(tenant, 'tokens', (output - logged_tokens(id)) * token_ms) end
   local request = string.match(id, '^(.*)%.%d+$')
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
 end
