@@ -46,7 +46,7 @@ class BusThread:
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None where no metrics are served."""
-        self.relieved = False  # see Inbox
+        self.relieved = self.queued = False  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -221,6 +221,7 @@ class BusThread:
         began = time.monotonic()
         reply = await bus.exchange(batches, finished, load, room_tokens, room_requests)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
+        self.queued = bus.queue_share > 0
         self._telemetry.clock_skew_s = bus.clock.skew_s
         self._sent += count
         self._pass_on(reply, bus)

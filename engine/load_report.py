@@ -11,23 +11,28 @@ from engine.wire.messages import EngineLoad
 
 
 class Rate:
-    """Moving average of a growing count, per second; an event `seconds` ago weighs 1/e of one that happens now."""
+    """Growth of a count, per second of the time in which requests wait: what the engine does when it has all it can do.
+
+    An average over that time; what happened `seconds` of it ago weighs 1/e of what happens now.  0: nothing has waited
+    yet.  An average over all time would take an engine with little to do for a slow one, and refuse a crowd."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._count = 0
-        self._at: float | None = None
+        self._at: float | None = None  # of the last update; None: nothing waited then
+        self._weight = 0.0  # of all that is in `value`; 1 after long
         self.value = 0.0
 
-    def update(self, count: int, now: float) -> float:
-        """Take in `count` as of `now` (seconds, monotonic) and return the rate."""
-        if self._at is None:
-            self._at, self._count = now, count
-        elif now > self._at:
+    def update(self, count: int, now: float, *, queued: bool) -> float:
+        """Take in `count` as of `now` (seconds, monotonic) and return the rate.  `queued`: requests wait now.
+
+        An interval counts if requests wait at its beginning and at its end."""
+        if queued and self._at is not None and now > self._at:
             elapsed = now - self._at
-            weight = 1 - math.exp(-elapsed / self._seconds)
-            self.value += weight * ((count - self._count) / elapsed - self.value)
-            self._at, self._count = now, count
+            new = 1 - math.exp(-elapsed / self._seconds)
+            self._weight += new * (1 - self._weight)
+            self.value += new / self._weight * ((count - self._count) / elapsed - self.value)
+        self._at, self._count = now if queued else None, count
         return self.value
 
 
@@ -64,8 +69,10 @@ class LoadReport:
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
         self.pace = Pace()
 
-    def describe(self, core: Scheduler, now: float, *, draining: bool) -> EngineLoad:
-        """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others."""
+    def describe(self, core: Scheduler, now: float, *, draining: bool, queued: bool) -> EngineLoad:
+        """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others.
+
+        `queued`: requests wait in the queue."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         crowd, yield_tokens = ([], 0) if draining else core.yielding()
         return EngineLoad(
@@ -82,8 +89,8 @@ class LoadReport:
             waiting=len(core.waiting),
             waiting_tokens=core.waiting.tokens,
             time_ms=steady_ms(),
-            tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now),
-            blocks_per_s=self._blocks_rate.update(totals.released_blocks, now),
+            tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now, queued=queued),
+            blocks_per_s=self._blocks_rate.update(totals.released_blocks, now, queued=queued),
             preemptions=totals.preemptions,
             prompt_tokens=totals.prompt_tokens,
             cached_prompt_tokens=totals.cached_prompt_tokens,

@@ -5,7 +5,6 @@ the loop --write()--> queue --> writer thread --> FILE, and FILE.1 before it
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -73,8 +72,11 @@ class LogFile:
             except OSError as error:
                 ended = True
                 log.error("%s ends here: %s", self._path, error)
-        with contextlib.suppress(OSError):
-            self._file.close()
+        try:
+            self._file.close()  # writes what is still buffered
+        except OSError as error:
+            if not ended:
+                log.error("%s ends here: %s", self._path, error)
 
     def _append(self, data: bytes) -> bool:
         """Return whether the log goes on.  Raises OSError."""

@@ -189,7 +189,7 @@ class Engine:
         core, now = self.core, time.monotonic()
         record.draining = self.draining
         room_tokens, room_requests = (0, 0) if record.draining else core.room()
-        record.load = self._load.describe(core, now, draining=record.draining)
+        record.load = self._load.describe(core, now, draining=record.draining, queued=self._inbox.queued)
         record.outputs = core.outputs()
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
         report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped)

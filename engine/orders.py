@@ -32,6 +32,7 @@ class Inbox(Protocol):
     """Where orders come from."""
 
     relieved: bool  # another engine can take over every request of this one
+    queued: bool  # more requests wait than this engine has taken
 
     def drain(self, wait_s: float) -> Sequence[Order]:
         """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
@@ -61,7 +62,7 @@ class Outbox(Protocol):
 class LocalBox:
     """Inbox and outbox in memory, for a caller in the same process."""
 
-    relieved = full = False
+    relieved = full = queued = False
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
         self.orders: list[Order] = []  # the caller appends, the engine takes

@@ -84,9 +84,10 @@ def _starts(load: EngineLoad) -> float:
 
     An engine can start anew what it generates and frees, and the mix of prompt and output tokens stays the same.  So
     the prompts' share of each freed block goes to prompts, and P / G prompt tokens belong to each output token.
-    Either figure is a lower bound while the batch still fills."""
+    Either figure is a lower bound while the batch still fills.  0 until a sequence has ended while others waited: at
+    the first answers' beginning P / G is far too large."""
     prompt, generated = load.prompt_tokens, load.generated_tokens
-    if not prompt or not generated:
+    if not prompt or not generated or not load.blocks_per_s:
         return 0.0
     freed = load.blocks_per_s * load.block_size
     return max(freed * prompt / (prompt + generated), load.tokens_per_s * prompt / generated)

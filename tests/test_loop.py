@@ -105,11 +105,18 @@ def test_a_step_budget_that_leaves_no_room_for_prompts_is_refused() -> None:
         build_scheduler(EngineConfig(max_seqs=8, step_tokens=8), ScriptedExecutor(INFO, 64))
 
 
-def test_rate_follows_a_steady_count() -> None:
+def test_a_rate_is_right_from_the_first_interval_on_and_leaves_out_time_without_a_queue() -> None:
     rate = Rate(seconds=1.0)
-    for tick in range(200):
-        rate.update(tick * 5, tick * 0.1)
-    assert rate.value == pytest.approx(50.0, rel=0.01)
+    for tick in range(100):
+        assert rate.update(tick, float(tick), queued=False) == 0.0
+    rate.update(100, 100.0, queued=True)
+    for tick in range(1, 20):
+        assert rate.update(100 + 5 * tick, 100 + 0.1 * tick, queued=True) == pytest.approx(50.0)
+    rate.update(200, 102.0, queued=False)
+    assert rate.update(201, 200.0, queued=True) == pytest.approx(50.0, rel=0.05)
+    for tick in range(1, 60):
+        rate.update(201 + tick, 200 + 0.1 * tick, queued=True)
+    assert rate.value == pytest.approx(10.0, rel=0.2)  # the old pace is forgotten
 
 
 class Reports(LocalBox):
@@ -136,6 +143,23 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
         time.sleep(0.3)
         engine.turn()
     assert box.said[-1].load.step_s == load.step_s
+
+
+def test_the_pace_is_what_the_engine_does_while_requests_wait() -> None:
+    """One lonely request tells nothing of how many a second an engine could serve."""
+    box = Reports()
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64, step_seconds=0.005), box, box)
+    rates = []
+    for queued in (False, True, False):
+        box.queued = queued
+        box.orders += [Generate(f"{seed}", "g", [5], 8, Sampling(seed=seed, ignore_eos=True), 2**60) for seed in (1, 2)]
+        while not engine.core.idle or box.orders:
+            engine.turn()
+        load = box.said[-1].load
+        rates.append((load.tokens_per_s, load.blocks_per_s))
+    assert rates[0] == (0.0, 0.0)
+    assert rates[1][0] == pytest.approx(8 * rates[1][1], rel=0.2) != 0.0  # a block for 8 output tokens
+    assert rates[2] == rates[1]
 
 
 class Shut(Reports):
@@ -207,7 +231,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     thread, sent = BusThread(CONFIG), []
 
     class Side:
-        queue_share = 0.0
+        queue_share = 0.5
         clock = RedisClock()
 
         async def exchange(self, batches: Any, finished: Any, *_: Any) -> ExchangeReply:
@@ -227,6 +251,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     say("a", "b", dropped=0, finished=("a",))
     await thread._exchange(side, say("a", "b", dropped=1))
     assert sent == [(["a", "b"], []), (["b", "a"], [])]
+    assert thread.queued
     orders = thread.drain(0)
     assert orders[0] == Abort("a", reassigned=True)
     assert [type(order) for order in orders[1:]] == [Generate] * again

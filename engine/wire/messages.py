@@ -118,8 +118,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting: int  # sequences inside the engine that are preempted or not yet started
     waiting_tokens: int  # their prompt (and regenerated) tokens
     time_ms: int  # unix time of this reading on the engine's own clock: other processes may only see that it changes
-    tokens_per_s: float = 0.0  # output tokens, moving average
-    blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, moving average
+    tokens_per_s: float = 0.0  # output tokens, moving average over the time in which requests wait
+    blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, average over the same time
     preemptions: int = 0  # since start, like all counts below
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0

@@ -367,7 +367,13 @@ async def test_a_deadline_out_of_reach_is_refused_before_it_costs_anything(
     served = await serve(late_wait_s=1000.0)
     async with engine(says(byte_level_tokenizer)) as fake:
         fake.room_tokens = 0
-        fake.load_changes = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}
+        fake.load_changes = {
+            "running": 9,
+            "tokens_per_s": 90.0,
+            "blocks_per_s": 0.1,
+            "prompt_tokens": 1000,
+            "generated_tokens": 1000,
+        }
         await settled(lambda: any(load.running == 9 for load in served.streams.fleet.engines))
         await settled(lambda: served.streams.fleet.room_tokens == 0)
         # Prompt tokens start as fast as output tokens are made, 90 a second: 300 of them take longer than 3 s.

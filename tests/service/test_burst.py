@@ -79,14 +79,14 @@ class Burst:
         return 1 - self.unused_s / self.busy_s
 
     def report(self) -> None:
-        totals = self.core.report.totals
+        totals, queued = self.core.report.totals, any(self.lanes.values())
         self.room_tokens, self.seats = self.core.room()
         self.load = a_load(
             total_blocks=BLOCKS,
             running=self.core.running,
             waiting_tokens=self.core.waiting.tokens,
-            tokens_per_s=self.tokens.update(totals.generated_tokens, self.now),
-            blocks_per_s=self.blocks.update(totals.released_blocks, self.now),
+            tokens_per_s=self.tokens.update(totals.generated_tokens, self.now, queued=queued),
+            blocks_per_s=self.blocks.update(totals.released_blocks, self.now, queued=queued),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             step_s=self.pace.value,
@@ -168,3 +168,11 @@ def test_a_burst_is_answered_whole_and_those_that_can_be_in_time_are(seed: int) 
     assert run.in_time() >= 2 * fifo.in_time()
     assert max(run.begun.values()) <= 1.05 * max(fifo.begun.values())  # no work is lost by the order
     assert run.pool_use >= min(0.93, fifo.pool_use)
+
+
+def test_a_crowd_before_a_nearly_idle_engine_is_not_refused() -> None:
+    """One request at a time for 20 s, then 600 at once: they wait at most 40 s, and the limit is 60."""
+    jobs = [Job(60, 16, at, 16, ends_known=True) for at in (*map(float, range(20)), *[20.0] * 600)]
+    run = Burst(jobs, 0, GatewayConfig(ttft_target_s=SLO_TTFT_S, late_wait_s=60.0)).run()
+    assert max(run.begun.values()) < 60.0
+    assert set(run.claimed.values()) == {"on_time", "late"}

@@ -25,7 +25,7 @@ Launch = Callable[..., subprocess.Popen[str]]
 
 # A full engine that starts 90 prompt tokens a second: 45 may wait in the on-time lane, 60 need 0.7 s.
 TARGET_S = 0.5 / admission.ON_TIME_WAIT
-FULL = {"running": 9, "tokens_per_s": 90.0, "prompt_tokens": 1000, "generated_tokens": 1000}
+FULL = {"running": 9, "tokens_per_s": 90.0, "blocks_per_s": 0.1, "prompt_tokens": 1000, "generated_tokens": 1000}
 LATE = {"prompt": [7] * 60, "max_tokens": 5}
 COMMENT = re.compile(r": queued place=(\d+) wait_s=([\d.]+)")
 

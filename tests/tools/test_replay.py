@@ -68,7 +68,7 @@ class Ends(ScriptedExecutor):
 class Box:
     """Inbox and outbox, at times full; the clock moves 7 ms a turn."""
 
-    relieved = False
+    relieved = queued = False
 
     def __init__(self) -> None:
         self.full = False
@@ -272,14 +272,13 @@ def test_a_replay_says_how_many_decisions_are_equal(tmp_path: Path, capsys: pyte
     assert f" turns: {decisions} decisions are as recorded, all there are" in capsys.readouterr().out
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path) -> None:
-    executor = Ends(40, 1)
-    flight = recorder.Recorder(tmp_path / "log", config("none"), executor, 1 << 20)
-    flight._file._file.close()
-    flight._file._file = open("/dev/full", "wb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    flight = recorder.Recorder(tmp_path / "log", config("none"), Ends(40, 1), 1 << 20)
     for _ in range(3):
         flight.observe(TURN)
     flight.close()
+    assert "log ends here: [Errno 28] No space left on device" in caplog.text
 
 
 @pytest.mark.perf
