@@ -92,6 +92,7 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_ids: bool | None = None
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -240,6 +241,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     priority: int  # lower is served earlier
     chat: bool  # it was sent to the chat endpoint
+    # Fields below have defaults: an older gateway's record in Redis lacks them.
+    include_ids: bool = False  # the client reads event ids and comments
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -442,6 +445,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "stream": bool(body.stream),
         "include_usage": bool(options.include_usage),
         "continuous_usage": bool(options.continuous_usage_stats),
+        "include_ids": bool(options.include_ids),
         "return_token_ids": bool(body.return_token_ids),
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,

@@ -1,7 +1,7 @@
 """Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
 
-Every chunk carries an event id: how much of the answer the reader has after it (`Position`).  So any gateway can
-continue from there (`resume.py`).
+A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
+Any gateway can continue from there (`resume.py`).
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ class Format:
         fingerprint: str | None,
         prompts: list[Prompted],
         vocabulary: list[bytes],
+        ids: bool = True,
     ) -> None:
+        """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id = request_id.encode()
+        self._id, self.ids = request_id.encode(), ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -191,7 +193,9 @@ class Format:
     # -- one chunk
 
     def _event_id(self) -> bytes:
-        """Return the id of the next event; it counts what that event adds."""
+        """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
+        if not self.ids:
+            return b""
         tokens = self._tokens
         if len(tokens) == 1:
             return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)

@@ -196,7 +196,6 @@ class Handlers:
         Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
         prepared = await self._prepare(request, body, parse, prefix)
         timeout_s, bounded = prepared.valid.timeout_s, prepared.valid.max_tokens is not None
-        resumable = key is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
             self._cut_after(timeout_s),
             self._quotas.hold(request, request[TENANT], prepared.orders, bounded=bounded) as held,
@@ -206,7 +205,7 @@ class Handlers:
                 partial(self._admit, prepared.cost),
                 record=prepared.record,
                 idempotency_key=key,
-                resumable=resumable,
+                resumable=resume.resumable(request.headers),
             ) as opened,
         ):
             held.queued = True
@@ -254,7 +253,8 @@ class Handlers:
             deadline_ms=deadline_ms,
             traceparent=trace,
         )
-        form = record.form(request_id, self._tokenizer.table)
+        ids = valid.include_ids or resume.resumable(request.headers)
+        form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
@@ -269,7 +269,7 @@ class Handlers:
         found = await streams.find(request_id)
         record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
         valid = record.valid
-        form = record.form(request_id, self._tokenizer.table)
+        form = record.form(request_id, self._tokenizer.table, ids=True)
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
         if len(had.tokens) != prompts * n:
