@@ -96,13 +96,13 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints.  Null means absent; unknown fields are ignored, as OpenAI's clients expect."""
+    """Fields of both endpoints.  Null means absent but for `max_tokens`; unknown fields are ignored, as OpenAI's clients expect."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None | msgspec.UnsetType = msgspec.UNSET  # null is not absent: it means what fits
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -226,7 +226,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
     sampling: Sampling
     n: int
-    max_tokens: int | None  # of each continuation; None: the rest of the context
+    max_tokens: int | None  # of each continuation; None: the rest of the context; 0: none, the prompt is echoed
     seeded: bool  # the client chose the seed
     stop: tuple[str, ...]
     include_stop: bool
@@ -257,9 +257,10 @@ def _bad(code: str, message: str, param: str | None, limit: Any = None, given: A
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
     """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
 
-    `config` holds the limits that the refusal of a number out of range names."""
+    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`.  It also holds the
+    limits that the refusal of a number out of range names."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, strict=config is not None and config.strict_fields)
     except msgspec.ValidationError as error:
         message = str(error)
         at = re.search(r"- at `\$\.?([^`]*)`$", message) or re.search(r"required field `([^`]*)`", message)
@@ -371,7 +372,7 @@ def _priority(given: int | str) -> int:
 def _refuse_unserved(body: _Common) -> None:
     """Raise Refusal for a field that would change the answer and is not supported."""
     for name, feature in _UNSERVED.items():
-        if getattr(body, name, None) not in (None, False, [], {}):
+        if getattr(body, name, None) not in (None, False, [], {}, ""):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
     for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
         if getattr(body, name, None) not in (None, only):
@@ -431,14 +432,13 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     for text in stop:
         check("stop chars", len(text), config)
     check("cache_salt", len(body.cache_salt or ""), config)
-    for name in ("max_tokens", "truncate_prompt_tokens"):
-        if (value := getattr(body, name)) is not None:
-            check(name, value, config)
+    if body.truncate_prompt_tokens is not None:
+        check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
     return {
         "sampling": _sampling(body, config),
         "n": _int("n", body.n, 1, config),
-        "seeded": body.seed is not None,
+        "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
         "include_stop": bool(body.include_stop_str_in_output),
         "skip_special": _or(body.skip_special_tokens, True),
@@ -455,7 +455,9 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
 
 
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
-    """Return any of the four forms of `prompt` as a list of texts or token id lists, none of them empty."""
+    """Return any of the four forms of `prompt` as a list of texts or token id lists.
+
+    An empty text may still have a token: the one that the tokenizer puts first.  `fit` refuses it otherwise."""
     prompts: list[Any]
     kinds = set() if isinstance(given, str) else set(map(type, given))
     if isinstance(given, str) or kinds == {int}:
@@ -465,15 +467,29 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
     else:
         raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
     check("prompt", len(prompts), config)
-    if not prompts or not all(prompts):
+    if not prompts or [] in prompts:
         raise _bad("empty_prompt", "prompt: must not be empty, at least 1 token", "prompt", ">= 1", 0)
     return prompts
+
+
+def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, scores: bool = False) -> int | None:
+    """Return how many tokens a continuation may have; None: what fits, which null and -1 stand for.  Raises Refusal.
+
+    `scores`: the answer repeats the prompt, so 0 is allowed."""
+    if value is None or value == -1:
+        return None
+    if value or not scores:
+        check(name, value, config)
+    return value
 
 
 def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
     asked: CompletionBody = decode(body, CompletionBody, config)
     fields = _common(asked, config, served_name, timeout_s)
+    given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
+    prompts = _prompts(asked.prompt, config)
+    check("choices", len(prompts) * fields["n"], config)
     if asked.best_of is not None and asked.best_of != fields["n"]:
         raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
@@ -483,9 +499,9 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
     return ValidRequest(
-        prompts=_prompts(asked.prompt, config),
+        prompts=prompts,
         messages=[],
-        max_tokens=_or(asked.max_tokens, 16),  # OpenAI's default
+        max_tokens=_answer_tokens("max_tokens", given, config, scores=bool(asked.echo)),
         echo=bool(asked.echo),
         chat=False,
         **fields,
@@ -546,18 +562,20 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked: ChatBody = decode(body, ChatBody, config)
     fields = _common(asked, config, served_name, timeout_s)
+    given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
+    max_tokens = _answer_tokens("max_tokens", given, config)
     if asked.max_completion_tokens is not None:
-        check("max_completion_tokens", asked.max_completion_tokens, config)
+        max_tokens = _answer_tokens("max_completion_tokens", asked.max_completion_tokens, config)
     if asked.top_logprobs is not None:
         check("top_logprobs", asked.top_logprobs, config)
-        if not asked.logprobs:
+        if asked.top_logprobs and not asked.logprobs:
             raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     return ValidRequest(
         prompts=[],
         messages=plain_messages(asked.messages, config),
-        max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
+        max_tokens=max_tokens,
         echo=False,
         chat=True,
         **fields,
@@ -575,10 +593,12 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
-    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context."""
+    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context.
+
+    LangChain and LiteLLM recognise it by the first words of its message, which are OpenAI's."""
     more = "at least " if least else ""
     message = (
-        f"the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
+        f"this model's maximum context length is {longest} tokens, but {more}{prompt + asked} were asked for: "
         f"{more}{prompt} in the prompt and {asked} to generate"
     )
     return limit_refusal("context", f"{param}: {message}", longest, param=param, given=prompt + asked)
@@ -611,13 +631,13 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     for ids in encoded:
         if not ids:
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
-        asked = 1 if valid.max_tokens is None else valid.max_tokens
+        asked = max(1, valid.max_tokens or 0)  # engines compute a token even to score a prompt
         if len(ids) + asked > longest:
             raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
             message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
             raise limit_refusal("pool", message, pool, param=param, given=len(ids) + asked)
-        room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
+        room = min(longest, pool) - len(ids) if valid.max_tokens is None else asked
         if sampling.min_tokens > room:
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
             raise _bad("invalid_value", message, "min_tokens", room, sampling.min_tokens)

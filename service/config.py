@@ -83,6 +83,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "every message may, as in vLLM."
         ),
     ] = True
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Refuse unknown fields of a request, and numbers and booleans that are strings. Off: such "
+            "numbers are taken as in vLLM, and a header of the answer names unknown fields, which are ignored."
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int,
         Meta(
@@ -146,8 +153,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "/detokenize. One prompt may always fill the model's whole context.",
         ),
     ] = 262_144
-    max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
-    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
+    max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 1024
+    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 128
+    max_choices: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Continuations of all prompts of one request: prompts x n. Each takes memory of a "
+            "gateway and 2 to 6 characters of every event id, which a client that resumes sends in a header.",
+        ),
+    ] = 1024
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
     max_logprob_entries: Annotated[
         int,
@@ -161,7 +176,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 131_072
     max_stop_strings: Annotated[
         int, Meta(ge=0, description="Stop strings of one request. Each costs a search in every token's text.")
-    ] = 16
+    ] = 64
     max_stop_chars: Annotated[
         int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
     ] = 256

@@ -364,16 +364,20 @@ class Format:
         if self._valid.chat:
             pairs = zip(tokens, found, strict=True)
             return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
-        tops = [
-            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
-            for token, at in zip(tokens, found, strict=True)
-        ]
+        tops = [None if at is None else self._top(token, at) for token, at in zip(tokens, found, strict=True)]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
+        """Return the alternatives of a completion's token, itself first.  The likelier one of equal names counts."""
+        top = {self._name(token): _finite(at.logprob)}
+        for other, logprob in at.top:
+            top.setdefault(self._name(other), _finite(logprob))
+        return top
 
     def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
         top = [self._alternative(i, p) for i, p in at.top]

@@ -190,7 +190,18 @@ def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest, waiting: Wa
         piece.finish, piece.stop_reason = "stop", stream.matched
     if valid.sampling.logprobs >= 0:
         _add_logprobs(piece, mailbox, stream, logprobs or [])
+    if valid.max_tokens == 0:
+        _drop_output(piece)
     return piece
+
+
+def _drop_output(piece: Piece) -> None:
+    """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
+    piece.text, piece.token_ids = "", []
+    if piece.logprobs is not None:
+        piece.logprobs, piece.offsets = [], []
+    if piece.finish is not None:
+        piece.finish, piece.stop_reason = "length", None
 
 
 def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: bool) -> None:

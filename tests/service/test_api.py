@@ -91,13 +91,13 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"suffix": "x"}, "suffix", "unsupported"),
         (completion, {"best_of": 2}, "best_of", "unsupported"),
         (completion, {"logprobs": 21}, "logprobs", "invalid_value"),
-        (completion, {"prompt": ""}, "prompt", "empty_prompt"),
         (completion, {"prompt": []}, "prompt", "empty_prompt"),
-        (completion, {"prompt": ["a", ""]}, "prompt", "empty_prompt"),
+        (completion, {"prompt": [[1], []]}, "prompt", "empty_prompt"),
         (completion, {"prompt": ["a", 3]}, "prompt", "invalid_type"),
         (completion, {"prompt": [[1], 3]}, "prompt", "invalid_type"),
         (completion, {"prompt": 3}, "prompt", "invalid_type"),
-        (completion, {"prompt": ["a"] * 65}, "prompt", "too_many"),
+        (completion, {"prompt": ["a"] * 1025}, "prompt", "too_many"),
+        (completion, {"prompt": ["a"] * 300, "n": 4}, "n", "too_many"),
         (completion, {"max_tokens": "ten"}, "max_tokens", "invalid_type"),
         (completion, {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         (completion, {"logit_bias": {"": 1}}, "logit_bias", "invalid_value"),
@@ -140,7 +140,11 @@ def test_what_cannot_be_served_is_refused_by_name(call: Any, fields: dict[str, A
 def test_fields_that_change_nothing_are_taken() -> None:
     chat(add_generation_prompt=True, continue_final_message=False, echo=False, chat_template_kwargs={}, documents=[])
     chat(add_special_tokens=False, prompt_logprobs=None)
-    completion(add_special_tokens=True, logits_processors=[])
+    chat(top_logprobs=0, logprobs=False)
+    completion(add_special_tokens=True, logits_processors=[], suffix="", stop=["x"] * 16)
+    api.parse_completion(
+        b'{"model": "m", "prompt": "", "stop": ' + json.dumps(["x"] * 64).encode() + b"}", GatewayConfig(), "m", 9
+    )
 
 
 def test_another_model_is_not_found() -> None:
@@ -185,7 +189,8 @@ JSON = st.recursive(
 def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(Refusal):
         valid = completion(**fields)
-        assert all(valid.prompts)
+        assert valid.prompts
+        assert [] not in valid.prompts
         assert 0 <= valid.sampling.temperature <= 2
         assert 1 <= valid.n <= CONFIG.max_n
 
@@ -209,8 +214,69 @@ def test_defaults_are_openais() -> None:
     assert valid.sampling == Sampling()
     assert (valid.n, valid.stop, valid.stream, valid.echo) == (1, (), False, False)
     assert chat().max_tokens is None
+    assert completion(max_tokens=None).max_tokens is None
     assert chat(max_tokens=3).max_tokens == 3
     assert chat(max_tokens=3, max_completion_tokens=4).max_tokens == 4
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_minus_one_and_null_mean_what_fits(call: Any) -> None:
+    for fields in ({"max_tokens": -1}, {"max_tokens": None}, {"max_tokens": "-1"}):
+        assert call(**fields).max_tokens is None, fields
+        assert api.fit(call(**fields), [[1] * 10], LIMITS) == [70]
+    assert chat(max_tokens=5, max_completion_tokens=-1).max_tokens is None
+    refusal = refused(call, max_tokens=-2)
+    assert (refusal.param, refusal.given) == ("max_tokens", -2)
+
+
+def test_a_prompt_may_be_scored_without_an_answer() -> None:
+    valid = completion(max_tokens=0, echo=True, logprobs=0)
+    assert valid.max_tokens == 0
+    assert api.fit(valid, [[1] * 79], LIMITS) == [1]  # engines compute one token; the gateway drops it
+    assert refused(api.fit, valid, [[1] * 100], LIMITS).code == "context_length_exceeded"
+    assert refused(chat, max_tokens=0).param == "max_tokens"
+
+
+LAX = [
+    ("max_tokens", "5", 5),
+    ("max_tokens", 5.0, 5),
+    ("max_tokens", "5.0", 5),
+    ("temperature", "0.5", 0.5),
+    ("n", "2", 2),
+    ("seed", 7.0, 7),
+    ("echo", "true", True),
+    ("echo", 1, True),
+    ("stop_token_ids", ["5", 6.0], [5, 6]),
+    ("logit_bias", {"5": "0.5"}, {"5": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("field", "given", "meant"), LAX)
+def test_numbers_may_be_strings_unless_fields_are_strict(field: str, given: Any, meant: Any) -> None:
+    def strictly(value: Any) -> ValidRequest:
+        body = json.dumps({"model": "m", "prompt": "hi", field: value}).encode()
+        return api.parse_completion(body, GatewayConfig(strict_fields=True), "m", 600.0)
+
+    assert completion(**{field: given}) == completion(**{field: meant}) == strictly(meant)
+    refusal = refused(strictly, given)
+    assert refusal.code == "invalid_type"
+    assert (refusal.param or "").startswith(field)
+
+
+def test_strings_that_are_no_numbers_are_refused() -> None:
+    for fields in ({"max_tokens": "five"}, {"max_tokens": 5.5}, {"n": "2x"}, {"temperature": "warm"}):
+        assert refused(completion, **fields).code == "invalid_type"
+    assert refused(completion, temperature="nan").code == "invalid_value"
+    assert completion(prompt="5").prompts == ["5"]
+    assert completion(stop="null", prompt=["5", "null"]).stop == ("null",)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -2, 0, 2**63 - 1])
+def test_any_seed_of_64_bits_is_one(seed: int) -> None:
+    valid = completion(seed=seed)
+    assert valid.seeded
+    assert 0 <= valid.sampling.seed < 2**63
+    assert not completion(seed=-1).seeded
 
 
 def test_fields_arrive() -> None:
@@ -261,6 +327,8 @@ def test_what_only_the_engines_limits_can_tell(
 ) -> None:
     refusal = refused(api.fit, completion(**fields), [ids], LIMITS)
     assert (refusal.status, refusal.code, refusal.limit, refusal.given) == (400, code, limit, given)
+    if code == "context_length_exceeded":
+        assert "this model's maximum context length is 100 tokens" in refusal.message
 
 
 @pytest.mark.parametrize(
@@ -289,8 +357,10 @@ def test_every_order_has_its_seed_settled() -> None:
         ("r.1", "g", 2, 6, 123),
     ]
     assert orders[0].sampling.seed != orders[1].sampling.seed
-    seeded = api.generates(completion(prompt=["a", "b"], seed=-1), "r", "g", [[1], [2]], [5, 5], 1)
-    assert [o.sampling.seed for o in seeded] == [2**63 - 1] * 2
+    seeded = api.generates(completion(prompt=["a", "b"], seed=-2), "r", "g", [[1], [2]], [5, 5], 1)
+    assert [o.sampling.seed for o in seeded] == [2**63 - 2] * 2
+    unseeded = api.generates(completion(prompt=["a", "b"], seed=-1), "r", "g", [[1], [2]], [5, 5], 1)
+    assert unseeded[0].sampling.seed != unseeded[1].sampling.seed
 
 
 def test_retry_after_is_whole_seconds_and_exact_milliseconds() -> None:
@@ -398,7 +468,8 @@ def test_completion_logprobs_with_echo() -> None:
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "\ufffd", "\ufffd\ufffd"]
     assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -1.0, -9999.0]
     assert choice["logprobs"]["text_offset"] == [0, 3, 4, 4]
-    assert choice["logprobs"]["top_logprobs"][:2] == [None, {" c": -0.1, "a": -2.0}]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert list(choice["logprobs"]["top_logprobs"][1].items()) == [("a", -2.0), (" c", -0.1)]  # the chosen one first
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 2)
 
 

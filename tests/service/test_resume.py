@@ -427,7 +427,9 @@ async def test_openais_client_reads_on_after_a_keep_alive(
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
     ):
         await settled(lambda: bool(served.streams.fleet.engines))
-        stream = await client.completions.create(model="tiny", prompt="a", max_tokens=4, stream=True, extra_headers=headers)
+        stream = await client.completions.create(
+            model="tiny", prompt="a", max_tokens=4, stream=True, extra_headers=headers
+        )
         assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "length"
         assert fake.generated == 4
 

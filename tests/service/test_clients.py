@@ -1,0 +1,114 @@
+"""What clients in use send and expect, over HTTP: scoring, empty prompts, many prompts, unusual numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from service import api
+from service.api import Refusal
+from service.config import GatewayConfig
+from service.tokenizer import Tokenizer
+from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.test_app import ANSWER, raw, says
+from tests.service.test_late import TARGET_S, full
+from tests.service.test_resume import events
+
+Serve = Callable[..., Awaitable[Served]]
+EngineMaker = Callable[..., FakeEngine]
+SCORE = {"prompt": "One request", "max_tokens": 0, "echo": True, "logprobs": 2}
+
+
+async def test_a_prompt_is_scored_without_an_answer(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    ids = byte_level_tokenizer._encode("One request", special=True)
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await raw(served.session, "/v1/completions", **SCORE)
+        assert status == 200
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("One request", "length")
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == len(ids)
+        assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(ids) - 1)
+        assert choice["logprobs"]["text_offset"][0] == 0
+        assert answer["usage"]["completion_tokens"] == 0
+
+        body = {"model": "tiny", "stream": True, "stream_options": {"include_ids": True}, **SCORE, "n": 2}
+        whole = await events(served.session, "/v1/completions", body)
+        assert [event["choices"][0]["text"] for _, event in whole[:-1]] == ["One request"] * 2
+        assert whole[0][1]["choices"][0]["logprobs"] == choice["logprobs"]
+        rest = await events(served.session, "/v1/completions", body, **{"Last-Event-ID": whole[0][0]})
+        assert [data for _, data in rest] == [data for _, data in whole[1:]]
+
+
+async def test_the_official_client_scores_a_prompt(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with (
+        engine(says(byte_level_tokenizer, eos=True)),
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        scored = await client.completions.create(model="tiny", prompt="Say it", max_tokens=0, echo=True, logprobs=1)
+        assert scored.choices[0].text == "Say it"
+        assert scored.choices[0].logprobs is not None
+        assert scored.choices[0].logprobs.top_logprobs is not None
+        rest = await client.completions.create(model="tiny", prompt="Say it", max_tokens=-1, seed=-1)
+        assert (rest.choices[0].text, rest.choices[0].finish_reason) == (ANSWER, "stop")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="tiny", prompt="Say it", max_tokens=5000)
+        assert refused.value.code == "context_length_exceeded"
+        assert "this model's maximum context length is 512 tokens" in str(refused.value)
+
+
+async def test_an_empty_prompt_is_the_begin_token_where_there_is_one(
+    byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    limits = api.EngineLimits(max_model_len=100, vocab_size=700, block_size=16, total_blocks=50)
+    body = json.dumps({"model": "m", "prompt": "", "echo": True, "logprobs": 0}).encode()
+    valid = api.parse_completion(body, GatewayConfig(), "m", 600.0)
+    encoded = await sentencepiece_tokenizer.encode(valid)
+    assert encoded == [[1]]
+    assert api.fit(valid, encoded, limits) == [16]
+    [prompted] = sentencepiece_tokenizer.prompted(valid, encoded)
+    assert (prompted.text, prompted.offsets) == ("", [0])
+    with pytest.raises(Refusal) as refused:
+        api.fit(valid, await byte_level_tokenizer.encode(valid), limits)
+    assert refused.value.code == "empty_prompt"
+
+
+async def test_500_prompts_wait_in_the_late_lane(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """An engine that starts 90 prompt tokens a second is full: 500 prompts of 5 tokens would need 28 s."""
+    served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
+    async with full(served, engine(says(byte_level_tokenizer))) as fake:
+        prompts = [[7] * 5 for _ in range(500)]
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompts, "max_tokens": 1, "stream": True}
+        async with served.session.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+            assert response.headers["x-queue-lane"] == "late"
+            fake.room_tokens, fake.load_changes = 100_000, {}
+            stream = await response.read()
+        assert stream.endswith(b"data: [DONE]\n\n")
+        assert len(fake.seen) == 500
+        assert stream.count(b'"finish_reason":"length"') == 500
+
+
+async def test_128_continuations_of_one_prompt(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1, n=128)
+        assert (status, len(answer["choices"])) == (200, 128)
+        status, answer, _ = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1, n=129)
+        assert (status, answer["error"]["param"]) == (400, "n")
