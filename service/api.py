@@ -18,6 +18,7 @@ import msgspec
 
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
+from service.fields import Endpoint, undeclared
 from service.limits import LIMITS, broken, shown
 from service.refusal import Refusal as Refusal
 
@@ -39,14 +40,17 @@ class StreamOptions(msgspec.Struct):
     include_ids: bool | None = None
 
 
+_INNER = {"stream_options": frozenset(StreamOptions.__struct_fields__)}
+
+
 class _Common(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints.  Null means absent but for `max_tokens`; unknown fields are ignored, as OpenAI's clients expect."""
+    """Fields of both endpoints.  Null means absent but for `max_tokens`.  `fields.py` has what is not declared here."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | None | msgspec.UnsetType = msgspec.UNSET  # null is not absent: it means what fits
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null is not absent: it means what fits
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -68,7 +72,6 @@ class _Common(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     timeout: float | None = None
     priority: int | str | None = None
-    user: str | None = None
     # Not supported, and they would change the answer: refused, never silently ignored.
     response_format: Any = None
     structured_outputs: Any = None
@@ -187,6 +190,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool  # it was sent to the chat endpoint
     # Fields below have defaults: an older gateway's record in Redis lacks them.
     include_ids: bool = False  # the client reads event ids and comments
+    unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -219,6 +223,24 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
             raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
         code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"
         raise _bad(code, f"body is not valid JSON: {error}", None) from None
+
+
+def unknown_fields(
+    body: bytes, kind: type[msgspec.Struct], endpoint: Endpoint, config: GatewayConfig
+) -> tuple[str, ...]:
+    """Return the fields of a body, which `decode` has read as `kind`, that nothing reads.
+
+    Raises Refusal for those that would change the answer and are not served, and for any with `strict_fields`."""
+    try:
+        refused, unknown = undeclared(body, frozenset(kind.__struct_fields__), endpoint, _INNER)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the struct has skipped
+        raise _bad("invalid_json", f"body is not valid JSON: {error}", None) from None
+    if refused is not None:
+        raise _bad("unsupported", f"{refused[0]}: {refused[1]} is not served", refused[0])
+    if unknown and config.strict_fields:
+        name = str(shown(unknown[0]))
+        raise _bad("unknown_field", f"{name}: no such field (--strict-fields)", name)
+    return unknown
 
 
 def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
@@ -430,6 +452,7 @@ def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, score
 def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
     asked: CompletionBody = decode(body, CompletionBody, config)
+    unknown = unknown_fields(body, CompletionBody, "completions", config)
     fields = _common(asked, config, served_name, timeout_s)
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
@@ -448,6 +471,7 @@ def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeo
         max_tokens=_answer_tokens("max_tokens", given, config, scores=bool(asked.echo)),
         echo=bool(asked.echo),
         chat=False,
+        unknown=unknown,
         **fields,
     )
 
@@ -505,6 +529,7 @@ class DetokenizeBody(msgspec.Struct):
 def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked: ChatBody = decode(body, ChatBody, config)
+    unknown = unknown_fields(body, ChatBody, "chat", config)
     fields = _common(asked, config, served_name, timeout_s)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)
@@ -522,6 +547,7 @@ def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: 
         max_tokens=max_tokens,
         echo=False,
         chat=True,
+        unknown=unknown,
         **fields,
     )
 

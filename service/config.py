@@ -194,8 +194,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             gt=0,
-            description="Seconds of silence before a keep-alive: blank lines, or a comment for clients that ask for event "
-            "ids. Proxies cut streams that are idle for 50 s.",
+            description="Seconds of silence before a keep-alive: blank lines, or a comment for clients that ask for "
+            "event ids. Proxies cut streams that are idle for 50 s.",
         ),
     ] = 10.0
     drain_s: Annotated[

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestPayloadError
 
+from service import fields
 from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.connections import Connections
@@ -139,6 +140,8 @@ class Middleware:
         if (started := request.get(STARTED)) is not None:
             response.headers["x-request-id"] = request[REQUEST_ID]
             response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+            if unknown := request[METER].unknown_fields:
+                response.headers["x-unknown-fields"] = fields.header(unknown)
             response.headers.update(await self._quotas.headers(request, request.get(TENANT)))
 
 

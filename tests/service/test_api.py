@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
 from service import api
+from service import fields as body_fields
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
@@ -137,6 +138,67 @@ def test_what_cannot_be_served_is_refused_by_name(call: Any, fields: dict[str, A
     assert (refusal.status, refusal.param, refusal.code) == (400, param, code)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+UNSERVED = [
+    (call, name, value)
+    for name, rule in body_fields.UNSERVED.items()
+    for call, endpoint in ((completion, "completions"), (chat, "chat"))
+    if endpoint in rule.endpoints
+    for value in (2.5, "yes", {"a": 1}, [1], True if False in rule.neutral else 0.5)
+]
+
+
+@pytest.mark.parametrize(("call", "name", "value"), UNSERVED)
+def test_an_undeclared_field_that_would_change_the_answer_is_refused(call: Any, name: str, value: Any) -> None:
+    refusal = refused(call, **{name: value})
+    assert (refusal.status, refusal.param, refusal.code) == (400, name, "unsupported")
+
+
+def test_neutral_and_harmless_fields_are_no_unknown_ones() -> None:
+    for call, endpoint in ((completion, "completions"), (chat, "chat")):
+        for name, rule in body_fields.UNSERVED.items():
+            if endpoint in rule.endpoints:
+                for value in (None, *rule.neutral):
+                    assert call(**{name: value}).unknown == (), (name, value)
+        for name, harmless in body_fields.HARMLESS.items():
+            if endpoint in harmless.endpoints:
+                assert call(**{name: {"any": "thing"}}).unknown == (), name
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).unknown == ()
+
+
+def test_unknown_fields_are_named_or_refused() -> None:
+    options = {"include_usage": True, "speed": 9}
+    assert completion(stream=True, stream_options=options, typo=1, best_off=2).unknown == (
+        "stream_options.speed",
+        "typo",
+        "best_off",
+    )
+    assert chat(suffix="x").unknown == ("suffix",)  # a field of the other endpoint
+    body = b'{"model": "m", "prompt": "x", "typo": 1}'
+    refusal = refused(api.parse_completion, body, GatewayConfig(strict_fields=True), "m", 600.0)
+    assert (refusal.status, refusal.code, refusal.param) == (400, "unknown_field", "typo")
+    for bad in (b'"regex": "\xff"', b'"length_penalty": 1e999', b'"lora_path": ' + b"[" * 2000 + b"]" * 2000):
+        body = b'{"model": "m", "prompt": "x", %s}' % bad
+        assert refused(api.parse_completion, body, CONFIG, "m", 600.0).status == 400
+
+
+@given(st.dictionaries(st.text(max_size=8) | st.sampled_from(sorted(body_fields.UNSERVED)), JSON, max_size=6))
+def test_every_field_is_declared_refused_harmless_or_unknown(extra: dict[str, Any]) -> None:
+    with contextlib.suppress(Refusal):
+        valid = completion(**extra)
+        known = {*api.CompletionBody.__struct_fields__, *body_fields.HARMLESS, *body_fields.UNSERVED}
+        assert set(valid.unknown) >= {name for name in extra if name not in known}
+        shown = body_fields.header(valid.unknown)
+        assert shown.isascii()
+        assert shown.isprintable()
+
+
 def test_fields_that_change_nothing_are_taken() -> None:
     chat(add_generation_prompt=True, continue_final_message=False, echo=False, chat_template_kwargs={}, documents=[])
     chat(add_special_tokens=False, prompt_logprobs=None)
@@ -176,13 +238,6 @@ def test_a_body_that_is_no_request(body: bytes, code: str, param: str | None) ->
 def test_any_body_is_parsed_or_refused(body: bytes) -> None:
     with pytest.raises(Refusal):
         api.parse_chat(body, CONFIG, "m", 600.0)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @given(st.dictionaries(st.sampled_from(api.CompletionBody.__struct_fields__[1:]), JSON, max_size=5))

@@ -102,6 +102,28 @@ async def test_500_prompts_wait_in_the_late_lane(
         assert stream.count(b'"finish_reason":"length"') == 500
 
 
+async def test_unknown_fields_are_named_in_a_header_and_counted(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    odd = {"prompt": "a", "max_tokens": 1, "typo": 1, "n\r\nx: y": 2, "user": "anna", "length_penalty": 1.0}
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        for stream in (False, True):
+            body = {"model": "tiny", "stream": stream, **odd}
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                assert response.headers["x-unknown-fields"] == "typo, ?"
+        many = {f"f{at}": 1 for at in range(20)}
+        _, _, headers = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1, **many)
+        assert headers["x-unknown-fields"].endswith("f15, and 4 more")
+        _, _, headers = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1)
+        assert "x-unknown-fields" not in headers
+        async with served.session.get("/metrics") as page:
+            counted = 'quire_unknown_fields_total{endpoint="/v1/completions",gateway="g0"} 24.0'
+            assert counted in await page.text()
+
+
 async def test_128_continuations_of_one_prompt(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
