@@ -46,7 +46,7 @@ _INNER = {"stream_options": frozenset(StreamOptions.__struct_fields__)}
 class _Common(msgspec.Struct, kw_only=True):
     """Fields of both endpoints.  Null means absent but for `max_tokens`.  `fields.py` has what is not declared here."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -365,20 +365,39 @@ def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, flo
     return pairs
 
 
-def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
+class Served(msgspec.Struct, frozen=True):
+    """What requests need to know of the model, besides its name."""
+
+    aliases: tuple[str, ...] = ()  # further names by which clients may ask for it
+    defaults: Sampling = Sampling()  # of the parameters that a request does not name
+
+
+NO_DEFAULTS = Served()
+
+
+def check_model(given: str | None, served_name: str, served: Served) -> None:
+    """Raise Refusal(404) unless a request names the model, one of its aliases, or nothing."""
+    if given and given != served_name and given not in served.aliases:
+        message = f"model: this server serves '{served_name}', not the one asked for"
+        raise Refusal(404, "model_not_found", message, param="model")
+
+
+def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampling:
     """Return the checked sampling parameters.  Raises Refusal."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         check(name, len(getattr(body, name) or ()), config)
     return Sampling(
-        temperature=_float("temperature", body.temperature, 1.0, config),
-        top_p=_float("top_p", body.top_p, 1.0, config),
-        top_k=0 if body.top_k == -1 else _int("top_k", body.top_k, 0, config),  # -1 means "all" in other servers
-        min_p=_float("min_p", body.min_p, 0.0, config),
+        temperature=_float("temperature", body.temperature, default.temperature, config),
+        top_p=_float("top_p", body.top_p, default.top_p, config),
+        top_k=0
+        if body.top_k == -1
+        else _int("top_k", body.top_k, default.top_k, config),  # -1 means "all" in other servers
+        min_p=_float("min_p", body.min_p, default.min_p, config),
         seed=_int("seed", body.seed, 0, config) & (2**63 - 1),
         min_tokens=_int("min_tokens", body.min_tokens, 0, config),
         presence_penalty=_float("presence_penalty", body.presence_penalty, 0.0, config),
         frequency_penalty=_float("frequency_penalty", body.frequency_penalty, 0.0, config),
-        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, 1.0, config),
+        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, default.repetition_penalty, config),
         logit_bias=_bias(body.logit_bias or {}, config),
         allowed_token_ids=body.allowed_token_ids or [],
         stop_token_ids=body.stop_token_ids or [],
@@ -386,12 +405,9 @@ def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
     )
 
 
-def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
+def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> dict[str, Any]:
     """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
-    if body.model != served_name:
-        raise Refusal(
-            404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
-        )
+    check_model(body.model, served_name, served)
     _refuse_unserved(body)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check("stop", len(stop), config)
@@ -402,7 +418,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
     return {
-        "sampling": _sampling(body, config),
+        "sampling": _sampling(body, config, served.defaults),
         "n": _int("n", body.n, 1, config),
         "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
@@ -449,11 +465,13 @@ def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, score
     return value
 
 
-def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
+def parse_completion(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
+) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
     asked: CompletionBody = decode(body, CompletionBody, config)
     unknown = unknown_fields(body, CompletionBody, "completions", config)
-    fields = _common(asked, config, served_name, timeout_s)
+    fields = _common(asked, config, served_name, timeout_s, served)
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
     check("choices", len(prompts) * fields["n"], config)
@@ -514,6 +532,7 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
 class TokenizeBody(msgspec.Struct):
     """Body of POST /tokenize: a text, or messages for the chat template."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
@@ -524,13 +543,16 @@ class DetokenizeBody(msgspec.Struct):
     """Body of POST /detokenize."""
 
     tokens: list[int]
+    model: str | None = None
 
 
-def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
+def parse_chat(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
+) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked: ChatBody = decode(body, ChatBody, config)
     unknown = unknown_fields(body, ChatBody, "chat", config)
-    fields = _common(asked, config, served_name, timeout_s)
+    fields = _common(asked, config, served_name, timeout_s, served)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)
     if asked.max_completion_tokens is not None:

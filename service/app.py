@@ -27,8 +27,8 @@ from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
-from engine.wire.messages import Finish
-from service import memory
+from engine.wire.messages import Finish, Sampling
+from service import api, generation_config, memory
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.handlers import Handlers
@@ -39,7 +39,7 @@ from service.quotas import Quotas
 from service.status import Status
 from service.streams import Streams
 from service.tenants import Tenants, TenantsError
-from service.tokenizer import ModelError, Tokenizer, served_name
+from service.tokenizer import ModelError, Tokenizer, served_name, served_names
 
 log = logging.getLogger("quire.gateway")
 
@@ -59,15 +59,22 @@ class Gateway:
         tenants: Tenants,
         gateway: str,
         open_files: int = open_files.MOST,
+        defaults: Sampling | None = None,
     ) -> None:
-        """`gateway`: the id of this process.  `open_files`: how many files it may have open, connections included."""
+        """`gateway`: the id of this process.  `open_files`: how many files it may have open, connections included.
+
+        `defaults`: of the sampling parameters; None: OpenAI's."""
         self._config, self._streams, self._tenants = config, streams, tenants
-        model = config.served_name or served_name(config.model)
+        model, *aliases = served_names(config)
+        served = api.Served(tuple(aliases), defaults or Sampling())
         self.connections = Connections(config, open_files)
         self.capacity = Capacity(config)
         quotas = Quotas(streams, telemetry)
-        self.handlers = Handlers(config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway)
-        self._status = Status(model, streams, telemetry, self.capacity)
+        self.handlers = Handlers(
+            config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
+        )
+        root = served_name(config.model)
+        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity)
         self._middleware = Middleware(telemetry, tenants, self.connections, self.capacity, quotas)
 
     def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
@@ -154,11 +161,14 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     try:
         tenants = Tenants(config.api_keys, config.tenants)
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
+        defaults = generation_config.read(config)
     except (TenantsError, ModelError) as error:
         raise StartError(str(error)) from None
     async with _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
-        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
+        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed, defaults)
+        if chosen := generation_config.describe(defaults):
+            log.info("sampling defaults of the model: %s (--generation-config none: OpenAI's)", chosen)
         log.info(
             "open files: soft limit %s %d, which allows %d connections",
             f"raised from {before} to" if allowed > before else "is",
@@ -191,7 +201,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
     tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
         gateway_id,
-        model=config.served_name or served_name(config.model),
+        model=served_names(config)[0],
         vllm=config.vllm_metrics,
         tracing=tracing,
         trace_prompts=config.trace_prompts,

@@ -14,7 +14,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: Annotated[
         str, Meta(description="Directory or hub name of the model. A gateway loads its tokenizer and chat template.")
     ] = ""
-    served_name: Annotated[str, Meta(description="Model name for clients. Empty: the directory's or hub's name.")] = ""
+    served_name: Annotated[
+        str,
+        Meta(
+            description="Model names for clients, separated by commas. Answers carry the first. Empty: the directory's "
+            "or hub's name."
+        ),
+    ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty. auto: those of the "
+            "model's generation_config.json, if it has one. none: OpenAI's. Same for all gateways."
+        ),
+    ] = "auto"
     host: Annotated[str, Meta(description="Address to listen on. 0.0.0.0: every interface.")] = "127.0.0.1"
     port: Annotated[
         int,

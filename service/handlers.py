@@ -32,6 +32,7 @@ from service import admission, api, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
+from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
 from service.limits import VALUES, shown
@@ -44,7 +45,8 @@ from service.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
+B = TypeVar("B", api.TokenizeBody, api.DetokenizeBody)
+Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
 
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
@@ -81,8 +83,10 @@ class Handlers:
         *,
         model: str,
         gateway: str,
+        served: api.Served = api.NO_DEFAULTS,
     ) -> None:
         """`model`: the name that clients use.  `gateway`: the id of this process."""
+        self._served = served
         self._config, self._tokenizer, self._streams, self._capacity = config, tokenizer, streams, capacity
         self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
@@ -116,9 +120,7 @@ class Handlers:
         """POST /tokenize."""
         config = self._config
         with self._capacity.occupy():
-            async with self.bodies.read(request) as body:
-                size = len(body.data)
-                asked: api.TokenizeBody = await self._offload(size, api.decode, body.data, api.TokenizeBody, config)
+            asked, size = await self._read_tokens(request, api.TokenizeBody, "tokenize", VALUES)
             if (asked.prompt is None) == (asked.messages is None):
                 raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
             messages = asked.messages
@@ -139,13 +141,23 @@ class Handlers:
         """POST /detokenize."""
         config, most = self._config, self._max_tokens()
         with self._capacity.occupy():
-            async with self.bodies.read(request, most) as body:
-                size = len(body.data)
-                asked: api.DetokenizeBody = await self._offload(size, api.decode, body.data, api.DetokenizeBody, config)
+            asked, size = await self._read_tokens(request, api.DetokenizeBody, "detokenize", most)
             text = await self._tokenizer.offload(size, self._text, asked.tokens, most)
             encoded = await self._offload(size, msgspec.json.encode, {"prompt": text})
             async with self._cut_after(config.default_timeout_s):
                 return await self._write(request, [encoded])
+
+    async def _read_tokens(
+        self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
+    ) -> tuple[B, int]:
+        """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
+        async with self.bodies.read(request, max_values) as body:
+            size = len(body.data)
+            asked: B = await self._offload(size, api.decode, body.data, kind, self._config)
+            unknown = await self._offload(size, api.unknown_fields, body.data, kind, endpoint, self._config)
+        request[METER].record_unknown(unknown)
+        api.check_model(asked.model, self._model, self._served)
+        return asked, size
 
     def _text(self, tokens: list[int], most: int) -> str:
         """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
@@ -218,7 +230,7 @@ class Handlers:
         config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
-        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s)
+        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
         limits = admission.limits(streams.fleet)

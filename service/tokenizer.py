@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.literal import LiteralContent
@@ -330,3 +331,9 @@ class Tokenizer:
 def served_name(model: str) -> str:
     """Return the default name of a model for clients: a directory's own name, or the hub name."""
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+
+
+def served_names(config: GatewayConfig) -> list[str]:
+    """Return the names of the model for clients, at least one; answers carry the first."""
+    given = [name.strip() for name in config.served_name.split(",")]
+    return [name for name in given if name] or [served_name(config.model)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
-from service import api
+from service import api, generation_config
 from service import fields as body_fields
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
 from service.limits import CONTENT_PARTS, TOOL_CALLS
+from service.tokenizer import ModelError
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))
@@ -209,6 +211,66 @@ def test_fields_that_change_nothing_are_taken() -> None:
     )
 
 
+def test_a_request_may_name_no_model_or_an_alias() -> None:
+    for name in ("", None):
+        assert completion(model=name).prompts == ["hi"]
+    body = b'{"prompt": "hi", "model": "b"}'
+    served = api.Served(aliases=("b", "c"))
+    assert api.parse_completion(body, CONFIG, "a", 600.0, served).prompts == ["hi"]
+    assert refused(api.parse_completion, body, CONFIG, "a", 600.0).code == "model_not_found"
+
+
+def test_the_models_own_sampling_defaults_hold_unless_a_request_names_others() -> None:
+    text = json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True})
+    served = api.Served(defaults=generation_config.parse(text, CONFIG))
+    for parse, body in (
+        (api.parse_completion, b'{"prompt": "x"%s}'),
+        (api.parse_chat, b'{"messages": [{"role": "user", "content": "x"}]%s}'),
+    ):
+        plain = parse(body % b"", CONFIG, "m", 600.0, served).sampling
+        assert plain == Sampling(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+        named = parse(body % b', "temperature": 0, "top_k": -1, "top_p": null', CONFIG, "m", 600.0, served).sampling
+        assert (named.temperature, named.top_k, named.top_p) == (0, 0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{}", ""),
+        ('{"temperature": null, "top_k": 0, "eos_token_id": [1, 2]}', ""),
+        ('{"temperature": 1.0, "top_k": -1, "min_p": 0.05}', "min_p 0.05"),
+        ('{"temperature": 0}', "temperature 0"),
+    ],
+)
+def test_what_a_generation_config_may_hold(text: str, found: str) -> None:
+    assert generation_config.describe(generation_config.parse(text, CONFIG)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"temperature": -1}',
+        '{"temperature": "0.5"}',
+        '{"top_p": NaN}',
+        '{"top_k": 2.5}',
+        '{"top_p": true}',
+        '{"repetition_penalty": 0}',
+    ],
+)
+def test_a_generation_config_with_a_bad_value_is_refused_at_start(text: str) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json.*--generation-config none"):
+        generation_config.parse(text, CONFIG)
+
+
+def test_a_generation_config_is_read_from_the_models_directory(tmp_path: Path) -> None:
+    assert generation_config.read(GatewayConfig(model=str(tmp_path))) == Sampling()
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    assert generation_config.read(GatewayConfig(model=str(tmp_path))) == Sampling(top_k=7)
+    assert generation_config.read(GatewayConfig(model=str(tmp_path), generation_config="none")) == Sampling()
+
+
 def test_another_model_is_not_found() -> None:
     refusal = refused(completion, model="gpt-5")
     assert (refusal.status, refusal.code, refusal.param) == (404, "model_not_found", "model")
@@ -221,7 +283,8 @@ def test_another_model_is_not_found() -> None:
         (b"{", "invalid_json", None),
         (b"", "invalid_json", None),
         (b"[1]", "invalid_type", "body"),
-        (b'{"prompt": "x"}', "invalid_type", "model"),
+        (b'{"model": "m"}', "invalid_type", "prompt"),
+        (b'{"model": 5, "prompt": "x"}', "invalid_type", "model"),
         (b'{"model": "m", "prompt": "\xff\xfe"}', "invalid_utf8", None),
         (b'{"model": "m", "prompt": "\\ud800"}', "invalid_json", None),
         (b'{"model": "m", "prompt": "x", "tools": ' + b"[" * 100_000, "invalid_json", None),

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.wire.messages import Sampling
 from service import api
 from service.api import Refusal
 from service.config import GatewayConfig
@@ -122,6 +123,36 @@ async def test_unknown_fields_are_named_in_a_header_and_counted(
         async with served.session.get("/metrics") as page:
             counted = 'quire_unknown_fields_total{endpoint="/v1/completions",gateway="g0"} 24.0'
             assert counted in await page.text()
+
+
+async def test_the_models_defaults_reach_the_engine(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(defaults=Sampling(temperature=0.6, top_k=20))
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        await raw(served.session, "/v1/completions", prompt="a", max_tokens=1)
+        await raw(served.session, "/v1/completions", prompt="a", max_tokens=1, temperature=1, top_k=0)
+        assert [(one.sampling.temperature, one.sampling.top_k) for one in fake.seen] == [(0.6, 20), (1.0, 0)]
+
+
+async def test_several_names_and_none(serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer) -> None:
+    served = await serve(served_name="a, b")
+    async with engine(says(byte_level_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        for names in ({"model": "a"}, {"model": "b"}, {}):
+            body = {"prompt": "x", "max_tokens": 1, **names}
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert (response.status, (await response.json())["model"]) == (200, "a"), names
+        status, refusal, _ = await raw(served.session, "/tokenize", prompt="x")  # as "tiny"
+        assert (status, refusal["error"]["code"]) == (404, "model_not_found")
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x") as client:
+            cards = [card async for card in client.models.list()]
+            assert [card.id for card in cards] == ["a", "b"]
+            card = (await client.models.retrieve("b")).model_dump()
+        assert (card["root"], card["parent"], card["max_model_len"]) == ("tiny", None, 512)
+        [permission] = card["permission"]
+        assert (permission["object"], permission["allow_sampling"]) == ("model_permission", True)
 
 
 async def test_128_continuations_of_one_prompt(
