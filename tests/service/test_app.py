@@ -520,6 +520,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
                 "stream": True,
                 "logprobs": True,
                 "top_logprobs": 20,
+                "stream_options": {"include_ids": True},
             }
         ).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

@@ -44,7 +44,12 @@ async def test_a_prompt_is_scored_without_an_answer(
         whole = await events(served.session, "/v1/completions", body)
         assert [event["choices"][0]["text"] for _, event in whole[:-1]] == ["One request"] * 2
         assert whole[0][1]["choices"][0]["logprobs"] == choice["logprobs"]
-        rest = await events(served.session, "/v1/completions", body, **{"Last-Event-ID": whole[0][0]})
+        rest = await events(
+            served.session,
+            "/v1/completions",
+            body,
+            **{"Last-Event-ID": whole[0][0]},  # type: ignore[arg-type]
+        )
         assert [data for _, data in rest] == [data for _, data in whole[1:]]
 
 
