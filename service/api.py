@@ -68,8 +68,10 @@ class _Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     timeout: float | None = None
     priority: int | str | None = None
     # Not supported, and they would change the answer: refused, never silently ignored.
@@ -153,8 +155,6 @@ _UNSERVED = {
 }
 # field -> (its one allowed value, feature): any other value is refused, false ones included.
 _FIXED: dict[str, tuple[object, str]] = {
-    "prompt_logprobs": (None, "prompt_logprobs (use echo with logprobs)"),
-    "add_special_tokens": (True, "a prompt without the tokenizer's special tokens"),
     "add_generation_prompt": (True, "a chat without the generation prompt"),
 }
 _FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
@@ -184,12 +184,16 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
-    truncate_prompt_tokens: int | None
+    truncate_prompt_tokens: int | None  # -1: what fits into the context
     timeout_s: float
     priority: int  # lower is served earlier
     chat: bool  # it was sent to the chat endpoint
     # Fields below have defaults: an older gateway's record in Redis lacks them.
     include_ids: bool = False  # the client reads event ids and comments
+    prompt_logprobs: bool = False  # the answer shows those of the prompt
+    names_are_ids: bool = False  # tokens of log probabilities are named `token_id:N`
+    keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
+    special: bool = True  # the tokenizer adds its special tokens to a text
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
 
     def least_tokens(self, room: int) -> int:
@@ -348,6 +352,8 @@ def _refuse_unserved(body: _Common) -> None:
         raise _bad("unsupported", "response_format: only {'type': 'text'} is served", "response_format", "text")
     if body.tool_choice not in (None, "none", "auto"):
         raise _bad("unsupported", "tool_choice: tool calling is not served", "tool_choice", "none")
+    if body.prompt_logprobs is not None and body.stream:
+        raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise _bad("invalid_value", "stream_options: only with stream=true", "stream_options")
 
@@ -402,6 +408,7 @@ def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampli
         allowed_token_ids=body.allowed_token_ids or [],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
+        prompt_logprobs=_int("prompt_logprobs", body.prompt_logprobs, -1, config),
     )
 
 
@@ -414,7 +421,12 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     for text in stop:
         check("stop chars", len(text), config)
     check("cache_salt", len(body.cache_salt or ""), config)
-    if body.truncate_prompt_tokens is not None:
+    side = _or(body.truncation_side, "left")
+    if side not in ("left", "right"):
+        allowed, given = "left, right", str(shown(side))
+        message = f"truncation_side: must be one of {allowed}, got {given!r}"
+        raise _bad("invalid_value", message, "truncation_side", allowed, given)
+    if body.truncate_prompt_tokens not in (None, -1):
         check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
     return {
@@ -426,9 +438,12 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "skip_special": _or(body.skip_special_tokens, True),
         "stream": bool(body.stream),
         "include_usage": bool(options.include_usage),
-        "continuous_usage": bool(options.continuous_usage_stats),
+        "continuous_usage": bool(options.include_usage and options.continuous_usage_stats),
         "include_ids": bool(options.include_ids),
         "return_token_ids": bool(body.return_token_ids),
+        "names_are_ids": bool(body.return_tokens_as_token_ids),
+        "keep_first": side == "right",
+        "prompt_logprobs": body.prompt_logprobs is not None,
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
@@ -479,7 +494,9 @@ def parse_completion(
         raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
         logprobs = _int("logprobs", asked.logprobs, 0, config)
-        prompt_logprobs = logprobs if asked.echo else -1
+        prompt_logprobs = fields["sampling"].prompt_logprobs
+        if asked.echo and prompt_logprobs < 0:
+            prompt_logprobs = logprobs
         fields["sampling"] = msgspec.structs.replace(
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
@@ -488,6 +505,7 @@ def parse_completion(
         messages=[],
         max_tokens=_answer_tokens("max_tokens", given, config, scores=bool(asked.echo)),
         echo=bool(asked.echo),
+        special=_or(asked.add_special_tokens, True),
         chat=False,
         unknown=unknown,
         **fields,
@@ -537,6 +555,7 @@ class TokenizeBody(msgspec.Struct):
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -656,12 +675,11 @@ def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[in
     One entry is one token or one alternative.  It takes about 12 bytes in Redis.  In an answer that is not streamed, it
     takes 200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
     sampling, key = valid.sampling, "logprob entries"
-    if sampling.logprobs < 0:
-        return rooms
     width = sampling.logprobs + 1
-    prompts = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs >= 0 else 0
-    fixed = prompts * valid.n
-    if valid.max_tokens is None:
+    if not width and sampling.prompt_logprobs < 0:
+        return rooms
+    fixed = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) * valid.n
+    if width and valid.max_tokens is None:
         most = int(LIMITS[key].bounds(config)[1]) - fixed
         least = max(1, sampling.min_tokens)
         rooms = [max(least, min(room, most // (width * valid.n * len(rooms)))) for room in rooms]

@@ -31,6 +31,7 @@ from engine.wire.messages import Finish, Sampling
 from service import api, generation_config, memory
 from service.config import GatewayConfig
 from service.connections import Connections
+from service.cors import Cors
 from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
@@ -75,7 +76,15 @@ class Gateway:
         )
         root = served_name(config.model)
         self._status = Status([model, *aliases], root, streams, telemetry, self.capacity)
-        self._middleware = Middleware(telemetry, tenants, self.connections, self.capacity, quotas)
+        self._middleware = Middleware(
+            telemetry,
+            tenants,
+            self.connections,
+            self.capacity,
+            quotas,
+            config.root_path.rstrip("/"),
+            Cors(config.cors_origins),
+        )
 
     def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
         """Return aiohttp's runner for the API's port."""
@@ -94,22 +103,25 @@ class Gateway:
         app = web.Application(middlewares=[self._middleware.handle])
         app.on_response_prepare.append(self._middleware.add_headers)
         handlers, status = self.handlers, self._status
-        app.add_routes(
-            [
-                web.post("/v1/completions", handlers.completions),
-                web.post("/v1/chat/completions", handlers.chat),
-                web.get("/v1/streams/{id}", handlers.stream),
-                web.post("/tokenize", handlers.tokenize),
-                web.post("/detokenize", handlers.detokenize),
-                web.get("/v1/models", status.models),
-                web.get("/v1/models/{id:.+}", status.model),
-                web.get("/health", status.health),
-                web.get("/ready", status.ready),
-                web.get("/ping", status.ping),
-                web.get("/version", status.version),
-                web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
-            ]
-        )
+        routes = [
+            web.post("/v1/completions", handlers.completions),
+            web.post("/v1/chat/completions", handlers.chat),
+            web.get("/v1/streams/{id}", handlers.stream),
+            web.post("/tokenize", handlers.tokenize),
+            web.post("/detokenize", handlers.detokenize),
+            web.get("/tokenizer_info", handlers.tokenizer_info),
+            web.get("/v1/models", status.models),
+            web.get("/v1/models/{id:.+}", status.model),
+            web.get("/health", status.health),
+            web.get("/ready", status.ready),
+            web.get("/ping", status.ping),
+            web.get("/load", status.load),
+            web.get("/version", status.version),
+            web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
+        ]
+        for prefix in dict.fromkeys(["", self._config.root_path.rstrip("/")]):
+            for route in routes:
+                app.router.add_route(route.method, prefix + route.path, route.handler)
         return app
 
     def page(self) -> web.Application:
@@ -176,7 +188,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             gateway.connections.limit,
         )
         async with _listening(config, gateway, telemetry) as port:
-            log.info("gateway %s listens on %s:%d", gateway_id, config.host, port)
+            log.info("gateway %s listens on %s", gateway_id, config.uds or f"{config.host}:{port}")
             started()
             await _first_of(stopping, streams.supervisor.gave_up)
             gateway.refuse_new()
@@ -233,9 +245,16 @@ async def _listening(config: GatewayConfig, gateway: Gateway, telemetry: Telemet
             with _port_in_use(config.host, config.metrics_port, "--metrics-port"):
                 await web.TCPSite(page, config.host, config.metrics_port).start()
         assert runner.server is not None
-        with _port_in_use(config.host, config.port, "--port"):
-            port = await gateway.connections.listen(runner.server, config.host, config.port)
-        yield port
+        if config.uds:
+            try:
+                await gateway.connections.listen_at(runner.server, config.uds)
+            except OSError as error:
+                raise StartError(f"cannot listen at {config.uds}: {error.strerror or error}; see --uds") from None
+            yield 0
+        else:
+            with _port_in_use(config.host, config.port, "--port"):
+                port = await gateway.connections.listen(runner.server, config.host, config.port)
+            yield port
     finally:
         await runner.cleanup()
         await page.cleanup()

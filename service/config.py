@@ -35,6 +35,21 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ge=0, le=65535, description="TCP port of the API. Several gateway processes may share it. 0: any free port."
         ),
     ] = 8000
+    uds: Annotated[
+        str,
+        Meta(
+            description="Path of a Unix socket to listen at instead of host and port. Empty: none. Gateways cannot "
+            "share it: give each its own. `quire serve` does not take it."
+        ),
+    ] = ""
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[\w.~-]+)*/?$",
+            description="Path under which a proxy serves this API, such as /llm. Requests may begin with it or not. "
+            "Empty: none.",
+        ),
+    ] = ""
     metrics_port: Annotated[
         int,
         Meta(
@@ -77,6 +92,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Bearer keys for /v1, /tokenize and /detokenize. Without keys and tenants, every "
             "client may use them."
+        ),
+    ] = []
+    cors_origins: Annotated[
+        list[str],
+        Meta(
+            description="Origins of web pages that browsers let use this API, such as https://example.com; '*': any. "
+            "Empty: none but pages of this very server."
         ),
     ] = []
     tenants: Annotated[

@@ -20,7 +20,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -36,7 +36,7 @@ from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
 from service.limits import VALUES, shown
-from service.middleware import METER, OWNER, TENANT, Capacity
+from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
 from service.streams import AlreadySubmitted, Streams
@@ -132,10 +132,20 @@ class Handlers:
                 size=size,
                 total=self._max_tokens(),
             )
-            found = {"count": len(ids), "max_model_len": self._streams.max_model_len, "tokens": ids}
+            found: dict[str, Any] = {
+                "count": len(ids),
+                "max_model_len": self._streams.max_model_len,
+                "tokens": ids,
+            }
+            if asked.return_token_strs:
+                found["token_strs"] = await self._tokenizer.offload(size, self._tokenizer.token_strs, ids)
             encoded = await self._offload(size, msgspec.json.encode, found)
             async with self._cut_after(config.default_timeout_s):
                 return await self._write(request, [encoded])
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info."""
+        return await self._write(request, [msgspec.json.encode(self._tokenizer.info())])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
@@ -187,7 +197,7 @@ class Handlers:
 
     async def _answer_body(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> web.StreamResponse:
         header, size = request.headers.get("Idempotency-Key"), len(body.data)
-        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request.path, body.data)
+        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request[PATH], body.data)
         if key is None:
             return await self.begin(request, body, parse, prefix)
         for _ in range(RETRIES):

@@ -103,6 +103,10 @@ class Status:
             return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")
 
+    async def load(self, request: web.Request) -> web.Response:
+        """GET /load: how many requests this process answers now, the queued ones included."""
+        return _json({"server_load": self._capacity.answering})
+
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""
         return _json({"version": histograms.build()["version"]})

@@ -106,8 +106,10 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"logit_bias": {"": 1}}, "logit_bias", "invalid_value"),
         (completion, {"logit_bias": {"\u0663": 1}}, "logit_bias", "invalid_value"),  # an Arabic three
         (completion, {"logits_processors": ["x"]}, "logits_processors", "unsupported"),
-        (completion, {"prompt_logprobs": 0}, "prompt_logprobs", "unsupported"),
-        (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported"),
+        (completion, {"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+        (completion, {"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+        (completion, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
+        (completion, {"truncation_side": "middle"}, "truncation_side", "invalid_value"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
         (completion, {"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
@@ -129,7 +131,7 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (chat, {"add_generation_prompt": False}, "add_generation_prompt", "unsupported"),
         (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported"),
         (chat, {"echo": True}, "echo", "unsupported"),
-        (chat, {"prompt_logprobs": 3}, "prompt_logprobs", "unsupported"),
+        (chat, {"prompt_logprobs": 3, "stream": True}, "prompt_logprobs", "invalid_value"),
         (chat, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         (chat, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
@@ -203,7 +205,7 @@ def test_every_field_is_declared_refused_harmless_or_unknown(extra: dict[str, An
 
 def test_fields_that_change_nothing_are_taken() -> None:
     chat(add_generation_prompt=True, continue_final_message=False, echo=False, chat_template_kwargs={}, documents=[])
-    chat(add_special_tokens=False, prompt_logprobs=None)
+    chat(add_special_tokens=False, prompt_logprobs=None, truncation_side="left")
     chat(top_logprobs=0, logprobs=False)
     completion(add_special_tokens=True, logits_processors=[], suffix="", stop=["x"] * 16)
     api.parse_completion(
@@ -563,6 +565,9 @@ def test_continuous_usage_counts_up() -> None:
     written = form(completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
     counts = [read(written.chunk(Piece(0, "a", [1])))[0][1]["usage"]["completion_tokens"] for _ in range(3)]
     assert counts == [1, 2, 3]
+    written = form(completion(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert "usage" not in read(written.chunk(Piece(0, "a", [1])))[0][1]
+    assert written.usage_chunk() == b""
 
 
 def whole_answer(written: Format, pieces: list[Piece]) -> Any:
@@ -607,7 +612,65 @@ def test_chat_logprobs_carry_bytes() -> None:
             ],
         }
     ]
-    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([1], [1, 2])
+    assert (choice["token_ids"], answer["prompt_token_ids"]) == ([1], [1, 2])
+    assert "prompt_token_ids" not in choice
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_token_ids_stand_where_vllm_puts_them(call: Any) -> None:
+    """Those of the prompt: at the top of a chat, in each choice of a completion; in a stream with the first event."""
+    written = form(call(stream=True, return_token_ids=True, n=2), [Prompted([1, 2])])
+    events = [event for _, event in read(written.chunk(Piece(0, "a", [1])) + written.chunk(Piece(0, "b", [2, 3])))]
+    events += [event for _, event in read(written.chunk(Piece(0, "", [5], finish="stop")))]
+    places = events if call is chat else [event["choices"][0] for event in events]
+    assert [place.get("prompt_token_ids") for place in places] == [[1, 2]] + [None] * (len(places) - 1)
+    assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [1, 2, 3, 5]
+    assert "prompt_token_ids" not in json.dumps(read(form(call(stream=True)).chunk(Piece(0, "a", [1]))))
+
+
+@pytest.mark.parametrize("turn", [4096, 4])
+@pytest.mark.parametrize("call", [completion, chat])
+def test_prompt_logprobs_as_vllm_writes_them(call: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", turn)
+    valid = call(prompt_logprobs=1, n=2)
+    assert (valid.sampling.logprobs, valid.sampling.prompt_logprobs) == (-1, 1)
+    found = [logprob(-2.0, (5, -0.1)), logprob(float("-inf"), (1, -0.2))]
+    pieces = [Piece(at, "a", [1], prompt_logprobs=found, finish="stop") for at in (0, 1)]
+    answer = whole_answer(form(valid, [Prompted([2, 1, 2])]), pieces)
+    wanted = [
+        None,
+        {
+            "1": {"logprob": -2.0, "rank": None, "decoded_token": "a"},
+            "5": {"logprob": -0.1, "rank": 1, "decoded_token": " c"},
+        },
+        {
+            "2": {"logprob": -9999.0, "rank": None, "decoded_token": "b"},
+            "1": {"logprob": -0.2, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    assert [place["prompt_logprobs"] for place in ([answer] if call is chat else answer["choices"])] == [wanted] * (
+        1 if call is chat else 2
+    )
+    assert answer["choices"][0]["logprobs"] is None
+
+
+def test_tokens_may_be_named_by_their_ids() -> None:
+    asked = {"return_tokens_as_token_ids": True}
+    piece = Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")
+    [choice] = whole_answer(form(chat(logprobs=True, top_logprobs=2, **asked)), [piece])["choices"]
+    assert [one["token"] for one in choice["logprobs"]["content"][0]["top_logprobs"]] == ["token_id:1", "token_id:3"]
+    assert choice["logprobs"]["content"][0]["bytes"] == [97]
+    [choice] = whole_answer(form(completion(logprobs=2, **asked)), [piece])["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:1"]
+    assert list(choice["logprobs"]["top_logprobs"][0]) == ["token_id:1", "token_id:3"]
+
+
+def test_prompt_logprobs_count_as_entries() -> None:
+    config = GatewayConfig(max_logprob_entries=100)
+    valid = chat(prompt_logprobs=4, n=2)
+    assert api.bound_logprobs(valid, [[1] * 10], [50], config) == [50]
+    refusal = refused(api.bound_logprobs, valid, [[1] * 11], [50], config)
+    assert (refusal.code, refusal.given) == ("too_many_logprobs", 110)
 
 
 def test_streamed_and_whole_agree() -> None:

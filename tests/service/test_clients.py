@@ -160,6 +160,76 @@ async def test_several_names_and_none(serve: Serve, engine: EngineMaker, byte_le
         assert (permission["object"], permission["allow_sampling"]) == ("model_permission", True)
 
 
+async def test_a_prompt_is_cut_at_either_side(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    ids = list(range(100, 160))
+    async with engine(says(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        cuts: list[dict[str, Any]] = [
+            {"truncate_prompt_tokens": 10},
+            {"truncate_prompt_tokens": 10, "truncation_side": "right"},
+            {"truncate_prompt_tokens": -1, "prompt": ids * 10, "max_tokens": 12},
+        ]
+        for cut in cuts:
+            status, _, _ = await raw(served.session, "/v1/completions", **{"prompt": ids, "max_tokens": 1, **cut})
+            assert status == 200
+        assert [one.token_ids for one in fake.seen] == [ids[-10:], ids[:10], (ids * 10)[-500:]]
+
+
+async def test_special_tokens_are_added_unless_the_client_says_no(sentencepiece_tokenizer: Tokenizer) -> None:
+    found = []
+    for special in (True, False):
+        body = json.dumps({"prompt": "One", "echo": True, "logprobs": 0, "add_special_tokens": special}).encode()
+        valid = api.parse_completion(body, GatewayConfig(), "m", 600.0)
+        [ids] = await sentencepiece_tokenizer.encode(valid)
+        [prompted] = sentencepiece_tokenizer.prompted(valid, [ids])
+        assert (prompted.text, len(prompted.offsets)) == ("One", len(ids))
+        found.append(ids)
+    assert found[0] == [1, *found[1]]
+
+
+async def test_the_official_client_reads_prompt_logprobs(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    async with (
+        engine(says(byte_level_tokenizer)),
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        extra = {"prompt_logprobs": 2, "return_token_ids": True}
+        answer = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Say it"}], max_tokens=2, n=2, extra_body=extra
+        )
+        found = answer.model_dump()
+        assert len(found["prompt_logprobs"]) == len(found["prompt_token_ids"])
+        assert str(found["prompt_token_ids"][1]) in found["prompt_logprobs"][1]
+        completion = await client.completions.create(model="tiny", prompt="Say it", max_tokens=2, extra_body=extra)
+        [choice] = completion.model_dump()["choices"]
+        assert choice["prompt_logprobs"][0] is None
+        assert len(choice["prompt_logprobs"]) == len(choice["prompt_token_ids"])
+
+
+async def test_what_there_is_to_know_of_the_tokenizer(serve: Serve, byte_level_tokenizer: Tokenizer) -> None:
+    served = await serve(api_keys=["k"])
+    async with served.session.get("/tokenizer_info") as response:
+        assert response.status == 401
+    key = {"Authorization": "Bearer k"}
+    async with served.session.get("/tokenizer_info", headers=key) as response:
+        info = await response.json()
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+    assert info["vocab_size"] == len(byte_level_tokenizer.table)
+    assert "message" in info["chat_template"] or "m['role']" in info["chat_template"]
+    assert info["tokenizer_class"]
+    body = {"prompt": "One request", "return_token_strs": True}
+    async with served.session.post("/tokenize", json=body, headers=key) as response:
+        found = await response.json()
+    assert len(found["token_strs"]) == found["count"]
+    assert "".join(found["token_strs"]).replace("\u0120", " ") == "One request"
+
+
 async def test_128_continuations_of_one_prompt(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
