@@ -9,6 +9,7 @@ _.chat_template_kwargs, _.continue_final_message, _.tool_call_id
     _.max_messages,
     _.max_prompts,
     _.max_n,
+    _.max_choices,
     _.max_logprobs,
     _.max_logprob_entries,
 )  # service/config.py: read by service/limits.py

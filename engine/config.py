@@ -14,7 +14,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: Annotated[
         str, Meta(description="Directory or hub name of a checkpoint. Empty, the default: the small built-in model.")
     ] = ""
-    served_name: Annotated[str, Meta(description="Model name that clients use. Empty: the value of `model`.")] = ""
+    served_name: Annotated[
+        str,
+        Meta(
+            description="Model name for clients; of several, separated by commas, the first counts. Empty: the value "
+            "of `model`."
+        ),
+    ] = ""
     redis_url: Annotated[
         str, Meta(description="URL of Redis: redis://, rediss:// (TLS) or unix://, password included.")
     ] = "redis://127.0.0.1:6379/0"

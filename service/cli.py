@@ -149,6 +149,8 @@ def serve(argv: Sequence[str]) -> int:
     own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
     gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
     engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    if gateway.uds:
+        settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
     for name in sorted(BOTH):
         if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
             settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")

@@ -1,7 +1,7 @@
 """Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
 
-Every chunk carries an event id: how much of the answer the reader has after it (`Position`).  So any gateway can
-continue from there (`resume.py`).
+A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
+Any gateway can continue from there (`resume.py`).
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ class Format:
         fingerprint: str | None,
         prompts: list[Prompted],
         vocabulary: list[bytes],
+        ids: bool = True,
     ) -> None:
+        """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id = request_id.encode()
+        self._id, self.ids = request_id.encode(), ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -191,7 +193,9 @@ class Format:
     # -- one chunk
 
     def _event_id(self) -> bytes:
-        """Return the id of the next event; it counts what that event adds."""
+        """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
+        if not self.ids:
+            return b""
         tokens = self._tokens
         if len(tokens) == 1:
             return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
@@ -203,7 +207,9 @@ class Format:
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
-            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
+            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, first=True)
+            if begins and valid.chat
+            else b""
         )
         self._count(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
@@ -245,10 +251,17 @@ class Format:
                 entry["logprobs"] = piece.encoded or self._logprobs(piece, with_prompt=first)
             if self._valid.return_token_ids:
                 entry["token_ids"] = piece.token_ids
+        opened = self._open
+        if first and self._valid.return_token_ids:
+            prompt = self._prompts[choice // self._valid.n].token_ids
+            if self._valid.chat:
+                opened += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
+            else:
+                entry["prompt_token_ids"] = prompt
         tail = (
             b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
         )
-        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
+        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), opened, msgspec.json.encode(entry), tail)
 
     def usage_chunk(self) -> bytes:
         """Return the last chunk before [DONE] if the client asked for usage; else nothing."""
@@ -273,13 +286,23 @@ class Format:
         for piece in pieces:
             self._count(piece)
             by_choice[piece.choice].append(piece)
-        parts, separator = [self._open], b',"choices":['
+        parts, separator, scores = [self._open], b',"choices":[', b"null"
         for at, found in enumerate(by_choice):
             joined = self._joined(at, found)
             await self.prepare(joined, with_prompt=True)
-            parts += [separator, msgspec.json.encode(self._choice(joined, found[-1]))]
+            entry = self._choice(joined, found[-1])
+            if self._valid.prompt_logprobs:
+                scores = await self._prompt_scores(joined)
+                if not self._valid.chat:
+                    entry["prompt_logprobs"] = msgspec.Raw(scores)
+            parts += [separator, msgspec.json.encode(entry)]
             separator = b","
-        parts += [b'],"usage":', msgspec.json.encode(self.usage()), b"}"]
+        parts += [b'],"usage":', msgspec.json.encode(self.usage())]
+        if self._valid.chat and self._valid.return_token_ids:
+            parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
+        if self._valid.chat and self._valid.prompt_logprobs:
+            parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
+        parts.append(b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 
     def _joined(self, choice: int, parts: list[Piece]) -> Piece:
@@ -306,7 +329,8 @@ class Format:
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
-            entry["prompt_token_ids"] = prompt.token_ids
+            if not valid.chat:
+                entry["prompt_token_ids"] = prompt.token_ids
         return entry
 
     # -- logprobs
@@ -336,8 +360,33 @@ class Format:
     def _bytes(self, token: int) -> bytes:
         return self._vocabulary[token] if token < len(self._vocabulary) else b""
 
-    def _name(self, token: int) -> str:
+    async def _prompt_scores(self, whole: Piece) -> bytes:
+        """Return the log probabilities of a prompt as vLLM writes them, TURN_ALTERNATIVES at a time."""
+        tokens, found = self._prompts[whole.choice // self._valid.n].token_ids[1:], whole.prompt_logprobs or []
+        step = max(1, TURN_ALTERNATIVES // (2 + self._valid.sampling.prompt_logprobs))
+        parts = [b"null"]  # nothing precedes a prompt's first token
+        for at in range(0, len(found), step):
+            turn = zip(tokens[at : at + step], found[at : at + step], strict=True)
+            parts.append(msgspec.json.encode([self._scores(token, one) for token, one in turn])[1:-1])
+            await asyncio.sleep(0)
+        return b"[%s]" % b",".join(parts)
+
+    def _scores(self, token: int, at: TokenLogprob) -> dict[str, dict[str, Any]]:
+        """Return a prompt token and its alternatives, by token id.  `rank` is null beyond them."""
+        ranks = {other: rank for rank, (other, _) in enumerate(at.top, 1)}
+        found = {token: at.logprob, **dict(at.top)}
+        return {
+            str(one): {"logprob": _finite(logprob), "rank": ranks.get(one), "decoded_token": self._text(one)}
+            for one, logprob in found.items()
+        }
+
+    def _text(self, token: int) -> str:
         return self._bytes(token).decode("utf-8", "replace")
+
+    def _name(self, token: int) -> str:
+        if self._valid.names_are_ids:
+            return f"token_id:{token}"
+        return self._text(token)
 
     def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
         return self._entries(*self._columns(piece, with_prompt=with_prompt))
@@ -360,16 +409,20 @@ class Format:
         if self._valid.chat:
             pairs = zip(tokens, found, strict=True)
             return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
-        tops = [
-            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
-            for token, at in zip(tokens, found, strict=True)
-        ]
+        tops = [None if at is None else self._top(token, at) for token, at in zip(tokens, found, strict=True)]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
+        """Return the alternatives of a completion's token, itself first.  The likelier one of equal names counts."""
+        top = {self._name(token): _finite(at.logprob)}
+        for other, logprob in at.top:
+            top.setdefault(self._name(other), _finite(logprob))
+        return top
 
     def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
         top = [self._alternative(i, p) for i, p in at.top]

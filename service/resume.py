@@ -5,7 +5,8 @@
     POST with the same `Idempotency-Key` and body                                       the same answer from its start
 
 The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
-text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Where it is cut into events may
+text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Only a client that shows that it
+can resume gets event ids: many readers of events parse every line that is not blank.  Where it is cut into events may
 differ, since a client that catches up gets larger ones.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -43,8 +45,8 @@ class Record(msgspec.Struct, frozen=True):
         bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
-    def form(self, request_id: str, vocabulary: list[bytes]) -> Format:
-        """Return a writer of the answer, at its start."""
+    def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> Format:
+        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids."""
         return Format(
             self.valid,
             request_id=request_id,
@@ -53,6 +55,7 @@ class Record(msgspec.Struct, frozen=True):
             fingerprint=self.fingerprint,
             prompts=self.prompts,
             vocabulary=vocabulary,
+            ids=ids,
         )
 
 
@@ -76,6 +79,11 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 def new_id(prefix: str, now_ms: int) -> str:
     """Return a request id that cannot be guessed: 80 of its 128 bits are random, the others hold its time."""
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
+
+
+def resumable(headers: Mapping[str, str]) -> bool:
+    """Return whether a client will resume its answer after it lost the connection."""
+    return "Idempotency-Key" in headers or headers.get("X-Resumable", "").lower() in ("1", "true")
 
 
 def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:

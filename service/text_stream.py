@@ -188,9 +188,22 @@ def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest, waiting: Wa
     if stream.matched is not None:
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
+    if valid.sampling.prompt_logprobs >= 0:
+        piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
     if valid.sampling.logprobs >= 0:
-        _add_logprobs(piece, mailbox, stream, logprobs or [])
+        _add_logprobs(piece, stream, logprobs or [])
+    if valid.max_tokens == 0:
+        _drop_output(piece)
     return piece
+
+
+def _drop_output(piece: Piece) -> None:
+    """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
+    piece.text, piece.token_ids = "", []
+    if piece.logprobs is not None:
+        piece.logprobs, piece.offsets = [], []
+    if piece.finish is not None:
+        piece.finish, piece.stop_reason = "length", None
 
 
 def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: bool) -> None:
@@ -204,9 +217,8 @@ def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: boo
     mailbox.had = []
 
 
-def _add_logprobs(piece: Piece, mailbox: Mailbox, stream: TextStream, logprobs: list[TokenLogprob]) -> None:
+def _add_logprobs(piece: Piece, stream: TextStream, logprobs: list[TokenLogprob]) -> None:
     piece.logprobs = logprobs[: len(piece.token_ids)]
     piece.offsets = stream.take_offsets()
     if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
         piece.offsets.append(stream.chars)
-    piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.literal import LiteralContent
@@ -135,7 +136,7 @@ class TokenBudget:
         """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
         self._longest, self._total, self._left = longest, total, total
         self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
-        self._asked = 1 if valid is None or valid.max_tokens is None else valid.max_tokens
+        self._asked = 1 if valid is None else max(1, valid.max_tokens or 0)  # tokens that the answer may have
         self._param = "messages" if valid is not None and valid.chat else "prompt"
 
     def check(self, tokens: int, *, least: bool = False) -> None:
@@ -219,9 +220,9 @@ class Tokenizer:
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
-    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt, special=True, budget=budget)
+            return self._encode(prompt, special=special, budget=budget)
         budget.spend(len(prompt))
         return prompt
 
@@ -274,11 +275,13 @@ class Tokenizer:
         def work() -> list[list[int]]:
             if valid.chat:
                 return [self._encode_chat(valid.messages, budget)]
-            return [self._encode_prompt(prompt, budget) for prompt in valid.prompts]
+            return [self._encode_prompt(prompt, budget, special=valid.special) for prompt in valid.prompts]
 
         encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
-            encoded = [ids[-keep:] for ids in encoded]
+            if keep == -1:
+                keep = max(1, longest - max(1, valid.max_tokens or 0))
+            encoded = [ids[:keep] if valid.keep_first else ids[-keep:] for ids in encoded]
         return encoded
 
     async def tokenize(
@@ -297,6 +300,21 @@ class Tokenizer:
             return await self.offload(size, self._encode_chat, messages, budget, generation_prompt=generation_prompt)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
 
+    def token_strs(self, ids: list[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them; "" for ids without a token."""
+        return [self._backend.id_to_token(token) or "" for token in ids]
+
+    def info(self) -> dict[str, object]:
+        """Return what clients may want to know of the tokenizer, named as in `tokenizer_config.json`."""
+        hf = self._hf
+        special = {name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)}
+        return {
+            "tokenizer_class": type(hf).__name__,
+            "vocab_size": len(self.table),
+            "chat_template": hf.chat_template,
+            **special,
+        }
+
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
         """Return the prompts as the answer shows them; text and offsets only if `echo` needs them."""
         if not valid.echo:
@@ -309,7 +327,7 @@ class Tokenizer:
             if valid.sampling.logprobs >= 0:
                 # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
                 pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
-                for at in self._added_to(ids) if untouched else ():
+                for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)
                 if untouched and echoed != text:  # the tokenizer has changed the text, and knows where its tokens begin
@@ -330,3 +348,9 @@ class Tokenizer:
 def served_name(model: str) -> str:
     """Return the default name of a model for clients: a directory's own name, or the hub name."""
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+
+
+def served_names(config: GatewayConfig) -> list[str]:
+    """Return the names of the model for clients, at least one; answers carry the first."""
+    given = [name.strip() for name in config.served_name.split(",")]
+    return [name for name in given if name] or [served_name(config.model)]

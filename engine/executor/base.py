@@ -87,7 +87,7 @@ class ScriptedExecutor:
         path = Path(config.model) / "config.json"
         shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
         info = ModelInfo(
-            name=config.served_name or config.model or "scripted",
+            name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
             fingerprint="scripted",
             vocab_size=shape.get("vocab_size", 1000),
             max_model_len=config.max_model_len or shape.get("max_position_embeddings", 4096),

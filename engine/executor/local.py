@@ -80,7 +80,7 @@ class LocalExecutor:
         log.info("a request's tokens depend on its batch: %s", dependence or "no")
         loaded = time.monotonic()
         self.info = ModelInfo(
-            name=config.served_name or config.model or builtin.NAME,
+            name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,

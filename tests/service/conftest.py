@@ -16,6 +16,7 @@ from aiohttp import ClientSession
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import link
 from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import Sampling
 from service.app import Gateway
 from service.config import GatewayConfig
 from service.metrics import Telemetry
@@ -51,7 +52,7 @@ async def serve(
     """Start gateways on the test's namespace: `await serve(**config)`.  A request still open at the end is an error."""
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(**changes: object) -> Served:
+    async def start(*, defaults: Sampling | None = None, **changes: object) -> Served:
         settings: dict[str, Any] = {
             "fleet_s": 0.02,
             "late_wait_s": 5.0,
@@ -68,7 +69,7 @@ async def serve(
         streams = Streams(side, config, telemetry)
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants)
-        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
+        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id, defaults=defaults)
         runner = gateway.runner(shutdown_timeout=0.5)
         await runner.setup()
         assert runner.server is not None
