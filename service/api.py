@@ -19,10 +19,15 @@ import msgspec
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
-from service.limits import LIMITS, broken, shown
+from service.history import Message
+from service.history import plain_messages as plain_messages
+from service.limits import LIMITS, shown
 from service.refusal import Refusal as Refusal
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+from service.refusal import bad_request as _bad
+from service.refusal import check as check
+from service.refusal import limit_refusal as limit_refusal
+from service.regions import Reading
+from service.tools import ChatOptions, chat_options
 
 NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again, to name the field at fault
 
@@ -102,23 +107,6 @@ class CompletionBody(_Common, kw_only=True):
     logprobs: int | None = None
 
 
-class Part(msgspec.Struct):
-    """One content part of a chat message."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """One chat message."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
 class ChatBody(_Common, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -129,7 +117,10 @@ class ChatBody(_Common, kw_only=True):
     # As in _Common: refused if the value would change the answer.
     echo: bool | None = None
     chat_template: Any = None
+    # What the chat template gets: see tools.py.
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
+    reasoning_effort: str | None = None
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -141,22 +132,16 @@ _UNSERVED = {
     "guided_regex": "structured output",
     "guided_choice": "structured output",
     "guided_grammar": "structured output",
-    "tools": "tool calling",
-    "functions": "tool calling",
+    "functions": "the older form of tools",
     "use_beam_search": "beam search",
     "bad_words": "bad words",
     "audio": "audio",
     "suffix": "text insertion",
     "logits_processors": "code of clients",
     "chat_template": "a template of the client",
-    "chat_template_kwargs": "a choice of template options",
-    "documents": "a list of documents",
-    "continue_final_message": "continuing a message",
 }
 # field -> (its one allowed value, feature): any other value is refused, false ones included.
-_FIXED: dict[str, tuple[object, str]] = {
-    "add_generation_prompt": (True, "a chat without the generation prompt"),
-}
+_FIXED: dict[str, tuple[object, str]] = {}
 _FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
     **_FIXED,
     "add_special_tokens": (False, "a chat with special tokens beyond the template's"),
@@ -195,15 +180,13 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
     special: bool = True  # the tokenizer adds its special tokens to a text
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
+    options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
+    reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
         endless = self.sampling.ignore_eos and not self.stop and not self.sampling.stop_token_ids
         return room if endless else max(1, self.sampling.min_tokens)
-
-
-def _bad(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
-    return Refusal(400, code, message, param=param, limit=limit, given=given)
 
 
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
@@ -268,12 +251,6 @@ def _non_finite(body: bytes) -> str | None:
     return next((k for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)), None)
 
 
-def check(key: str, value: float, config: GatewayConfig) -> None:
-    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
-    if (found := broken(key, value, config)) is not None:
-        raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
-
-
 def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
     """Return a checked field of a request, or its default.  Raises Refusal."""
     if value is None:
@@ -288,20 +265,6 @@ def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> in
         return default
     check(key, value, config)
     return value
-
-
-def limit_refusal(
-    key: str,
-    message: str,
-    limit: float,
-    *,
-    param: str | None = None,
-    given: float | str | None = None,
-    retry_after_s: float | None = None,
-) -> Refusal:
-    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
-    row = LIMITS[key]
-    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -350,8 +313,9 @@ def _refuse_unserved(body: _Common) -> None:
     form = body.response_format
     if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
         raise _bad("unsupported", "response_format: only {'type': 'text'} is served", "response_format", "text")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _bad("unsupported", "tool_choice: tool calling is not served", "tool_choice", "none")
+    for name in ("tools", "tool_choice"):
+        if not isinstance(body, ChatBody) and getattr(body, name) not in (None, [], "none", "auto"):
+            raise _bad("unsupported", f"{name}: tools are served by /v1/chat/completions only", name)
     if body.prompt_logprobs is not None and body.stream:
         raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -512,41 +476,6 @@ def parse_completion(
     )
 
 
-def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
-    """Return messages as chat templates need them: content as a string, no null fields.  Raises Refusal."""
-    if not messages:
-        raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
-    check("messages", len(messages), config)
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    check("content parts", parts, config)
-    check("tool calls", sum(len(message.tool_calls or ()) for message in messages), config)
-    plain = []
-    for at, message in enumerate(messages):
-        name = f"messages[{at}]"
-        if message.role not in ROLES:
-            allowed = ", ".join(ROLES)
-            # The role is repeated, cut short: it is no prompt text.
-            given = message.role[:32]
-            raise _bad(
-                "invalid_value", f"{name}.role: '{given}' is not one of {allowed}", f"{name}.role", allowed, given
-            )
-        if isinstance(message.content, list):
-            for part in message.content:
-                if part.type != "text" or part.text is None:
-                    raise _bad(
-                        "unsupported", f"{name}.content: only parts of type 'text' are served", f"{name}.content"
-                    )
-            content = "\n".join(part.text or "" for part in message.content)
-        else:
-            content = message.content or ""
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        for field in ("name", "tool_calls", "tool_call_id"):
-            if (value := getattr(message, field)) is not None:
-                entry[field] = value
-        plain.append(entry)
-    return plain
-
-
 class TokenizeBody(msgspec.Struct):
     """Body of POST /tokenize: a text, or messages for the chat template."""
 
@@ -582,9 +511,11 @@ def parse_chat(
             raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
+    messages = plain_messages(asked.messages, config)
     return ValidRequest(
         prompts=[],
-        messages=plain_messages(asked.messages, config),
+        messages=messages,
+        options=chat_options(asked, messages, config),
         max_tokens=max_tokens,
         echo=False,
         chat=True,

@@ -7,6 +7,7 @@ Any gateway can continue from there (`resume.py`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
+from service.regions import CallDelta
 
 TURN_ALTERNATIVES = 4096  # of logprobs, encoded before other requests run: about 3 ms
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
@@ -72,8 +74,8 @@ def _malformed(event_id: str) -> Refusal:
 class Piece(msgspec.Struct):
     """What is new in one choice.
 
-    `token_ids` are all its new tokens.  `text` lags behind them while a character or a possible stop string is
-    incomplete; it is complete when `finish` is set."""
+    `token_ids` are all its new tokens.  `text` lags behind them while a character, a marker or a possible stop string
+    is incomplete; it is complete when `finish` is set."""
 
     choice: int  # prompt number * n + continuation
     text: str
@@ -82,9 +84,12 @@ class Piece(msgspec.Struct):
     offsets: list[int] | None = None  # characters of output before each token; set with logprobs
     prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
     cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
-    finish: str | None = None  # "stop" or "length"; nothing follows
+    finish: str | None = None  # "stop", "length" or "tool_calls"; nothing follows
     stop_reason: str | int | None = None  # the stop string, or the client's own stop token
     encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
+    reasoning: str = ""  # text of that region
+    calls: list[CallDelta] = []
+    reasoning_tokens: int = 0  # of the choice so far
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -93,6 +98,17 @@ class Prompted(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str = ""  # only with echo
     offsets: list[int] = []  # characters before each token; only with echo and logprobs
+
+
+def call_id(request_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call: a function of its place, so that a resumed answer has the same.
+
+    It has nine letters and digits, since some chat templates refuse any other form."""
+    digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()
+    return "".join(_CALL_ID_DIGITS[byte % 32] for byte in digest[:9])
+
+
+_CALL_ID_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 def _finite(logprob: float) -> float:
@@ -120,7 +136,7 @@ class Format:
     ) -> None:
         """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id, self.ids = request_id.encode(), ids
+        self._id, self._request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -128,6 +144,7 @@ class Format:
         self._stage = b""  # the last part of an event id: see Position
         self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
+        self._reasoning = [0] * choices  # tokens of it
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -150,10 +167,12 @@ class Format:
             self._no_usage,
         )
 
-    def skip(self, had: Position, cached: list[int]) -> None:
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
         """Continue after what a client already has.
 
-        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache."""
+        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
+        `reasoning`: tokens of each choice that the client has and that are reasoning."""
+        self._reasoning = reasoning
         for choice, tokens in enumerate(cached):
             prompt = choice // self._valid.n
             self._cached[prompt] = max(self._cached[prompt], tokens)
@@ -168,12 +187,15 @@ class Format:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`.  A prompt counts once, however many continuations it has."""
         prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
-        return {
+        found = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        if self._valid.reading is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning)}
+        return found
 
     @property
     def tokens(self) -> list[int]:
@@ -182,6 +204,8 @@ class Format:
 
     def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
+        if piece.reasoning_tokens:
+            self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:
             prompt = piece.choice // self._valid.n
             self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
@@ -213,14 +237,15 @@ class Format:
         )
         self._count(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
-        if not begins and plain and not valid.continuous_usage:
+        if not begins and plain and not valid.continuous_usage and not (piece.reasoning or piece.calls):
             if not piece.text:
                 return b""
             return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
         if valid.chat:
             events = role
-            if piece.text or piece.logprobs or (valid.return_token_ids and piece.token_ids):
-                events += self._event(choice, {"delta": {"content": piece.text}}, piece)
+            delta = self._delta(piece)
+            if delta or piece.logprobs or (valid.return_token_ids and piece.token_ids):
+                events += self._event(choice, {"delta": delta or {"content": ""}}, piece)
             if piece.finish is not None:
                 self._end(choice)
                 events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
@@ -232,6 +257,30 @@ class Format:
             self._started[choice] = not begins
             return b""
         return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=begins)
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return what is new in a chat answer.  One event holds all of a piece: its id counts the piece's tokens."""
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = self._calls(piece, index=True)
+        return delta
+
+    def _calls(self, piece: Piece, *, index: bool) -> list[dict[str, Any]]:
+        """Return the tool calls of a piece, each once; `index`: with its number, as events have it."""
+        found: dict[int, dict[str, Any]] = {}
+        for new in piece.calls:
+            call = found.setdefault(new.index, {"index": new.index} if index else {})
+            if new.name is not None:
+                call |= {"id": call_id(self._request_id, piece.choice, new.index), "type": "function"}
+                call["function"] = {"name": new.name, "arguments": new.arguments}
+            else:
+                function = call.setdefault("function", {"arguments": ""})
+                function["arguments"] += new.arguments
+        return list(found.values())
 
     def _event(
         self,
@@ -310,6 +359,8 @@ class Format:
         whole = Piece(
             choice, "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
         )
+        whole.reasoning = "".join(part.reasoning for part in parts)
+        whole.calls = [call for part in parts for call in part.calls]
         whole.prompt_logprobs = parts[0].prompt_logprobs
         if self._valid.sampling.logprobs >= 0:
             whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
@@ -320,7 +371,12 @@ class Format:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
-            entry["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+            if whole.reasoning:
+                message["reasoning_content"] = whole.reasoning
+            if whole.calls:
+                message |= {"content": whole.text or None, "tool_calls": self._calls(whole, index=False)}
+            entry["message"] = message
         else:
             entry["text"] = prompt.text + whole.text
         entry["logprobs"] = None

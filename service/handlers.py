@@ -40,7 +40,7 @@ from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
 from service.streams import AlreadySubmitted, Streams
-from service.text_stream import decode
+from service.text_stream import decode, reasoning_tokens
 from service.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -245,6 +245,8 @@ class Handlers:
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
+        reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
+        valid = msgspec.structs.replace(valid, reading=reading)
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
@@ -310,7 +312,9 @@ class Handlers:
         ):
             given = api.traceparent(request.headers.get("traceparent", ""))
             request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, given)
-            form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
+            cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
+            reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
+            form.skip(had, cached, reasoning)
             for choice in had.ended:
                 opened.end(choice)
             try:

@@ -23,6 +23,12 @@ KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
 CONTENT_PARTS = 16_384  # of all messages of a request
 TOOL_CALLS = 4096  # of all messages of a request
+ROLE_CHARS = 32  # of a message's role
+TOOLS = 128  # of one request, as at OpenAI
+TOOL_NAME_CHARS = 64  # as at OpenAI
+TOOLS_BYTES = 256 * 1024  # of all tools as JSON: templates write them into the prompt in up to 5 ms
+TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
+DOCUMENTS = 1024
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
@@ -93,6 +99,13 @@ LIMITS: dict[str, Limit] = {
     ),
     "tool calls": Limit(
         "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
+    ),
+    "tools": Limit("tools", "tools", high=TOOLS, entries=True, code="too_many"),
+    "tool name": Limit("tools[].function.name", "characters: letters, digits, _ and -", 1, TOOL_NAME_CHARS),
+    "tools bytes": Limit("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, entries=True, code="too_long"),
+    "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
+    "template arguments": Limit(
+        "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
     ),
     "tokens": Limit(
         "prompt, messages, tokens",

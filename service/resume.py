@@ -23,6 +23,7 @@ from engine.wire.records import IdempotencyKey
 from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
 from service.limits import KEY_CHARS
+from service.tools import ChatOptions
 
 _ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
 
@@ -42,7 +43,7 @@ class Record(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
-        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])
+        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], options=ChatOptions())
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
     def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> Format:
