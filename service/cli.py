@@ -40,6 +40,13 @@ Each says more with --help."""
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
+# Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
+INCLUDED = {
+    "": ["engine.executor.models.demo", "--or-builtin"],
+    "demo": ["engine.executor.models.demo"],
+    "builtin": ["engine.executor.models.builtin"],
+}
+CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
 CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
 FAILURES = 5  # failed starts in a row after which a child that was never up is given up
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
@@ -141,7 +148,7 @@ def serve(argv: Sequence[str]) -> int:
     """Run `quire serve`.  Returns the exit status."""
     prog = "quire serve"
     if "-h" in argv or "--help" in argv:
-        print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
+        print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one the demo model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
         print(f"of the engine:\n{settings.describe(EngineConfig)}")
         return 0
@@ -155,7 +162,6 @@ def serve(argv: Sequence[str]) -> int:
     embedded: EmbeddedRedis | None = None
     try:
         port = free_port(gateway.host, gateway.port)
-        model = gateway.model or builtin_model()
         if own.redis_url:
             url = own.redis_url
         else:
@@ -163,6 +169,7 @@ def serve(argv: Sequence[str]) -> int:
             embedded.start()
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
+        model = find_model(gateway.model)
         name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
@@ -185,7 +192,8 @@ def serve(argv: Sequence[str]) -> int:
             for i in range(own.gateways)
             for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
-        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
+        chat = Path(model, CHAT_TEMPLATE).is_file()
+        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, chat=chat).run())
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
@@ -209,13 +217,21 @@ def free_port(host: str, port: int) -> int:
     return found
 
 
-def builtin_model() -> str:
-    """Return the directory of the small built-in checkpoint, which is made on first use.  Raises GivenUp."""
+def find_model(name: str) -> str:
+    """Return the directory of a model that Quire makes by itself, made on first use; any other name as it is.
+
+    Ends the process where it cannot be made; the reason is on stderr then."""
+    if name not in INCLUDED:
+        return name
     made = subprocess.run(
-        [sys.executable, "-m", "engine.executor.models.builtin"], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", *INCLUDED[name]],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        preexec_fn=die_with_parent(),
     )
-    if made.returncode != 0 or not made.stdout.strip():
-        raise GivenUp("the built-in model could not be made; name one: quire serve MODEL")
+    if made.returncode != 0:
+        raise SystemExit(made.returncode)
     return made.stdout.strip().splitlines()[-1]
 
 
@@ -396,8 +412,18 @@ class Child:
 class Supervisor:
     """Keeps an engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
 
-    def __init__(self, engine: Child, gateways: Children, embedded: EmbeddedRedis | None, host: str, port: int) -> None:
-        self._engine, self._gateways, self._embedded = engine, gateways, embedded
+    def __init__(
+        self,
+        engine: Child,
+        gateways: Children,
+        embedded: EmbeddedRedis | None,
+        host: str,
+        port: int,
+        *,
+        chat: bool = False,
+    ) -> None:
+        """`host`, `port`: where the gateways listen.  `chat`: show a chat as the example of a request."""
+        self._engine, self._gateways, self._embedded, self._chat = engine, gateways, embedded, chat
         local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self._base = f"http://{f'[{local}]' if ':' in local else local}:{port}"
         self._signals = 0
@@ -454,10 +480,15 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
         models = await asyncio.to_thread(self._get, "/v1/models")
         name = models["data"][0]["id"] if models else ""  # empty if reading it needs a key
-        body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 16, "stream": True})
+        asked: dict[str, Any] = {"prompt": "def main():", "max_tokens": 16, "stream": True}
+        path = "completions"
+        if self._chat:
+            asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+            path = "chat/completions"
         print(
             f"serving {name} at {self._base}/v1\n"
-            f"  curl -N {self._base}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            f"  curl {self._base}/v1/{path} -H 'Content-Type: application/json' "
+            f"-d '{json.dumps({'model': name, **asked})}'",
             flush=True,
         )
 

@@ -63,7 +63,7 @@ class LocalExecutor:
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = load_model(
-            config.model or str(builtin.builtin()),
+            config.model,
             dtype=config.dtype,
             device=torch.device(kind),
             max_model_len=config.max_model_len,
