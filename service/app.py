@@ -160,10 +160,10 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
         log.info(
-            "open files: soft limit %s %d, which allows %d connections",
-            f"raised from {before} to" if allowed > before else "is",
-            allowed,
+            "accepts %d connections at once; the limit of open files %s %d",
             gateway.connections.limit,
+            f"was raised from {before} to" if allowed > before else "is",
+            allowed,
         )
         async with _listening(config, gateway, telemetry) as port:
             log.info("gateway %s listens on %s:%d", gateway_id, config.host, port)

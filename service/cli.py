@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from service.config import GatewayConfig
+from service.tokenizer import served_name
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
        quire gateway [MODEL] [options]  one gateway, around a Redis of your own
@@ -192,8 +193,8 @@ def serve(argv: Sequence[str]) -> int:
             for i in range(own.gateways)
             for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
-        chat = Path(model, CHAT_TEMPLATE).is_file()
-        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, chat=chat).run())
+        shown = gateway.served_name or served_name(model), example_of(model)
+        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run())
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
@@ -233,6 +234,14 @@ def find_model(name: str) -> str:
     if made.returncode != 0:
         raise SystemExit(made.returncode)
     return made.stdout.strip().splitlines()[-1]
+
+
+def example_of(model: str) -> tuple[str, dict[str, Any]]:
+    """Return the endpoint and the body of a request for a new user: a chat, where the checkpoint is known to chat."""
+    if Path(model, CHAT_TEMPLATE).is_file():
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        return "chat/completions", {"messages": messages, "temperature": 0}
+    return "completions", {"prompt": "def main():", "max_tokens": 16, "stream": True}
 
 
 async def check_redis(url: str, namespace: str) -> None:
@@ -419,11 +428,14 @@ class Supervisor:
         embedded: EmbeddedRedis | None,
         host: str,
         port: int,
-        *,
-        chat: bool = False,
+        name: str,
+        example: tuple[str, dict[str, Any]],
     ) -> None:
-        """`host`, `port`: where the gateways listen.  `chat`: show a chat as the example of a request."""
-        self._engine, self._gateways, self._embedded, self._chat = engine, gateways, embedded, chat
+        """`host`, `port`: where the gateways listen.  `name`: of the model, for clients.
+
+        `example`: endpoint and body of a request to show."""
+        self._engine, self._gateways, self._embedded = engine, gateways, embedded
+        self._name, self._example = name, example
         local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self._base = f"http://{f'[{local}]' if ':' in local else local}:{port}"
         self._signals = 0
@@ -478,17 +490,11 @@ class Supervisor:
         """Wait until a request would be answered; then print the address and an example."""
         while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
             await asyncio.sleep(POLL_S)
-        models = await asyncio.to_thread(self._get, "/v1/models")
-        name = models["data"][0]["id"] if models else ""  # empty if reading it needs a key
-        asked: dict[str, Any] = {"prompt": "def main():", "max_tokens": 16, "stream": True}
-        path = "completions"
-        if self._chat:
-            asked = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-            path = "chat/completions"
+        path, asked = self._example
         print(
-            f"serving {name} at {self._base}/v1\n"
+            f"serving {self._name} at {self._base}/v1\n"
             f"  curl {self._base}/v1/{path} -H 'Content-Type: application/json' "
-            f"-d '{json.dumps({'model': name, **asked})}'",
+            f"-d '{json.dumps({'model': self._name, **asked})}'",
             flush=True,
         )
 

@@ -72,7 +72,7 @@ def test_a_supervisors_children_keep_their_names_over_restarts(monkeypatch: pyte
     started: list[list[cli.Child]] = []
 
     class Supervisor:
-        def __init__(self, engine: cli.Child, gateways: list[cli.Child], *_: object, **options: object) -> None:
+        def __init__(self, engine: cli.Child, gateways: list[cli.Child], *_: object) -> None:
             started.append([engine, *gateways])
 
         async def run(self) -> None: ...

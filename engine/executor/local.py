@@ -77,7 +77,7 @@ class LocalExecutor:
         dependence = model.batch_dependence
         if not (dependence or alone or fused.is_fused(model.module) or threads == 1):
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
-        log.info("a request's tokens depend on its batch: %s", dependence or "no")
+        log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
         self.info = ModelInfo(
             name=config.served_name or config.model or builtin.NAME,

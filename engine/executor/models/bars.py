@@ -1,4 +1,4 @@
-"""Hides every progress bar of transformers: an engine logs whole lines, because several processes share one terminal."""
+"""Hides every progress bar of transformers: processes that share a terminal log whole lines."""
 
 from __future__ import annotations
 

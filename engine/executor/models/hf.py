@@ -35,7 +35,7 @@ from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.weights import tensor_bytes, weight_files
-from engine.executor.progress import GB, Progress
+from engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def report_progress(directory: Path) -> Iterator[None]:
 
     with no_bars(counted):
         yield
-    log.info("read %.2f GB of weights in %.1f s from %s", total / GB, time.monotonic() - began, directory)
+    log.info("read %.0f MB of weights in %.1f s from %s", total / 1e6, time.monotonic() - began, directory)
 
 
 def read_config(directory: Path) -> PretrainedConfig:
