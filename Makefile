@@ -1,6 +1,6 @@
 # Five commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
-#   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
+#   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems

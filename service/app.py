@@ -182,10 +182,10 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         if chosen := generation_config.describe(defaults):
             log.info("sampling defaults of the model: %s (--generation-config none: OpenAI's)", chosen)
         log.info(
-            "open files: soft limit %s %d, which allows %d connections",
-            f"raised from {before} to" if allowed > before else "is",
-            allowed,
+            "accepts %d connections at once; the limit of open files %s %d",
             gateway.connections.limit,
+            f"was raised from {before} to" if allowed > before else "is",
+            allowed,
         )
         async with _listening(config, gateway, telemetry) as port:
             log.info("gateway %s listens on %s", gateway_id, config.uds or f"{config.host}:{port}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.executor.errors import ModelLoadError
 from engine.executor.models import builtin
 from engine.executor.models.hf import load_model
 
@@ -62,6 +63,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("disk full")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ModelLoadError, match=r"cannot write the built-in model to .*: disk full; set XDG_CACHE_HOME"):
         builtin.builtin(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
