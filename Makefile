@@ -52,5 +52,5 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 
 $(KERNELS): $(INSTALLED) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
-	@$(RUN) -m engine.executor.ops
+	@$(RUN) -m engine.executor.ops >/dev/null
 	@touch $@

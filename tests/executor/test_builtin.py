@@ -53,6 +53,7 @@ def test_it_is_made_once_and_the_same_every_time(made: Path, tmp_path: Path) -> 
     assert said.strip() == str(tmp_path / "again")
     assert list(tmp_path.iterdir()) == [tmp_path / "again"]  # no draft left behind
     for file in sorted(made.iterdir()):
+        assert file.stat().st_mode & 0o044 == 0o044  # for users other than the one who made it
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 

