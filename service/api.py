@@ -351,9 +351,11 @@ def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
     return _float(name, float(header), 0.0, config)
 
 
-def _priority(given: int | str) -> int:
+def _priority(given: int | str, config: GatewayConfig) -> int:
     """Return a priority as a number.  "high", "normal" and "low" stand for -1, 0 and 1; lower is served earlier."""
     first, last = PRIORITIES
+    if isinstance(given, str) and not config.strict_fields and re.fullmatch("-?[0-9]{1,9}", given):
+        given = int(given)
     if isinstance(given, str):
         if given in CLASSES:
             return CLASSES[given]
@@ -471,7 +473,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
-        "priority": _priority(_or(body.priority, "normal")),
+        "priority": _priority(_or(body.priority, "normal"), config),
     }
 
 
