@@ -8,11 +8,12 @@ prompt text: only names, limits and numbers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import secrets
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -28,6 +29,8 @@ from service.refusal import check as check
 from service.refusal import limit_refusal as limit_refusal
 from service.regions import Reading
 from service.tools import ChatOptions, chat_options
+
+B = TypeVar("B", bound=msgspec.Struct)
 
 NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again, to name the field at fault
 
@@ -212,7 +215,28 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
         raise _bad(code, f"body is not valid JSON: {error}", None) from None
 
 
-def unknown_fields(
+def decode_all(body: bytes, kind: type[B], endpoint: Endpoint, config: GatewayConfig) -> tuple[B, tuple[str, ...]]:
+    """Decode a body as `kind`; also return its fields that nothing reads.  Raises Refusal as `decode` does.
+
+    Raises it too for fields that would change the answer and are not served, and for unknown ones with
+    `strict_fields`."""
+    try:  # a body without undeclared fields takes one pass
+        return msgspec.json.decode(body, type=_closed(kind), strict=config.strict_fields), ()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decode(body, kind, config), _unknown_fields(body, kind, endpoint, config)
+
+
+@functools.cache
+def _closed(kind: type[B]) -> type[B]:
+    """Return a body's struct that takes declared fields only."""
+    fields: list[tuple[str, Any, Any]] = []
+    if "stream_options" in kind.__struct_fields__:
+        fields.append(("stream_options", _closed(StreamOptions) | None, None))
+    made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
+    return cast(type[B], made)
+
+
+def _unknown_fields(
     body: bytes, kind: type[msgspec.Struct], endpoint: Endpoint, config: GatewayConfig
 ) -> tuple[str, ...]:
     """Return the fields of a body, which `decode` has read as `kind`, that nothing reads.
@@ -290,9 +314,11 @@ def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
     return _float(name, float(header), 0.0, config)
 
 
-def _priority(given: int | str) -> int:
+def _priority(given: int | str, config: GatewayConfig) -> int:
     """Return a priority as a number.  "high", "normal" and "low" stand for -1, 0 and 1; lower is served earlier."""
     first, last = PRIORITIES
+    if isinstance(given, str) and not config.strict_fields and re.fullmatch("-?[0-9]{1,9}", given):
+        given = int(given)
     if isinstance(given, str):
         if given in CLASSES:
             return CLASSES[given]
@@ -411,7 +437,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
-        "priority": _priority(_or(body.priority, "normal")),
+        "priority": _priority(_or(body.priority, "normal"), config),
     }
 
 
@@ -448,8 +474,7 @@ def parse_completion(
     body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
 ) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
-    asked: CompletionBody = decode(body, CompletionBody, config)
-    unknown = unknown_fields(body, CompletionBody, "completions", config)
+    asked, unknown = decode_all(body, CompletionBody, "completions", config)
     fields = _common(asked, config, served_name, timeout_s, served)
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
@@ -498,8 +523,7 @@ def parse_chat(
     body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
 ) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
-    asked: ChatBody = decode(body, ChatBody, config)
-    unknown = unknown_fields(body, ChatBody, "chat", config)
+    asked, unknown = decode_all(body, ChatBody, "chat", config)
     fields = _common(asked, config, served_name, timeout_s, served)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)

@@ -194,6 +194,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int,
         Meta(
             ge=1,
+            le=65_536,
             description="Continuations of all prompts of one request: prompts x n. Each takes memory of a "
             "gateway and 2 to 6 characters of every event id, which a client that resumes sends in a header.",
         ),

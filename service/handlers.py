@@ -163,8 +163,7 @@ class Handlers:
         """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
         async with self.bodies.read(request, max_values) as body:
             size = len(body.data)
-            asked: B = await self._offload(size, api.decode, body.data, kind, self._config)
-            unknown = await self._offload(size, api.unknown_fields, body.data, kind, endpoint, self._config)
+            asked, unknown = await self._offload(size, api.decode_all, body.data, kind, endpoint, self._config)
         request[METER].record_unknown(unknown)
         api.check_model(asked.model, self._model, self._served)
         return asked, size

@@ -315,7 +315,11 @@ def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
 def test_priorities_by_name_and_number() -> None:
     names = [completion(priority=name).priority for name in ("high", "normal", None, "low")]
     assert names == [-1, 0, 0, 1]
-    assert [completion(priority=number).priority for number in (-100, 5)] == [-100, 5]
+    assert [completion(priority=number).priority for number in (-100, 5, "-100", "5")] == [-100, 5, -100, 5]
+    assert refused(completion, priority="101").given == 101
+    strict = GatewayConfig(strict_fields=True)
+    body = b'{"prompt": "x", "priority": "5"}'
+    assert refused(api.parse_completion, body, strict, "m", 600.0).param == "priority"
 
 
 def test_the_least_an_answer_takes() -> None:
