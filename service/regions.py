@@ -302,7 +302,8 @@ class RegionReader:
         self._calls: list[CallDelta] = []
         self.push(reading.opening)
         self.take()
-        self._held = ""
+        # All of that was in the prompt, which may even hold an earlier message with calls.
+        self._held, self.calls, self.ended = "", 0, False
 
     def push(self, text: str) -> None:
         """Add text of the answer."""
