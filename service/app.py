@@ -156,6 +156,12 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
     except (TenantsError, ModelError) as error:
         raise StartError(str(error)) from None
+    responses = tokenizer.responses
+    log.info(
+        "response template: %s%s",
+        responses.name if responses is not None else "none is known, so reasoning and tool calls stay in the content",
+        "" if tokenizer.knows_tools else "; requests with tools are refused",
+    )
     async with _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)

@@ -137,8 +137,9 @@ def _check_tags(field: Any, body: str) -> None:
 class ResponseTemplate:
     """A response template, ready to read answers.  Immutable."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
-        """Raises ValueError for a template that transformers cannot use."""
+    def __init__(self, described: dict[str, Any], name: str = "") -> None:
+        """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
+        self.name = name
         parser = _parser_class()
         self._full = parser(described, prefix="")._spec
         fields: dict[str, Any] = described["fields"]
@@ -148,6 +149,7 @@ class ResponseTemplate:
         self.has_calls = len(rest) < len(fields)
         self.has_reasoning = any(KINDS.get(name) == "reasoning" for name in rest)
         self.heads = {name: _head(field) for name, field in fields.items() if KINDS.get(name) == "calls"}
+        self.casts = None in self.heads.values()  # arguments that are no JSON get the types of their schema
         self.keeps_spaces = {
             name for name, field in fields.items() if not field.get("content_args", {}).get("strip", True)
         }
@@ -510,8 +512,8 @@ def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
     """Return the response template of a model: the one that it ships, or a known one; None: every answer is content."""
     if shipped is not None:
         try:
-            return ResponseTemplate(shipped)
+            return ResponseTemplate(shipped, "the model's own")
         except Exception as error:  # transformers checks it with a dozen messages
             log.warning("the model's response_template cannot be used, so a known one is looked for: %s", error)
     name = name_of(chat_template)
-    return ResponseTemplate(known().response_templates[name]) if name is not None else None
+    return ResponseTemplate(known().response_templates[name], name) if name is not None else None
