@@ -156,12 +156,6 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
     except (TenantsError, ModelError) as error:
         raise StartError(str(error)) from None
-    responses = tokenizer.responses
-    log.info(
-        "response template: %s%s",
-        responses.name if responses is not None else "none is known, so reasoning and tool calls stay in the content",
-        "" if tokenizer.knows_tools else "; requests with tools are refused",
-    )
     async with _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
@@ -170,6 +164,14 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             f"raised from {before} to" if allowed > before else "is",
             allowed,
             gateway.connections.limit,
+        )
+        responses = tokenizer.responses
+        log.info(
+            "response template: %s%s",
+            responses.name
+            if responses is not None
+            else "none is known, so reasoning and tool calls stay in the content",
+            "" if tokenizer.knows_tools else "; requests with tools are refused",
         )
         async with _listening(config, gateway, telemetry) as port:
             log.info("gateway %s listens on %s:%d", gateway_id, config.host, port)
