@@ -187,6 +187,14 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             f"was raised from {before} to" if allowed > before else "is",
             allowed,
         )
+        responses = tokenizer.responses
+        log.info(
+            "response template: %s%s",
+            responses.name
+            if responses is not None
+            else "none is known, so reasoning and tool calls stay in the content",
+            "" if tokenizer.knows_tools else "; requests with tools are refused",
+        )
         async with _listening(config, gateway, telemetry) as port:
             log.info("gateway %s listens on %s", gateway_id, config.uds or f"{config.host}:{port}")
             started()

@@ -131,12 +131,10 @@ def dialect_of(render: Any) -> Dialect:
     A template that rejects a probe for other reasons counts as one that does not read it."""
     user = {"role": "user", "content": PROBE}
     parts = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
-
-    def shows(message: dict[str, Any]) -> bool:
-        text = _rendered(render, [message])
-        return PROBE in text and "'text'" not in text and '"text"' not in text
-
-    reads_parts, reads_text = shows(parts), shows(user)
+    of_text, of_parts = _rendered(render, [user]), _rendered(render, [parts])
+    reads_text = PROBE in of_text
+    # A template that takes a list for text shows it as Python or JSON would.
+    reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
     question = user if reads_text or not reads_parts else parts
     return Dialect(
         parts=reads_parts,

@@ -54,6 +54,10 @@ class Reading(msgspec.Struct, frozen=True):
     parallel: bool = True  # more than one call in an answer; else the answer ends with the first
 
 
+# Region -> the characters with which markers begin that it looks for.  A region is not listed where they are unknown.
+FirstChars = dict[str | None, frozenset[str]]
+
+
 class _Head(msgspec.Struct, frozen=True):
     """Where a tool call in JSON holds its name and arguments."""
 
@@ -65,7 +69,7 @@ class _Head(msgspec.Struct, frozen=True):
 def _parser_class() -> type[Any]:
     """Return transformers' parser, extended by what a gateway needs.
 
-    It overrides three methods and reads five attributes that are private, so `pyproject.toml` bounds the version.
+    It uses private methods and attributes, as `RegionReader.finish` does, so `pyproject.toml` bounds the version.
     Imported late: it takes a second."""
     from transformers.utils.chat_parsing import ResponseParser
 
@@ -76,18 +80,19 @@ def _parser_class() -> type[Any]:
         _pos: int
         _began = _body_end = 0  # in the buffer: where the region's marker begins, and where its text ends
 
-        def feed_events(self, text: str) -> list[dict[str, Any]]:
-            """Return the events of more text."""
-            events: list[dict[str, Any]] = self.feed(text)
+        def feed_events(self, text: str, first: FirstChars) -> list[dict[str, Any]]:
+            """Return the events of more text.  `first` saves the search for markers in most of it."""
+            chars = first.get(self._current)
+            if chars is not None and self._pos == len(self._buffer) and chars.isdisjoint(text):
+                events: list[dict[str, Any]] = []
+                self._buffer += text
+                self._accumulate(events, text)
+                self._pos += len(text)
+            else:
+                events = self.feed(text)
             if self._pos > KEPT_CHARS and not self._structured():
                 cut = self._pos - 1  # one character stays: patterns may look behind
                 self._buffer, self._pos, self._body_end = self._buffer[cut:], 1, self._body_end - cut
-            return events
-
-        def last_events(self) -> list[dict[str, Any]]:
-            """Return the events of the end of the text."""
-            events: list[dict[str, Any]] = []
-            self._process(events, eos=True)
             return events
 
         def _structured(self) -> bool:
@@ -132,16 +137,19 @@ def _check_tags(field: Any, body: str) -> None:
 class ResponseTemplate:
     """A response template, ready to read answers.  Immutable."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
-        """Raises ValueError for a template that transformers cannot use."""
+    def __init__(self, described: dict[str, Any], name: str = "") -> None:
+        """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
+        self.name = name
         parser = _parser_class()
         self._full = parser(described, prefix="")._spec
         fields: dict[str, Any] = described["fields"]
         rest = {name: field for name, field in fields.items() if KINDS.get(name) != "calls"}
         self._without_calls = parser({**described, "fields": rest}, prefix="")._spec if rest else self._full
+        self._first = {calls: _first_chars(described["fields"], calls) for calls in (True, False)}
         self.has_calls = len(rest) < len(fields)
         self.has_reasoning = any(KINDS.get(name) == "reasoning" for name in rest)
         self.heads = {name: _head(field) for name, field in fields.items() if KINDS.get(name) == "calls"}
+        self.casts = None in self.heads.values()  # arguments that are no JSON get the types of their schema
         self.keeps_spaces = {
             name for name, field in fields.items() if not field.get("content_args", {}).get("strip", True)
         }
@@ -164,7 +172,8 @@ class ResponseTemplate:
 
     def reader(self, reading: Reading) -> RegionReader:
         """Return a reader of one answer, at its start."""
-        return RegionReader(self, self._full if reading.calls else self._without_calls, reading)
+        spec = self._full if reading.calls else self._without_calls
+        return RegionReader(self, spec, self._first[reading.calls], reading)
 
     def call_grammar(self, tools: list[dict[str, Any]], names: list[str]) -> str | None:
         """Return the grammar of an answer that calls one of the tools `names`, with arguments by their schemas.
@@ -178,6 +187,35 @@ def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
     for key in keys:
         value = described.get(key, [])
         yield from [value] if isinstance(value, str) else value
+
+
+def _first_chars(fields: dict[str, Any], calls: bool) -> FirstChars:
+    """Return with which characters the markers of each region begin; `calls`: whether calls are looked for."""
+    found: FirstChars = {}
+    outside: set[str] | None = set()
+    implicit = None
+    for name, field in fields.items():
+        if KINDS.get(name) == "calls" and not calls:
+            continue
+        opens, closes = (_begins(field, key) for key in ("open", "close"))
+        if not field.keys() & {"open", "open_pattern"}:
+            implicit, opens = name, closes
+        elif closes is not None:
+            found[name] = frozenset(closes)
+        outside = None if opens is None or outside is None else outside | opens
+    if outside is not None:
+        found[implicit] = frozenset(outside)
+    return found
+
+
+def _begins(field: dict[str, Any], key: str) -> set[str] | None:
+    """Return the first characters of a marker; None if its pattern may begin with anything."""
+    pattern = field.get(f"{key}_pattern")
+    if pattern is None:
+        return {text[0] for text in _texts(field, (key,))}
+    # A literal character that is not repeated, and no alternative.
+    first = re.match(r"(?:([^\w\s\\.^$*+?{}\[\]()|])|\\([^\w\s]))(?![*?{])", pattern)
+    return None if first is None or "|" in pattern.replace("\\|", "") else {first[1] or first[2]}
 
 
 def _head(field: dict[str, Any]) -> _Head | None:
@@ -275,6 +313,7 @@ class RegionReader:
         "_content",
         "_dropped",
         "_ending",
+        "_first",
         "_held",
         "_kind",
         "_parallel",
@@ -287,8 +326,8 @@ class RegionReader:
         "reasoning",
     )
 
-    def __init__(self, template: ResponseTemplate, spec: Any, reading: Reading) -> None:
-        self._template, self._parallel = template, reading.parallel
+    def __init__(self, template: ResponseTemplate, spec: Any, first: FirstChars, reading: Reading) -> None:
+        self._template, self._first, self._parallel = template, first, reading.parallel
         self._parser = _parser_class()(spec, prefix="", tools=reading.tools)
         self.reasoning = False  # the reasoning is open
         self.ended = False  # no more calls are wanted: the answer is complete
@@ -302,19 +341,22 @@ class RegionReader:
         self._calls: list[CallDelta] = []
         self.push(reading.opening)
         self.take()
-        self._held = ""
+        # All of that was in the prompt, which may even hold an earlier message with calls.
+        self._held, self.calls, self.ended = "", 0, False
 
     def push(self, text: str) -> None:
         """Add text of the answer."""
         if text and not self.ended:
-            for event in self._parser.feed_events(text):
+            for event in self._parser.feed_events(text, self._first):
                 self._apply(event)
 
     def finish(self, *, cut: bool) -> None:
         """End the answer.  `cut`: it could have been longer, so a call without its closing marker is incomplete."""
         if not self.ended:
             self._ending = "cut" if cut else "whole"
-            for event in self._parser.last_events():
+            events: list[dict[str, Any]] = []
+            self._parser._process(events, eos=True)
+            for event in events:
                 self._apply(event)
 
     def take(self) -> tuple[str, str, list[CallDelta]]:
@@ -470,8 +512,8 @@ def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
     """Return the response template of a model: the one that it ships, or a known one; None: every answer is content."""
     if shipped is not None:
         try:
-            return ResponseTemplate(shipped)
+            return ResponseTemplate(shipped, "the model's own")
         except Exception as error:  # transformers checks it with a dozen messages
             log.warning("the model's response_template cannot be used, so a known one is looked for: %s", error)
     name = name_of(chat_template)
-    return ResponseTemplate(known().response_templates[name]) if name is not None else None
+    return ResponseTemplate(known().response_templates[name], name) if name is not None else None

@@ -295,7 +295,7 @@ class Tokenizer:
         responses = self.responses
         if options.tools and not self._dialect.tools:
             raise _unsupported("tools", "the model's chat template knows no tools")
-        if options.tools and (responses is None or not responses.has_calls):
+        if options.tools and not self.knows_tools:
             raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and (responses is None or responses.call_grammar(options.tools, options.demanded) is None):
             raise _unsupported("tool_choice", "a call cannot be demanded yet, only 'none' and 'auto' are served")
@@ -308,6 +308,11 @@ class Tokenizer:
             if not self._reads(name):
                 field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
                 raise _unsupported(field, "the model's chat template does not read it")
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model, and calls in its answers can be read."""
+        return self._dialect.tools and self.responses is not None and self.responses.has_calls
 
     def _reads(self, name: str) -> bool:
         """Return whether the chat template names a variable."""
@@ -323,8 +328,8 @@ class Tokenizer:
             tail = b"".join(self.bytes_of(ids[-tokens:], skip_special=False)).decode("utf-8", "replace")
             if (opening := responses.opening(tail)) is not None:
                 break
-        tools = reduced(options.tools)
-        return Reading(opening or "", calls=bool(tools), tools=tools, parallel=options.parallel)
+        tools = reduced(options.tools) if responses.casts else []
+        return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
 
     async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.

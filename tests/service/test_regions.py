@@ -92,7 +92,8 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
             "",
             "",
             [("f", {"a": 1}), ("g", {})],
-        )
+        ),
+        ('[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}', "", "", [("f", {"a": 1})]),
     ],
     "mistral": [
         (
@@ -138,6 +139,7 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
     "granite4": [('ok<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "ok", "", [("f", {})])],
     "phi4-mini": [
         ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', "", "", [("f", {"a": 1})]),
+        ('<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', "", "", [("f", {"a": 1})]),
         ('functools[{"name": "f", "arguments": {"a": 1}}]', "", "", [("f", {"a": 1})]),
     ],
     "phi4-reasoning": [("<think>hm</think>Yes", "Yes", "hm", [])],
@@ -230,7 +232,7 @@ def test_arguments_in_json_are_passed_on_as_they_are_written() -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("glm", "<tool_call>f <arg_key>a</arg_key> lost <arg_value>1</arg_value></tool_call>"),
-        ("mistral-list", '[TOOL_CALLS] {"name": "f"}'),
+        ("mistral-list", '[TOOL_CALLS] [{"name": "f"}, 3]'),
         ("llama3", '{"name": "f"}'),
     ],
 )
@@ -251,6 +253,12 @@ def test_what_the_prompt_has_opened_goes_on() -> None:
     closed = Reading("<think>\n\n</think>\n\n")
     assert read("hermes-thinking", ["Yes"], closed) == Message("Yes", "", [])
     assert read("hermes-thinking", [" and more"], Reading("I said ")) == Message(" and more", "", [])
+
+
+def test_calls_of_an_earlier_message_in_the_prompt_do_not_count() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    reading = Reading(f"{call}<|im_end|>\n", calls=True, parallel=False)
+    assert read("hermes", [call], reading).calls == [("f", "{}")]
 
 
 def test_without_tools_a_call_is_text() -> None:

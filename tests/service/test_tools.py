@@ -15,6 +15,7 @@ from engine.wire.messages import Finish, Generate
 from service.api import Refusal, parse_chat
 from service.config import GatewayConfig
 from service.format import call_id
+from service.regions import Reading
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
@@ -413,3 +414,33 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Pat
         call = {"function": {"name": "f", "arguments": arguments}}
         messages = [USER, {"role": "assistant", "tool_calls": [call]}]
         assert prompt(tokenizer, messages) == 'Rain?f {"city": "Paris"}'
+
+
+def test_what_is_stored_to_read_an_answer_is_small(tools_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Tools stay with the request only where calls are not JSON, and then as names and types."""
+    body = json.dumps({**ASK, "model": "m", "tools": [TOOL], "parallel_tool_calls": False}).encode()
+    valid = parse_chat(body, GatewayConfig(), "m", 600.0)
+    ids = tools_tokenizer._encode_chat(valid.messages, None, valid.options)
+    assert tools_tokenizer.reading(valid, ids) == Reading("", calls=True, parallel=False)
+
+    tags = TOOLS_TEMPLATE.replace("Call with", "<function=f><parameter=a>")
+    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), tags)))
+    reading = tokenizer.reading(valid, tokenizer._encode_chat(valid.messages, None, valid.options))
+    assert reading is not None
+    properties = {"city": {"type": "string"}}
+    assert reading.tools == [{"function": {"name": "weather", "parameters": {"properties": properties}}}]
+
+
+def test_the_opening_of_the_answer_is_found_in_the_prompt(tools_tokenizer: Tokenizer) -> None:
+    for fields, opening in (
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<think>\n\n</think>\n\n"),
+        (
+            {"continue_final_message": True, "messages": [USER, {"role": "assistant", "content": "a " * 200 + "b"}]},
+            None,
+        ),
+        ({"add_generation_prompt": False}, ""),
+    ):
+        valid = parse_chat(json.dumps({**ASK, "model": "m", **fields}).encode(), GatewayConfig(), "m", 600.0)
+        reading = tools_tokenizer.reading(valid, tools_tokenizer._encode_chat(valid.messages, None, valid.options))
+        assert reading is not None
+        assert reading.opening == (opening if opening is not None else "a " * 200 + "b")
