@@ -20,8 +20,11 @@ import msgspec
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
-from service.limits import LIMITS, broken, shown
+from service.limits import LIMITS, shown
 from service.refusal import Refusal as Refusal
+from service.refusal import bad_request as _bad
+from service.refusal import check as check
+from service.refusal import limit_refusal as limit_refusal
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -205,10 +208,6 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
         return room if endless else max(1, self.sampling.min_tokens)
 
 
-def _bad(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
-    return Refusal(400, code, message, param=param, limit=limit, given=given)
-
-
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
     """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
 
@@ -292,12 +291,6 @@ def _non_finite(body: bytes) -> str | None:
     return next((k for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)), None)
 
 
-def check(key: str, value: float, config: GatewayConfig) -> None:
-    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
-    if (found := broken(key, value, config)) is not None:
-        raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
-
-
 def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
     """Return a checked field of a request, or its default.  Raises Refusal."""
     if value is None:
@@ -312,20 +305,6 @@ def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> in
         return default
     check(key, value, config)
     return value
-
-
-def limit_refusal(
-    key: str,
-    message: str,
-    limit: float,
-    *,
-    param: str | None = None,
-    given: float | str | None = None,
-    retry_after_s: float | None = None,
-) -> Refusal:
-    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
-    row = LIMITS[key]
-    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An error as clients get it: status, code, and OpenAI's JSON."""
+"""What a client is told when its request is not served: status, code, message, field, limit and value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from service.limits import shown
+from service.config import GatewayConfig
+from service.limits import LIMITS, broken, shown
 
 _TYPES = {
     401: "authentication_error",
@@ -64,3 +65,28 @@ class Refusal(Exception):
 def _encodable(text: str) -> str:
     """Return `text` without surrogates: they stand for bytes of a header or path that are not UTF-8."""
     return text.encode("utf-8", "replace").decode()
+
+
+def bad_request(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
+    """Return a 400 for one field."""
+    return Refusal(400, code, message, param=param, limit=limit, given=given)
+
+
+def check(key: str, value: float, config: GatewayConfig) -> None:
+    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
+    if (found := broken(key, value, config)) is not None:
+        raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
+
+
+def limit_refusal(
+    key: str,
+    message: str,
+    limit: float,
+    *,
+    param: str | None = None,
+    given: float | str | None = None,
+    retry_after_s: float | None = None,
+) -> Refusal:
+    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
+    row = LIMITS[key]
+    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
