@@ -125,13 +125,17 @@ def _parser_class() -> type[Any]:
 
 
 def _check_tags(field: Any, body: str) -> None:
-    """Raise ValueError for text between the tags of a call in XML, which transformers would drop."""
+    """Raise ValueError for what transformers would drop of a call in XML: text between tags, a repeated argument."""
     import regex  # what transformers compiles these patterns with; it comes with transformers
 
     if field is None or field.content != "xml-inline":
         return
-    if regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL).strip():
+    pattern = regex.compile(field.content_args["tag_pattern"], regex.DOTALL)
+    if pattern.sub("", body).strip():
         raise ValueError("text between tags")
+    names = [match["key"] for match in pattern.finditer(body)]
+    if len(set(names)) < len(names):
+        raise ValueError("an argument is given twice")
 
 
 class ResponseTemplate:
