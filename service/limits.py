@@ -33,6 +33,7 @@ DOCUMENTS = 1024
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
 VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
+WATCHERS = 16  # of GET /engine/state, at one gateway
 LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
 
 
@@ -192,6 +193,14 @@ LIMITS: dict[str, Limit] = {
         entries=True,
         code="too_many_open",
         status=503,
+    ),
+    "watchers": Limit(
+        "connection",
+        "clients of one gateway that watch the engines",
+        high=WATCHERS,
+        entries=True,
+        code="too_many_watchers",
+        status=429,
     ),
     "queued": Limit(
         "queue",

@@ -186,5 +186,5 @@ call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
 call('PEXPIRE', state, MEMORY_MS)
 local works = {}
 for _, id in ipairs(claimed) do works[#works + 1] = describe(id) end
-local waiting, engines, watched = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), call('EXISTS', P .. 'watch')
-return {works, orders, waiting, engines, now_ms(), watched}
+local watched = call('EXISTS', P .. 'watch')
+return {works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms(), watched}
