@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 from aiohttp import web
 
@@ -133,7 +133,7 @@ class EngineStateFeed:
 
     # -- one watcher
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield events and comments until close()."""
         clock = asyncio.get_running_loop().time
         sent: FleetState | None = None  # what the watcher has

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.loop import Engine
 from engine.orders import LocalBox
 from engine.pool_state import PoolObserver, PoolPublisher, PoolSnapshot, TableReader, copy_counts
+from engine.wire.link import BusDown
 from engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
 from tests.core.test_scheduler import Rig, SchedulerMachine
+from tests.service.fakes import settled
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 
@@ -86,7 +90,7 @@ class WatchedMachine(SchedulerMachine):
 
 
 TestWatchedMachine = WatchedMachine.TestCase
-TestWatchedMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWatchedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_forks_and_prefix_hits_are_shared_and_a_finished_prompt_is_cached() -> None:
@@ -209,9 +213,67 @@ def test_snapshots_are_a_period_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.turn()
     assert len(publisher.offered) == 2
     monkeypatch.setattr(pool_state, "PERIOD_S", 0.0)
+    monkeypatch.setattr(pool_state, "MOST_SHARE", math.inf)
     publisher.wanted = False
     engine.turn()
     publisher.wanted = True
     for _ in range(10):
         engine.turn()
     assert len(publisher.offered) == 12
+
+
+def test_slow_snapshots_are_further_apart() -> None:
+    """They take half a percent of the loop's time at most, however large the pool is."""
+    ticks = iter(range(100))
+    publisher = Kept()
+    watch = PoolObserver(Rig().core, publisher, lambda: 0.02 * next(ticks))  # each snapshot takes 20 ms
+    taken = []
+    for tenth in range(100):
+        record: Any = SimpleNamespace(marks=[1000.0 + tenth / 10])
+        watch.observe(record)
+        taken.append(len(publisher.offered))
+    assert taken[0] == 1
+    assert taken[39] == 1
+    assert taken[-1] == 3
+
+
+class Store:
+    """Redis, as the publisher sees it."""
+
+    def __init__(self) -> None:
+        self.written: list[PoolState] = []
+        self.away = False
+
+    async def write(self, state: PoolState) -> None:
+        if self.away:
+            raise BusDown("away")
+        self.written.append(state)
+
+    async def until(self, count: int) -> None:
+        """Wait for the next `count` writes."""
+        end = len(self.written) + count
+        await settled(lambda: len(self.written) >= end)
+
+
+async def test_the_newest_snapshot_is_written_and_repeated_while_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_state, "REPEAT_S", 0.01)
+    publisher, core = PoolPublisher("e0", asyncio.get_running_loop()), Rig().core
+    store: Any = Store()
+    publisher.offer(observer(core).snapshot())  # the gateway left meanwhile
+    writing = asyncio.create_task(publisher.run(store))
+    await asyncio.sleep(0.1)
+    assert store.written == []
+    publisher.wanted = True
+    old, new = observer(core).snapshot(), observer(core).snapshot()._replace(left_out=9)
+    publisher.offer(old)
+    publisher.offer(new)
+    await store.until(3)  # repeated, as during a long step
+    assert {state.left_out for state in store.written} == {9}
+    store.away = True
+    await asyncio.sleep(0.1)
+    store.away = False
+    await store.until(1)
+    assert len([record for record in caplog.records if "could not publish" in record.message]) <= 1
+    writing.cancel()
