@@ -8,9 +8,9 @@ docs/api.md describes the fields.  Nothing here waits or knows of clients.
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -24,7 +24,6 @@ RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
 FEW = 256  # patches up to which the whole map is not considered instead
 # (kind, references) of each value of a cell: free, cached, owned by one table, shared by several.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
-_EQUAL, _CHANGED = re.compile(rb"(.)\1*", re.DOTALL), re.compile(rb"[^\0]+")
 RUN_BYTES = 8  # of a run of blocks in SequenceBlocks.runs
 
 Json = dict[str, Any]
@@ -141,12 +140,15 @@ def _engine_changes(before: EngineState, engine: EngineState) -> Json:
 
 def _cell_changes(before: bytes, cells: bytes) -> Json:
     """Return patches of a map of the same size, or the whole map where that is shorter."""
-    differ = (int.from_bytes(before) ^ int.from_bytes(cells)).to_bytes(len(cells))
-    patches = [
-        [run.start(), run.end() - run.start(), *KINDS[cells[run.start()]]]
-        for span in _CHANGED.finditer(differ)
-        for run in _EQUAL.finditer(cells, span.start(), span.end())
-    ]
+    patches: list[list[int]] = []
+    end = last = -1
+    for at in compress(range(len(cells)), _xor(int.from_bytes(before), cells)):
+        value = cells[at]
+        if at == end and value == last:
+            patches[-1][1] += 1
+        else:
+            patches.append([at, 1, *KINDS[value]])
+        end, last = at + 1, value
     if len(patches) > FEW and 3 * len(whole := _runs(cells)) < 4 * len(patches):  # of three numbers instead of four
         return {"cells": whole}
     return {"changed": patches}
@@ -162,9 +164,16 @@ def _sequence_changes(before: Mapping[str, bytes], sequences: Mapping[str, bytes
         yield [name, len(keep) // RUN_BYTES, _pairs(runs[len(keep) :])]
 
 
-def _runs(cells: bytes) -> list[list[int]]:
-    """Return [length, kind, references] of each run of equal cells."""
-    return [[run.end() - run.start(), *KINDS[cells[run.start()]]] for run in _EQUAL.finditer(cells)]
+def _runs(cells: bytes) -> list[tuple[int, int, int]]:
+    """Return (length, kind, references) of each run of equal cells.  16,384 cells take a few milliseconds at most."""
+    starts = list(compress(range(1, len(cells)), _xor(int.from_bytes(cells) >> 8, cells)[1:]))
+    runs = zip([0, *starts], [*starts, len(cells)], strict=True)
+    return [(end - start, *KINDS[cells[start]]) for start, end in runs]
+
+
+def _xor(number: int, cells: bytes) -> bytes:
+    """Return a byte for each cell: 0 where it equals that byte of `number`.  As one long number, for speed."""
+    return (number ^ int.from_bytes(cells)).to_bytes(len(cells))
 
 
 def _pairs(runs: bytes) -> list[tuple[int, int]]:

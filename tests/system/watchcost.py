@@ -52,7 +52,8 @@ def watching(port: int) -> Iterator[list[int]]:
 def run(made: Deployment, streams: int, tokens: int, *, watched: bool) -> dict[str, float]:
     """Read answers once, with or without a watcher."""
     engine, gateway = psutil.Process(made.engine.popen.pid), psutil.Process(made.gateway.popen.pid)
-    with watching(made.port) if watched else contextlib.nullcontext([]) as sizes:
+    with contextlib.ExitStack() as stack:
+        sizes = stack.enter_context(watching(made.port)) if watched else []
         before = engine.cpu_times()
         found = asyncio.run(measure(made.port, streams, tokens, gateway))
         after = engine.cpu_times()
