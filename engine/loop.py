@@ -70,6 +70,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         itl_stretch=config.itl_stretch,
         step_target_s=config.step_target_s,
         allocation=config.allocation,
+        grammars=info.grammars,
     )
     pool = BlockPool(
         executor.blocks,

@@ -18,6 +18,7 @@ import msgspec
 
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
+from service.grammar import Constraint, NotServed, asked
 from service.limits import LIMITS, broken, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -124,13 +125,14 @@ class _Common(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     priority: int | str | None = None
     user: str | None = None
-    # Not supported, and they would change the answer: refused, never silently ignored.
+    # At most one of these; `grammar.py` reads them.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Not supported, and they would change the answer: refused, never silently ignored.
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -186,11 +188,6 @@ class ChatBody(_Common, kw_only=True):
 
 
 _UNSERVED = {
-    "structured_outputs": "structured output",
-    "guided_json": "structured output",
-    "guided_regex": "structured output",
-    "guided_choice": "structured output",
-    "guided_grammar": "structured output",
     "tools": "tool calling",
     "functions": "tool calling",
     "use_beam_search": "beam search",
@@ -240,6 +237,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     priority: int  # lower is served earlier
     chat: bool  # it was sent to the chat endpoint
+    constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -373,9 +371,6 @@ def _refuse_unserved(body: _Common) -> None:
     for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
         if getattr(body, name, None) not in (None, only):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    form = body.response_format
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise _bad("unsupported", "response_format: only {'type': 'text'} is served", "response_format", "text")
     if body.tool_choice not in (None, "none", "auto"):
         raise _bad("unsupported", "tool_choice: tool calling is not served", "tool_choice", "none")
     if body.stream_options is not None and not body.stream:
@@ -416,6 +411,23 @@ def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
     )
 
 
+def not_served(error: NotServed) -> Refusal:
+    """Return the refusal of a grammar."""
+    return _bad(error.code, str(error), error.param, error.limit, error.given)
+
+
+def _constraint(body: _Common) -> Constraint | None:
+    """Return what the answer must match; None: anything.  Raises Refusal."""
+    try:
+        constraint = asked(msgspec.structs.asdict(body))
+    except NotServed as error:
+        raise not_served(error) from None
+    if constraint is not None and body.ignore_eos:
+        message = f"ignore_eos: with {constraint.param} an answer ends where its grammar does"
+        raise _bad("unsupported", message, "ignore_eos", "false")
+    return constraint
+
+
 def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
     """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
     if body.model != served_name:
@@ -447,6 +459,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal")),
+        "constraint": _constraint(body),
     }
 
 

@@ -34,6 +34,7 @@ from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
+from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
 from service.middleware import METER, OWNER, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
@@ -87,6 +88,7 @@ class Handlers:
         self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+        self._grammars = Grammars()
 
     # -- endpoints
 
@@ -222,6 +224,7 @@ class Handlers:
         valid = await self._offload(size, parse, body.data, config, self._model, timeout_s)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
         limits = admission.limits(streams.fleet)
+        valid = await self._constrain(valid)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
@@ -256,6 +259,18 @@ class Handlers:
         )
         form = record.form(request_id, self._tokenizer.table)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
+
+    async def _constrain(self, valid: api.ValidRequest) -> api.ValidRequest:
+        """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
+        if (constraint := valid.constraint) is None:
+            return valid
+        admission.require_grammars(self._streams.fleet, constraint.param)
+        try:
+            grammar = await self._grammars.compile(constraint)
+        except NotServed as error:
+            raise api.not_served(error) from None
+        sampling = msgspec.structs.replace(valid.sampling, grammar=grammar)
+        return msgspec.structs.replace(valid, sampling=sampling, constraint=None)
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
         """Call admission.decide with this process's clock and random numbers."""

@@ -79,6 +79,7 @@ class LocalExecutor:
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
         log.info("a request's tokens depend on its batch: %s", dependence or "no")
         loaded = time.monotonic()
+        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.info = ModelInfo(
             name=config.served_name or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
@@ -86,8 +87,8 @@ class LocalExecutor:
             max_model_len=model.max_model_len,
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+            grammars=self._worker.grammars,
         )
-        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         ended = time.monotonic()
