@@ -59,9 +59,7 @@ ANNOTATIONS = frozenset(
         *("$schema", "$id", "$comment", "discriminator"),
     }
 )
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
-)
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 NO_ANSWER = "it allows no answer"
 LEGACY = {
     "guided_json": "json",
@@ -198,7 +196,7 @@ def check_keywords(schema: Any, path: str) -> None:
         for name in one:
             if name not in ENFORCED and name not in ANNOTATIONS:
                 raise NotServed(f"{at}.{name[:64]}", "this keyword is not served", code="unsupported")
-        if str(one.get("format", "unknown")) not in FORMATS:
+        if "format" in one and str(one["format"]) not in FORMATS:
             allowed = ", ".join(sorted(FORMATS))
             raise NotServed(f"{at}.format", f"must be one of {allowed}", code="unsupported", limit=allowed)
         _check_count(one, at)
@@ -264,7 +262,7 @@ MAKERS = {"json": _json_grammar, "regex": _regex_grammar, "choice": _choice_gram
 class _Bytes:
     """A vocabulary of the 256 bytes and an end token, for checks that need no model."""
 
-    eos_token_id, bos_token_id, unk_token_id = 256, None, None
+    eos_token_id, bos_token_id = 256, None
     special_token_ids: tuple[int, ...] = (256,)
     tokens: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), b"<end>")
 

@@ -93,6 +93,10 @@ class Grammars:
         else:
             self._vocabulary.set_result(tokenizer)
 
+    def address(self, slot: int) -> int:
+        """Return where the mask of a slot lies.  It never moves."""
+        return int(self.mask[slot].ctypes.data)
+
     @property
     def active(self) -> bool:
         """Whether any slot has a grammar.  Constant time."""

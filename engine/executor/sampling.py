@@ -201,7 +201,7 @@ class SamplerBank:
         if self._grammars is None:
             raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
         self._grammars.assign(slot, sampler)
-        return self._grammars.mask[slot].ctypes.data
+        return self._grammars.address(slot)
 
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):

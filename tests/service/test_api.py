@@ -107,7 +107,7 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
-        (completion, {"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+        (completion, {"response_format": {"type": "grammar"}}, "response_format.type", "unsupported"),
         (chat, {"tools": [{"type": "function"}]}, "tools", "unsupported"),
         (chat, {"tool_choice": "required"}, "tool_choice", "unsupported"),
         (chat, {"messages": []}, "messages", "empty_prompt"),

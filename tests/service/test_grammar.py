@@ -86,7 +86,8 @@ def refused(**fields: Any) -> tuple[str, str]:
     """(param, code) of the 400 for a request with these fields."""
     with pytest.raises((Refusal, NotServed)) as raised:
         compile_grammar(completion(**fields).constraint)  # type: ignore[arg-type]
-    refusal = api.not_served(raised.value) if isinstance(raised.value, NotServed) else raised.value
+    error: Any = raised.value
+    refusal = api.not_served(error) if isinstance(error, NotServed) else error
     assert refusal.status == 400
     msgspec.json.decode(refusal.body())
     return str(refusal.param), refusal.code
