@@ -55,6 +55,9 @@ class Executor(Protocol):
 
         Raises ExecutorLost when no further step can run."""
 
+    def grammar_ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled, or can never be; else compile it on another thread.  Never blocks."""
+
     def catch_up(self) -> bool:
         """Do one piece of the work that the start put off, while no request is here.  Returns whether more is left."""
 
@@ -170,6 +173,9 @@ class ScriptedExecutor:
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
+
+    def grammar_ready(self, grammar: str) -> bool:
+        return self._grammars is None or self._grammars.ready(grammar)
 
     def catch_up(self) -> bool:
         return False

@@ -1,6 +1,6 @@
 """Grammars: which tokens each slot with a grammar may sample next.
 
-    assign ── compile, or copy what is compiled ─> matcher ── consume what was emitted before ─┐
+    ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
     a step:  model is launched ─ fill: a row of the mask for each matcher ─ sampling reads it ─┴─ advance: its token
 
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
@@ -20,7 +20,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,8 @@ class Grammars:
         self.mask: npt.NDArray[np.int32] = np.zeros((max_seqs, words), np.int32)
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._executor = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) - 1))
         self._vocabulary: Future[llguidance.LLTokenizer] = Future()
         threading.Thread(target=self._read, args=(directory,), name="grammar tokenizer", daemon=True).start()
@@ -102,6 +103,15 @@ class Grammars:
         """Whether any slot has a grammar.  Constant time."""
         return bool(self._rows)
 
+    def ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled; else begin to.  One that cannot be compiled is ready, too."""
+        if (found := self._compiled.get(grammar)) is None:
+            found = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found.done()
+
     def reset(self) -> None:
         """Free every slot."""
         self._rows.clear()
@@ -123,15 +133,15 @@ class Grammars:
         self._rows.pop(slot, None)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Return a matcher at the start of a grammar.  Raises GrammarError without a tokenizer."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=LIMITS)
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return compiled.deep_copy()
+        """Return a matcher at the start of a grammar; wait for it.  Raises GrammarError without a tokenizer."""
+        self.ready(grammar)
+        return self._compiled[grammar].result().deep_copy()
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # every copy begins with what this has cached
+        return matcher
 
     def _bits(self, tokens: list[int]) -> npt.NDArray[np.int32]:
         flags = np.zeros(32 * self.mask.shape[1], bool)

@@ -82,15 +82,14 @@ class Worker:
         self._gpu = device.type == "cuda"
         self._config, self._loaded, self._model = config, model, model.module
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
-        # On a GPU a step is launched before the tokens of the one before it are known: grammars need a second order.
-        self.grammars = not self._gpu and Grammars.supported(model.directory, model.eos_ids)
+        # On a GPU a step is launched before the tokens of the one before it are known: grammars need another order.
+        self.grammars: Grammars | None = None
+        if not self._gpu and Grammars.supported(model.directory, model.eos_ids):
+            self.grammars = Grammars(
+                model.directory, max_seqs=max_seqs, vocab_size=model.vocab_size, eos_ids=model.eos_ids
+            )
         self._samplers = SamplerBank(
-            max_seqs=max_seqs,
-            vocab_size=model.vocab_size,
-            device=device,
-            grammars=Grammars(model.directory, max_seqs=max_seqs, vocab_size=model.vocab_size, eos_ids=model.eos_ids)
-            if self.grammars
-            else None,
+            max_seqs=max_seqs, vocab_size=model.vocab_size, device=device, grammars=self.grammars
         )
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
