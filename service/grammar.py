@@ -39,7 +39,7 @@ BOUNDS = LLParserLimits(
     verbose_errors=False,
 )
 # Between the parts of a JSON text: one blank, or a new line and its indentation.  So no answer runs on in blanks.
-WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 KEPT = 256  # grammars that passed and need no second check
 LOCALISED = 64  # subschemas that are compiled alone to find the one at fault
 
