@@ -1,7 +1,7 @@
 """Grammars: which tokens each slot with a grammar may sample next.
 
     ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
-    a step:  model is launched ─ fill: a row of the mask for each matcher ─ sampling reads it ─┴─ advance: its token
+    a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ advance: its token
 
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
@@ -43,6 +43,8 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
+# A mask takes about 30 us.  For this many it is worth a thread, which runs while the model computes.
+THREADED = 4
 FAILED = "the grammar cannot be followed any further"
 
 
@@ -73,6 +75,8 @@ class Grammars:
         self._rows: dict[int, _Row] = {}
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        self._filling: Future[None] | None = None
         self._executor = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) - 1))
         self._vocabulary: Future[llguidance.LLTokenizer] = Future()
         threading.Thread(target=self._read, args=(directory,), name="grammar tokenizer", daemon=True).start()
@@ -114,6 +118,7 @@ class Grammars:
 
     def reset(self) -> None:
         """Free every slot."""
+        self._finish_filling()
         self._rows.clear()
 
     def assign(self, slot: int, sampler: Sampler) -> None:
@@ -163,12 +168,28 @@ class Grammars:
                 row.matcher.consume_token(token)
                 row.early -= 1
 
-    def fill(self) -> None:
-        """Write the mask of every slot that has a grammar.  Other threads may run meanwhile."""
+    def begin_fill(self) -> None:
+        """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
+        if len(self._rows) >= THREADED:
+            self._filling = self._filler.submit(self._compute)
+
+    def _compute(self) -> None:
+        """Let llguidance write the masks.  It lets other threads run meanwhile."""
         sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None]
         if sound:
             count, words = self.mask.shape
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
+
+    def _finish_filling(self) -> bool:
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.result()
+        return filling is not None
+
+    def fill(self) -> None:
+        """Write the mask of every slot that has a grammar, or wait for the thread that does."""
+        if not self._finish_filling():
+            self._compute()
         for slot, row in self._rows.items():
             self._check(row)
             if row.error:

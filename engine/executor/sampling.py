@@ -231,8 +231,13 @@ class SamplerBank:
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
 
+    def begin_masks(self) -> None:
+        """Begin to find out what each slot may sample now, while the model runs.  Needs all tokens before it."""
+        if self._grammars is not None and self._grammars.active:
+            self._grammars.begin_fill()
+
     def fill_masks(self) -> None:
-        """Let the grammars say what each slot may sample now.  The model may run meanwhile."""
+        """Let the grammars say what each slot may sample now."""
         if self._grammars is not None and self._grammars.active:
             self._grammars.fill()
 

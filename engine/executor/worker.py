@@ -214,6 +214,8 @@ class Worker:
         staging.send()
 
         samplers.flush()
+        if not self._gpu:  # the step before has been collected
+            samplers.begin_masks()
         if plan.swap_out:
             self.swap.out(plan.swap_out)
         if poison is not None:
