@@ -60,6 +60,7 @@ class _Row:
     held: npt.NDArray[np.int32] | None  # bits of the tokens that may not end the answer yet
     early: int = 0  # outputs for which they are held back, where the grammar allows another token
     error: str = ""
+    sampled: int = -1  # the token that the matcher takes in before its next mask; -1: none
 
 
 class Grammars:
@@ -161,11 +162,11 @@ class Grammars:
             row.error = f"{FAILED}: {reason[0]}" if reason else FAILED
 
     def advance(self, slots: Iterable[int], tokens: Iterable[int]) -> None:
-        """Take in the tokens that these slots sampled; slots without a grammar are passed over."""
+        """Note the token that each slot sampled, for the next `fill`.  Slots without a grammar are passed over."""
         rows = self._rows
         for slot, token in zip(slots, tokens, strict=True):
             if (row := rows.get(slot)) is not None and row.matcher is not None:
-                row.matcher.consume_token(token)
+                row.sampled = token
                 row.early -= 1
 
     def begin_fill(self) -> None:
@@ -174,7 +175,12 @@ class Grammars:
             self._filling = self._filler.submit(self._compute)
 
     def _compute(self) -> None:
-        """Let llguidance write the masks.  It lets other threads run meanwhile."""
+        """Let llguidance take in the tokens and write the masks.  It lets other threads run meanwhile."""
+        sampled = [(row.matcher, row.sampled) for row in self._rows.values() if row.matcher and row.sampled >= 0]
+        if sampled:
+            self._executor.consume_token_par(sampled)
+        for row in self._rows.values():
+            row.sampled = -1
         sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None]
         if sound:
             count, words = self.mask.shape
