@@ -24,7 +24,7 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LIMITS
+from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
@@ -200,6 +200,18 @@ def check_keywords(schema: Any, path: str) -> None:
             allowed = ", ".join(sorted(FORMATS))
             raise NotServed(f"{at}.format", f"must be one of {allowed}", code="unsupported", limit=allowed)
         _check_count(one, at)
+        for regex in (one.get("pattern"), *_names(one.get("patternProperties"))):
+            if isinstance(regex, str):
+                _check_length(regex, REGEX_CHARS, f"{at}.pattern" if regex == one.get("pattern") else at)
+
+
+def _names(given: Any) -> list[str]:
+    return list(given) if isinstance(given, dict) else []
+
+
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        raise NotServed(param, f"at most {most} characters", code=TOO_LARGE, limit=most, given=len(text))
 
 
 def _check_count(schema: dict[str, Any], at: str) -> None:
@@ -238,12 +250,14 @@ def _choice_grammar(constraint: Constraint) -> str:
 
 
 def _regex_grammar(constraint: Constraint) -> str:
+    _check_length(constraint.value, REGEX_CHARS, constraint.param)
     return LLMatcher.grammar_from_regex(constraint.value)
 
 
 def _lark_grammar(constraint: Constraint) -> str:
     """Return a client's Lark grammar.  Raises NotServed for what would pass the checks of this module by."""
     text: str = constraint.value
+    _check_length(text, LARK_CHARS, constraint.param)
     if text.lstrip()[:1] in ("{", "["):
         raise NotServed(constraint.param, "must be a Lark grammar; give a JSON schema as json", code="unsupported")
     if "::=" in text:
