@@ -34,9 +34,9 @@ RUN GPUS="$GPUS" /src/.ci/image.sh kernels /opt/quire
 
 FROM base AS gateway
 COPY --from=gateway-build /opt/quire /opt/quire
-# of the built-in model what a gateway needs: tokenizer and configuration
-COPY --from=model /opt/quire/models/quire-builtin-1/*.json /opt/quire/models/quire-builtin-1/*.jinja \
-  /opt/quire/models/quire-builtin-1/
+# of the demo model what a gateway needs: tokenizer, configuration and licence
+COPY --from=model /opt/quire/models/smollm2-135m/*.json /opt/quire/models/smollm2-135m/*.jinja \
+  /opt/quire/models/smollm2-135m/LICENSE /opt/quire/models/smollm2-135m/
 USER 10001:10001
 EXPOSE 8000
 ENTRYPOINT ["quire"]

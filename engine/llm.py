@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
-from engine.executor.models import builtin, hf
+from engine.executor.models import hf
 from engine.loop import Engine
 from engine.orders import LocalBox
 from engine.wire.messages import FOREVER_MS, Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
@@ -53,7 +53,7 @@ class LLM:
         config = all_cores(
             msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
         )
-        self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model or str(builtin.builtin()))))
+        self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model)))
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:

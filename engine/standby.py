@@ -54,7 +54,7 @@ def wait_for_turn(parts: Iterable[object]) -> bool:
             if turn_has_come():
                 break
         else:
-            log.info("spare %d is ready", os.getpid())
+            log.info("spare %d is ready to take over if the engine dies", os.getpid())
     except Exception as error:
         log.warning("spare: preparation failed, a takeover will take longer: %s: %s", type(error).__name__, error)
     return bool(sys.stdin.readline())

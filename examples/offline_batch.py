@@ -1,6 +1,6 @@
 """Complete many prompts without a server.
 
-python examples/offline_batch.py [PROMPT ...]      QUIRE_MODEL=./dir or org/name; without it the built-in model
+python examples/offline_batch.py [PROMPT ...]      QUIRE_MODEL=./dir or org/name; without it the demo model
 
 Prints one JSON line for each prompt, in the order of the prompts. All prompts are submitted at once: the scheduler
 batches them and shares the KV blocks of equal beginnings.
@@ -17,7 +17,7 @@ from engine.wire.messages import Sampling
 
 
 def main(prompts: list[str]) -> None:
-    llm = LLM(os.environ.get("QUIRE_MODEL", ""))
+    llm = LLM(os.environ.get("QUIRE_MODEL", "demo"))
     try:
         completions = llm.generate(prompts, Sampling(temperature=0.8, top_p=0.95, seed=1), max_new_tokens=32, n=2)
     finally:

@@ -14,7 +14,7 @@ ask() {  # PATH [JSON]: one request, its answer on standard output
 echo '# Is a server there, and which model does it serve?'
 ask /ready
 ask /v1/models
-model=$(ask /v1/models | sed 's/.*"id":"\([^"]*\)".*/\1/')
+model=$(ask /v1/models | sed 's/^[^[]*\[{"id":"\([^"]*\)".*/\1/')
 
 echo '# A completion'
 ask /v1/completions '{"model": "'"$model"'", "prompt": "To be", "max_tokens": 8}'

@@ -1,6 +1,7 @@
 """How many tokens one gateway process streams, and how much CPU time a token takes.
 
     python -m loadtest gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5] [--compare CHECKOUT]
+                               [--chat] [--tools]
 
 Starts `quire serve` with the scripted executor, which computes nothing.  Everything else is real: the engine's step
 loop, Redis, one gateway, and this client, which reads every stream.  At `--step-ms 5` the engine offers 200 tokens a
@@ -28,11 +29,23 @@ from loadtest import command_line, machine
 from loadtest.raw_stream import encode_request, read_stream
 from loadtest.server import MODEL_NAME, serve
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
-async def measure(port: int, streams: int, tokens: int, gateway: psutil.Process) -> dict[str, Any]:
+
+def request_of(tokens: int, *, chat: bool, tools: bool) -> bytes:
+    """Return the request for one answer: of a prompt, or of a chat with or without tools."""
+    body = {"model": MODEL_NAME, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    if not (chat or tools):
+        return encode_request(body | {"prompt": "hello"})
+    asked = {"messages": [{"role": "user", "content": "hello"}]} | ({"tools": TOOLS} if tools else {})
+    return encode_request(body | asked, "/v1/chat/completions")
+
+
+async def measure(
+    port: int, streams: int, tokens: int, gateway: psutil.Process, *, chat: bool = False, tools: bool = False
+) -> dict[str, Any]:
     """Read `streams` answers of `tokens` tokens at once; return tokens a second and the gateway's CPU time a token."""
-    body = {"model": MODEL_NAME, "prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    request = encode_request(body)
+    request = request_of(tokens, chat=chat, tools=tools)
     before, began = gateway.cpu_times(), time.monotonic()
     read = await asyncio.gather(*(read_stream(port, request) for _ in range(streams)))
     after, wall = gateway.cpu_times(), time.monotonic() - began
@@ -57,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", "--beside", type=Path, help="checkout of another version to measure in turn with this one"
     )
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each checkout; default 1")
+    parser.add_argument("--chat", action="store_true", help="send chats instead of prompts")
+    parser.add_argument(
+        "--tools", action="store_true", help="send chats with a tool; the model's template must know tools"
+    )
 
 
 def main(args: argparse.Namespace, command: str) -> int:
@@ -65,7 +82,9 @@ def main(args: argparse.Namespace, command: str) -> int:
 
     def run(checkout: Path | None) -> dict[str, Any]:
         with serve(args.model, *flags, checkout=checkout) as server:
-            return asyncio.run(measure(server.port, args.streams, args.tokens, server.child("service.app")))
+            gateway = server.child("service.app")
+            found = measure(server.port, args.streams, args.tokens, gateway, chat=args.chat, tools=args.tools)
+            return asyncio.run(found)
 
     def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
         return {name: statistics.median(one[name] for one in runs) for name in runs[0]}

@@ -15,8 +15,7 @@ from typing import Any
 from loadtest.stats import gaps
 
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
 MARK = b"data: "
 
@@ -34,10 +33,10 @@ class RawStream:
         return gaps(self.times)
 
 
-def encode_request(body: dict[str, Any]) -> bytes:
-    """Return the bytes of a whole request to /v1/completions."""
+def encode_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """Return the bytes of a whole request."""
     data = json.dumps(body).encode()
-    return HEAD % len(data) + data
+    return HEAD % (path.encode(), len(data)) + data
 
 
 async def read_stream(port: int, request: bytes) -> RawStream:

@@ -92,6 +92,7 @@ class Stream:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "stream_options": {"include_ids": True},
         }
         position = 0
         async with session.post(f"{url}/v1/completions", json=body) as response:

@@ -8,82 +8,35 @@ prompt text: only names, limits and numbers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import secrets
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
+from service.fields import Endpoint, undeclared
 from service.grammar import Constraint, NotServed, asked
-from service.limits import LIMITS, broken, shown
+from service.history import Message
+from service.history import plain_messages as plain_messages
+from service.limits import LIMITS, shown
+from service.refusal import Refusal as Refusal
+from service.refusal import bad_request as _bad
+from service.refusal import check as check
+from service.refusal import limit_refusal as limit_refusal
+from service.regions import Reading
+from service.tools import ChatOptions, chat_options
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+B = TypeVar("B", bound=msgspec.Struct)
 
 NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again, to name the field at fault
 
 
 CLASSES = {"high": -1, "normal": 0, "low": 1}  # named priorities; within a tenant lower numbers are served first
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "overloaded_error",
-    504: "server_error",
-}
-
-
-class Refusal(Exception):
-    """The answer is an error.  `limit` and `given`: what is allowed and what the client sent, if there is a limit."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        limit: float | str | None = None,
-        given: float | str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.param = status, code, message, param
-        self.limit, self.retry_after_s = limit, retry_after_s
-        self.given = None if given is None else shown(given)
-
-    def body(self) -> bytes:
-        """Return the error as OpenAI's JSON."""
-        error: dict[str, Any] = {
-            "message": _encodable(self.message),
-            "type": _TYPES.get(self.status, "invalid_request_error"),
-            "param": self.param,
-            "code": self.code,
-        }
-        if self.limit is not None:
-            error["limit"] = self.limit
-        if self.given is not None:
-            error["given"] = _encodable(self.given) if isinstance(self.given, str) else self.given
-        return msgspec.json.encode({"error": error})
-
-    def headers(self) -> dict[str, str]:
-        """Return Retry-After in whole seconds (>= 1) and in milliseconds.  A missed deadline is not retried."""
-        if self.retry_after_s is not None:
-            seconds = max(1, math.ceil(self.retry_after_s))
-            return {"Retry-After": str(seconds), "retry-after-ms": str(round(self.retry_after_s * 1000))}
-        return {"x-should-retry": "false"} if self.status == 504 else {}
-
-
-def _encodable(text: str) -> str:
-    """Return `text` without surrogates: they stand for bytes of a header or path that are not UTF-8."""
-    return text.encode("utf-8", "replace").decode()
-
 
 # ----------------------------------------------------------------------------------------------- in: what clients send
 
@@ -93,16 +46,20 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_ids: bool | None = None
+
+
+_INNER = {"stream_options": frozenset(StreamOptions.__struct_fields__)}
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints.  Null means absent; unknown fields are ignored, as OpenAI's clients expect."""
+    """Fields of both endpoints.  Null means absent but for `max_tokens`.  `fields.py` has what is not declared here."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null is not absent: it means what fits
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -120,11 +77,12 @@ class _Common(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     timeout: float | None = None
     priority: int | str | None = None
-    user: str | None = None
     # At most one of these; `grammar.py` reads them.
     response_format: Any = None
     structured_outputs: Any = None
@@ -154,23 +112,6 @@ class CompletionBody(_Common, kw_only=True):
     logprobs: int | None = None
 
 
-class Part(msgspec.Struct):
-    """One content part of a chat message."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """One chat message."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
 class ChatBody(_Common, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -181,31 +122,26 @@ class ChatBody(_Common, kw_only=True):
     # As in _Common: refused if the value would change the answer.
     echo: bool | None = None
     chat_template: Any = None
+    # What the chat template gets: see tools.py.
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
+    reasoning_effort: str | None = None
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
 
 _UNSERVED = {
-    "tools": "tool calling",
-    "functions": "tool calling",
+    "functions": "the older form of tools",
     "use_beam_search": "beam search",
     "bad_words": "bad words",
     "audio": "audio",
     "suffix": "text insertion",
     "logits_processors": "code of clients",
     "chat_template": "a template of the client",
-    "chat_template_kwargs": "a choice of template options",
-    "documents": "a list of documents",
-    "continue_final_message": "continuing a message",
 }
 # field -> (its one allowed value, feature): any other value is refused, false ones included.
-_FIXED: dict[str, tuple[object, str]] = {
-    "prompt_logprobs": (None, "prompt_logprobs (use echo with logprobs)"),
-    "add_special_tokens": (True, "a prompt without the tokenizer's special tokens"),
-    "add_generation_prompt": (True, "a chat without the generation prompt"),
-}
+_FIXED: dict[str, tuple[object, str]] = {}
 _FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
     **_FIXED,
     "add_special_tokens": (False, "a chat with special tokens beyond the template's"),
@@ -222,7 +158,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
     sampling: Sampling
     n: int
-    max_tokens: int | None  # of each continuation; None: the rest of the context
+    max_tokens: int | None  # of each continuation; None: the rest of the context; 0: none, the prompt is echoed
     seeded: bool  # the client chose the seed
     stop: tuple[str, ...]
     include_stop: bool
@@ -233,10 +169,19 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
-    truncate_prompt_tokens: int | None
+    truncate_prompt_tokens: int | None  # -1: what fits into the context
     timeout_s: float
     priority: int  # lower is served earlier
     chat: bool  # it was sent to the chat endpoint
+    # Fields below have defaults: an older gateway's record in Redis lacks them.
+    include_ids: bool = False  # the client reads event ids and comments
+    prompt_logprobs: bool = False  # the answer shows those of the prompt
+    names_are_ids: bool = False  # tokens of log probabilities are named `token_id:N`
+    keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
+    special: bool = True  # the tokenizer adds its special tokens to a text
+    unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
+    options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
+    reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
 
     def least_tokens(self, room: int) -> int:
@@ -245,16 +190,13 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
         return room if endless else max(1, self.sampling.min_tokens)
 
 
-def _bad(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
-    return Refusal(400, code, message, param=param, limit=limit, given=given)
-
-
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
     """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
 
-    `config` holds the limits that the refusal of a number out of range names."""
+    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`.  It also holds the
+    limits that the refusal of a number out of range names."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, strict=config is not None and config.strict_fields)
     except msgspec.ValidationError as error:
         message = str(error)
         at = re.search(r"- at `\$\.?([^`]*)`$", message) or re.search(r"required field `([^`]*)`", message)
@@ -269,6 +211,45 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
             raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
         code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"
         raise _bad(code, f"body is not valid JSON: {error}", None) from None
+
+
+def decode_all(body: bytes, kind: type[B], endpoint: Endpoint, config: GatewayConfig) -> tuple[B, tuple[str, ...]]:
+    """Decode a body as `kind`; also return its fields that nothing reads.  Raises Refusal as `decode` does.
+
+    Raises it too for fields that would change the answer and are not served, and for unknown ones with
+    `strict_fields`."""
+    try:  # a body without undeclared fields takes one pass
+        return msgspec.json.decode(body, type=_closed(kind), strict=config.strict_fields), ()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decode(body, kind, config), _unknown_fields(body, kind, endpoint, config)
+
+
+@functools.cache
+def _closed(kind: type[B]) -> type[B]:
+    """Return a body's struct that takes declared fields only."""
+    fields: list[tuple[str, Any, Any]] = []
+    if "stream_options" in kind.__struct_fields__:
+        fields.append(("stream_options", _closed(StreamOptions) | None, None))
+    made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
+    return cast(type[B], made)
+
+
+def _unknown_fields(
+    body: bytes, kind: type[msgspec.Struct], endpoint: Endpoint, config: GatewayConfig
+) -> tuple[str, ...]:
+    """Return the fields of a body, which `decode` has read as `kind`, that nothing reads.
+
+    Raises Refusal for those that would change the answer and are not served, and for any with `strict_fields`."""
+    try:
+        refused, unknown = undeclared(body, frozenset(kind.__struct_fields__), endpoint, _INNER)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the struct has skipped
+        raise _bad("invalid_json", f"body is not valid JSON: {error}", None) from None
+    if refused is not None:
+        raise _bad("unsupported", f"{refused[0]}: {refused[1]} is not served", refused[0])
+    if unknown and config.strict_fields:
+        name = str(shown(unknown[0]))
+        raise _bad("unknown_field", f"{name}: no such field (--strict-fields)", name)
+    return unknown
 
 
 def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
@@ -292,12 +273,6 @@ def _non_finite(body: bytes) -> str | None:
     return next((k for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)), None)
 
 
-def check(key: str, value: float, config: GatewayConfig) -> None:
-    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
-    if (found := broken(key, value, config)) is not None:
-        raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
-
-
 def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
     """Return a checked field of a request, or its default.  Raises Refusal."""
     if value is None:
@@ -312,20 +287,6 @@ def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> in
         return default
     check(key, value, config)
     return value
-
-
-def limit_refusal(
-    key: str,
-    message: str,
-    limit: float,
-    *,
-    param: str | None = None,
-    given: float | str | None = None,
-    retry_after_s: float | None = None,
-) -> Refusal:
-    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
-    row = LIMITS[key]
-    return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -351,9 +312,11 @@ def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
     return _float(name, float(header), 0.0, config)
 
 
-def _priority(given: int | str) -> int:
+def _priority(given: int | str, config: GatewayConfig) -> int:
     """Return a priority as a number.  "high", "normal" and "low" stand for -1, 0 and 1; lower is served earlier."""
     first, last = PRIORITIES
+    if isinstance(given, str) and not config.strict_fields and re.fullmatch("-?[0-9]{1,9}", given):
+        given = int(given)
     if isinstance(given, str):
         if given in CLASSES:
             return CLASSES[given]
@@ -366,13 +329,16 @@ def _priority(given: int | str) -> int:
 def _refuse_unserved(body: _Common) -> None:
     """Raise Refusal for a field that would change the answer and is not supported."""
     for name, feature in _UNSERVED.items():
-        if getattr(body, name, None) not in (None, False, [], {}):
+        if getattr(body, name, None) not in (None, False, [], {}, ""):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
     for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
         if getattr(body, name, None) not in (None, only):
             raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _bad("unsupported", "tool_choice: tool calling is not served", "tool_choice", "none")
+    for name in ("tools", "tool_choice"):
+        if not isinstance(body, ChatBody) and getattr(body, name) not in (None, [], "none", "auto"):
+            raise _bad("unsupported", f"{name}: tools are served by /v1/chat/completions only", name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise _bad("invalid_value", "stream_options: only with stream=true", "stream_options")
 
@@ -390,24 +356,44 @@ def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, flo
     return pairs
 
 
-def _sampling(body: _Common, config: GatewayConfig) -> Sampling:
+class Served(msgspec.Struct, frozen=True):
+    """What requests need to know of the model, besides its name."""
+
+    aliases: tuple[str, ...] = ()  # further names by which clients may ask for it
+    defaults: Sampling = Sampling()  # of the parameters that a request does not name
+
+
+NO_DEFAULTS = Served()
+
+
+def check_model(given: str | None, served_name: str, served: Served) -> None:
+    """Raise Refusal(404) unless a request names the model, one of its aliases, or nothing."""
+    if given and given != served_name and given not in served.aliases:
+        message = f"model: this server serves '{served_name}', not the one asked for"
+        raise Refusal(404, "model_not_found", message, param="model")
+
+
+def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampling:
     """Return the checked sampling parameters.  Raises Refusal."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         check(name, len(getattr(body, name) or ()), config)
     return Sampling(
-        temperature=_float("temperature", body.temperature, 1.0, config),
-        top_p=_float("top_p", body.top_p, 1.0, config),
-        top_k=0 if body.top_k == -1 else _int("top_k", body.top_k, 0, config),  # -1 means "all" in other servers
-        min_p=_float("min_p", body.min_p, 0.0, config),
+        temperature=_float("temperature", body.temperature, default.temperature, config),
+        top_p=_float("top_p", body.top_p, default.top_p, config),
+        top_k=0
+        if body.top_k == -1
+        else _int("top_k", body.top_k, default.top_k, config),  # -1 means "all" in other servers
+        min_p=_float("min_p", body.min_p, default.min_p, config),
         seed=_int("seed", body.seed, 0, config) & (2**63 - 1),
         min_tokens=_int("min_tokens", body.min_tokens, 0, config),
         presence_penalty=_float("presence_penalty", body.presence_penalty, 0.0, config),
         frequency_penalty=_float("frequency_penalty", body.frequency_penalty, 0.0, config),
-        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, 1.0, config),
+        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, default.repetition_penalty, config),
         logit_bias=_bias(body.logit_bias or {}, config),
         allowed_token_ids=body.allowed_token_ids or [],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
+        prompt_logprobs=_int("prompt_logprobs", body.prompt_logprobs, -1, config),
     )
 
 
@@ -428,43 +414,50 @@ def _constraint(body: _Common) -> Constraint | None:
     return constraint
 
 
-def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float) -> dict[str, Any]:
+def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> dict[str, Any]:
     """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
-    if body.model != served_name:
-        raise Refusal(
-            404, "model_not_found", f"model: this server serves '{served_name}', not the one asked for", param="model"
-        )
+    check_model(body.model, served_name, served)
     _refuse_unserved(body)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check("stop", len(stop), config)
     for text in stop:
         check("stop chars", len(text), config)
     check("cache_salt", len(body.cache_salt or ""), config)
-    for name in ("max_tokens", "truncate_prompt_tokens"):
-        if (value := getattr(body, name)) is not None:
-            check(name, value, config)
+    side = _or(body.truncation_side, "left")
+    if side not in ("left", "right"):
+        allowed, given = "left, right", str(shown(side))
+        message = f"truncation_side: must be one of {allowed}, got {given!r}"
+        raise _bad("invalid_value", message, "truncation_side", allowed, given)
+    if body.truncate_prompt_tokens not in (None, -1):
+        check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
     return {
-        "sampling": _sampling(body, config),
+        "sampling": _sampling(body, config, served.defaults),
         "n": _int("n", body.n, 1, config),
-        "seeded": body.seed is not None,
+        "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
         "include_stop": bool(body.include_stop_str_in_output),
         "skip_special": _or(body.skip_special_tokens, True),
         "stream": bool(body.stream),
         "include_usage": bool(options.include_usage),
-        "continuous_usage": bool(options.continuous_usage_stats),
+        "continuous_usage": bool(options.include_usage and options.continuous_usage_stats),
+        "include_ids": bool(options.include_ids),
         "return_token_ids": bool(body.return_token_ids),
+        "names_are_ids": bool(body.return_tokens_as_token_ids),
+        "keep_first": side == "right",
+        "prompt_logprobs": body.prompt_logprobs is not None,
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
-        "priority": _priority(_or(body.priority, "normal")),
+        "priority": _priority(_or(body.priority, "normal"), config),
         "constraint": _constraint(body),
     }
 
 
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
-    """Return any of the four forms of `prompt` as a list of texts or token id lists, none of them empty."""
+    """Return any of the four forms of `prompt` as a list of texts or token id lists.
+
+    An empty text may still have a token: the one that the tokenizer puts first.  `fit` refuses it otherwise."""
     prompts: list[Any]
     kinds = set() if isinstance(given, str) else set(map(type, given))
     if isinstance(given, str) or kinds == {int}:
@@ -474,101 +467,96 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
     else:
         raise _bad("invalid_type", "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
     check("prompt", len(prompts), config)
-    if not prompts or not all(prompts):
+    if not prompts or [] in prompts:
         raise _bad("empty_prompt", "prompt: must not be empty, at least 1 token", "prompt", ">= 1", 0)
     return prompts
 
 
-def parse_completion(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
+def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, scores: bool = False) -> int | None:
+    """Return how many tokens a continuation may have; None: what fits, which null and -1 stand for.  Raises Refusal.
+
+    `scores`: the answer repeats the prompt, so 0 is allowed."""
+    if value is None or value == -1:
+        return None
+    if value or not scores:
+        check(name, value, config)
+    return value
+
+
+def parse_completion(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
+) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
-    asked: CompletionBody = decode(body, CompletionBody, config)
-    fields = _common(asked, config, served_name, timeout_s)
+    asked, unknown = decode_all(body, CompletionBody, "completions", config)
+    fields = _common(asked, config, served_name, timeout_s, served)
+    given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
+    prompts = _prompts(asked.prompt, config)
+    check("choices", len(prompts) * fields["n"], config)
     if asked.best_of is not None and asked.best_of != fields["n"]:
         raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
         logprobs = _int("logprobs", asked.logprobs, 0, config)
-        prompt_logprobs = logprobs if asked.echo else -1
+        prompt_logprobs = fields["sampling"].prompt_logprobs
+        if asked.echo and prompt_logprobs < 0:
+            prompt_logprobs = logprobs
         fields["sampling"] = msgspec.structs.replace(
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
     return ValidRequest(
-        prompts=_prompts(asked.prompt, config),
+        prompts=prompts,
         messages=[],
-        max_tokens=_or(asked.max_tokens, 16),  # OpenAI's default
+        max_tokens=_answer_tokens("max_tokens", given, config, scores=bool(asked.echo)),
         echo=bool(asked.echo),
+        special=_or(asked.add_special_tokens, True),
         chat=False,
+        unknown=unknown,
         **fields,
     )
-
-
-def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
-    """Return messages as chat templates need them: content as a string, no null fields.  Raises Refusal."""
-    if not messages:
-        raise _bad("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
-    check("messages", len(messages), config)
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    check("content parts", parts, config)
-    check("tool calls", sum(len(message.tool_calls or ()) for message in messages), config)
-    plain = []
-    for at, message in enumerate(messages):
-        name = f"messages[{at}]"
-        if message.role not in ROLES:
-            allowed = ", ".join(ROLES)
-            # The role is repeated, cut short: it is no prompt text.
-            given = message.role[:32]
-            raise _bad(
-                "invalid_value", f"{name}.role: '{given}' is not one of {allowed}", f"{name}.role", allowed, given
-            )
-        if isinstance(message.content, list):
-            for part in message.content:
-                if part.type != "text" or part.text is None:
-                    raise _bad(
-                        "unsupported", f"{name}.content: only parts of type 'text' are served", f"{name}.content"
-                    )
-            content = "\n".join(part.text or "" for part in message.content)
-        else:
-            content = message.content or ""
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        for field in ("name", "tool_calls", "tool_call_id"):
-            if (value := getattr(message, field)) is not None:
-                entry[field] = value
-        plain.append(entry)
-    return plain
 
 
 class TokenizeBody(msgspec.Struct):
     """Body of POST /tokenize: a text, or messages for the chat template."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
     """Body of POST /detokenize."""
 
     tokens: list[int]
+    model: str | None = None
 
 
-def parse_chat(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float) -> ValidRequest:
+def parse_chat(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served = NO_DEFAULTS
+) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
-    asked: ChatBody = decode(body, ChatBody, config)
-    fields = _common(asked, config, served_name, timeout_s)
+    asked, unknown = decode_all(body, ChatBody, "chat", config)
+    fields = _common(asked, config, served_name, timeout_s, served)
+    given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
+    max_tokens = _answer_tokens("max_tokens", given, config)
     if asked.max_completion_tokens is not None:
-        check("max_completion_tokens", asked.max_completion_tokens, config)
+        max_tokens = _answer_tokens("max_completion_tokens", asked.max_completion_tokens, config)
     if asked.top_logprobs is not None:
         check("top_logprobs", asked.top_logprobs, config)
-        if not asked.logprobs:
+        if asked.top_logprobs and not asked.logprobs:
             raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
+    messages = plain_messages(asked.messages, config)
     return ValidRequest(
         prompts=[],
-        messages=plain_messages(asked.messages, config),
-        max_tokens=_or(asked.max_completion_tokens, asked.max_tokens),
+        messages=messages,
+        options=chat_options(asked, messages, config),
+        max_tokens=max_tokens,
         echo=False,
         chat=True,
+        unknown=unknown,
         **fields,
     )
 
@@ -584,10 +572,12 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
-    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context."""
+    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context.
+
+    LangChain and LiteLLM recognise it by the first words of its message, which are OpenAI's."""
     more = "at least " if least else ""
     message = (
-        f"the model's context is {longest} tokens, but {more}{prompt + asked} were asked for: "
+        f"this model's maximum context length is {longest} tokens, but {more}{prompt + asked} were asked for: "
         f"{more}{prompt} in the prompt and {asked} to generate"
     )
     return limit_refusal("context", f"{param}: {message}", longest, param=param, given=prompt + asked)
@@ -620,13 +610,13 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     for ids in encoded:
         if not ids:
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
-        asked = 1 if valid.max_tokens is None else valid.max_tokens
+        asked = max(1, valid.max_tokens or 0)  # engines compute a token even to score a prompt
         if len(ids) + asked > longest:
             raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:
             message = f"{param}: the KV cache holds {pool} tokens in all, but {len(ids) + asked} were asked for"
             raise limit_refusal("pool", message, pool, param=param, given=len(ids) + asked)
-        room = min(longest, pool) - len(ids) if valid.max_tokens is None else valid.max_tokens
+        room = min(longest, pool) - len(ids) if valid.max_tokens is None else asked
         if sampling.min_tokens > room:
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
             raise _bad("invalid_value", message, "min_tokens", room, sampling.min_tokens)
@@ -653,12 +643,11 @@ def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[in
     One entry is one token or one alternative.  It takes about 12 bytes in Redis.  In an answer that is not streamed, it
     takes 200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
     sampling, key = valid.sampling, "logprob entries"
-    if sampling.logprobs < 0:
-        return rooms
     width = sampling.logprobs + 1
-    prompts = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs >= 0 else 0
-    fixed = prompts * valid.n
-    if valid.max_tokens is None:
+    if not width and sampling.prompt_logprobs < 0:
+        return rooms
+    fixed = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) * valid.n
+    if width and valid.max_tokens is None:
         most = int(LIMITS[key].bounds(config)[1]) - fixed
         least = max(1, sampling.min_tokens)
         rooms = [max(least, min(room, most // (width * valid.n * len(rooms)))) for room in rooms]

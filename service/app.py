@@ -27,10 +27,11 @@ from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
-from engine.wire.messages import Finish
-from service import memory
+from engine.wire.messages import Finish, Sampling
+from service import api, generation_config, memory
 from service.config import GatewayConfig
 from service.connections import Connections
+from service.cors import Cors
 from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
@@ -39,7 +40,7 @@ from service.quotas import Quotas
 from service.status import Status
 from service.streams import Streams
 from service.tenants import Tenants, TenantsError
-from service.tokenizer import ModelError, Tokenizer, served_name
+from service.tokenizer import ModelError, Tokenizer, served_name, served_names
 
 log = logging.getLogger("quire.gateway")
 
@@ -59,16 +60,31 @@ class Gateway:
         tenants: Tenants,
         gateway: str,
         open_files: int = open_files.MOST,
+        defaults: Sampling | None = None,
     ) -> None:
-        """`gateway`: the id of this process.  `open_files`: how many files it may have open, connections included."""
+        """`gateway`: the id of this process.  `open_files`: how many files it may have open, connections included.
+
+        `defaults`: of the sampling parameters; None: OpenAI's."""
         self._config, self._streams, self._tenants = config, streams, tenants
-        model = config.served_name or served_name(config.model)
+        model, *aliases = served_names(config)
+        served = api.Served(tuple(aliases), defaults or Sampling())
         self.connections = Connections(config, open_files)
         self.capacity = Capacity(config)
         quotas = Quotas(streams, telemetry)
-        self.handlers = Handlers(config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway)
-        self._status = Status(model, streams, telemetry, self.capacity)
-        self._middleware = Middleware(telemetry, tenants, self.connections, self.capacity, quotas)
+        self.handlers = Handlers(
+            config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
+        )
+        root = served_name(config.model)
+        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity)
+        self._middleware = Middleware(
+            telemetry,
+            tenants,
+            self.connections,
+            self.capacity,
+            quotas,
+            config.root_path.rstrip("/"),
+            Cors(config.cors_origins),
+        )
 
     def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
         """Return aiohttp's runner for the API's port."""
@@ -87,22 +103,25 @@ class Gateway:
         app = web.Application(middlewares=[self._middleware.handle])
         app.on_response_prepare.append(self._middleware.add_headers)
         handlers, status = self.handlers, self._status
-        app.add_routes(
-            [
-                web.post("/v1/completions", handlers.completions),
-                web.post("/v1/chat/completions", handlers.chat),
-                web.get("/v1/streams/{id}", handlers.stream),
-                web.post("/tokenize", handlers.tokenize),
-                web.post("/detokenize", handlers.detokenize),
-                web.get("/v1/models", status.models),
-                web.get("/v1/models/{id:.+}", status.model),
-                web.get("/health", status.health),
-                web.get("/ready", status.ready),
-                web.get("/ping", status.ping),
-                web.get("/version", status.version),
-                web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
-            ]
-        )
+        routes = [
+            web.post("/v1/completions", handlers.completions),
+            web.post("/v1/chat/completions", handlers.chat),
+            web.get("/v1/streams/{id}", handlers.stream),
+            web.post("/tokenize", handlers.tokenize),
+            web.post("/detokenize", handlers.detokenize),
+            web.get("/tokenizer_info", handlers.tokenizer_info),
+            web.get("/v1/models", status.models),
+            web.get("/v1/models/{id:.+}", status.model),
+            web.get("/health", status.health),
+            web.get("/ready", status.ready),
+            web.get("/ping", status.ping),
+            web.get("/load", status.load),
+            web.get("/version", status.version),
+            web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
+        ]
+        for prefix in dict.fromkeys(["", self._config.root_path.rstrip("/")]):
+            for route in routes:
+                app.router.add_route(route.method, prefix + route.path, route.handler)
         return app
 
     def page(self) -> web.Application:
@@ -154,19 +173,30 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     try:
         tenants = Tenants(config.api_keys, config.tenants)
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
+        defaults = generation_config.read(config)
     except (TenantsError, ModelError) as error:
         raise StartError(str(error)) from None
     async with _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
-        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed)
+        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed, defaults)
+        if chosen := generation_config.describe(defaults):
+            log.info("sampling defaults of the model: %s (--generation-config none: OpenAI's)", chosen)
         log.info(
-            "open files: soft limit %s %d, which allows %d connections",
-            f"raised from {before} to" if allowed > before else "is",
-            allowed,
+            "accepts %d connections at once; the limit of open files %s %d",
             gateway.connections.limit,
+            f"was raised from {before} to" if allowed > before else "is",
+            allowed,
+        )
+        responses = tokenizer.responses
+        log.info(
+            "response template: %s%s",
+            responses.name
+            if responses is not None
+            else "none is known, so reasoning and tool calls stay in the content",
+            "" if tokenizer.knows_tools else "; requests with tools are refused",
         )
         async with _listening(config, gateway, telemetry) as port:
-            log.info("gateway %s listens on %s:%d", gateway_id, config.host, port)
+            log.info("gateway %s listens on %s", gateway_id, config.uds or f"{config.host}:{port}")
             started()
             await _first_of(stopping, streams.supervisor.gave_up)
             gateway.refuse_new()
@@ -191,7 +221,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
     tracing = Tracing.start("quire-gateway", gateway_id, config.otlp_endpoint, config.trace_sample, os.environ)
     telemetry = Telemetry(
         gateway_id,
-        model=config.served_name or served_name(config.model),
+        model=served_names(config)[0],
         vllm=config.vllm_metrics,
         tracing=tracing,
         trace_prompts=config.trace_prompts,
@@ -223,9 +253,16 @@ async def _listening(config: GatewayConfig, gateway: Gateway, telemetry: Telemet
             with _port_in_use(config.host, config.metrics_port, "--metrics-port"):
                 await web.TCPSite(page, config.host, config.metrics_port).start()
         assert runner.server is not None
-        with _port_in_use(config.host, config.port, "--port"):
-            port = await gateway.connections.listen(runner.server, config.host, config.port)
-        yield port
+        if config.uds:
+            try:
+                await gateway.connections.listen_at(runner.server, config.uds)
+            except OSError as error:
+                raise StartError(f"cannot listen at {config.uds}: {error.strerror or error}; see --uds") from None
+            yield 0
+        else:
+            with _port_in_use(config.host, config.port, "--port"):
+                port = await gateway.connections.listen(runner.server, config.host, config.port)
+            yield port
     finally:
         await runner.cleanup()
         await page.cleanup()

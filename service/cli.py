@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from service.config import GatewayConfig
+from service.tokenizer import served_name
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
        quire gateway [MODEL] [options]  one gateway, around a Redis of your own
@@ -40,6 +41,13 @@ Each says more with --help."""
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
+# Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
+INCLUDED = {
+    "": ["engine.executor.models.demo", "--or-builtin"],
+    "demo": ["engine.executor.models.demo"],
+    "builtin": ["engine.executor.models.builtin"],
+}
+CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
 CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
 FAILURES = 5  # failed starts in a row after which a child that was never up is given up
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
@@ -141,7 +149,7 @@ def serve(argv: Sequence[str]) -> int:
     """Run `quire serve`.  Returns the exit status."""
     prog = "quire serve"
     if "-h" in argv or "--help" in argv:
-        print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one a small built-in model is served\n")
+        print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one the demo model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
         print(f"of the engine:\n{settings.describe(EngineConfig)}")
         return 0
@@ -149,13 +157,14 @@ def serve(argv: Sequence[str]) -> int:
     own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
     gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
     engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    if gateway.uds:
+        settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
     for name in sorted(BOTH):
         if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
             settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
     embedded: EmbeddedRedis | None = None
     try:
         port = free_port(gateway.host, gateway.port)
-        model = gateway.model or builtin_model()
         if own.redis_url:
             url = own.redis_url
         else:
@@ -163,6 +172,7 @@ def serve(argv: Sequence[str]) -> int:
             embedded.start()
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
+        model = find_model(gateway.model)
         name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
@@ -185,7 +195,8 @@ def serve(argv: Sequence[str]) -> int:
             for i in range(own.gateways)
             for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
-        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port).run())
+        shown = gateway.served_name or served_name(model), example_of(model)
+        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run())
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
@@ -209,14 +220,30 @@ def free_port(host: str, port: int) -> int:
     return found
 
 
-def builtin_model() -> str:
-    """Return the directory of the small built-in checkpoint, which is made on first use.  Raises GivenUp."""
+def find_model(name: str) -> str:
+    """Return the directory of a model that Quire makes by itself, made on first use; any other name as it is.
+
+    Ends the process where it cannot be made; the reason is on stderr then."""
+    if name not in INCLUDED:
+        return name
     made = subprocess.run(
-        [sys.executable, "-m", "engine.executor.models.builtin"], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", *INCLUDED[name]],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        preexec_fn=die_with_parent(),
     )
-    if made.returncode != 0 or not made.stdout.strip():
-        raise GivenUp("the built-in model could not be made; name one: quire serve MODEL")
+    if made.returncode != 0:
+        raise SystemExit(made.returncode)
     return made.stdout.strip().splitlines()[-1]
+
+
+def example_of(model: str) -> tuple[str, dict[str, Any]]:
+    """Return the endpoint and the body of a request for a new user: a chat, where the checkpoint is known to chat."""
+    if Path(model, CHAT_TEMPLATE).is_file():
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        return "chat/completions", {"messages": messages, "temperature": 0}
+    return "completions", {"prompt": "def main():", "max_tokens": 16, "stream": True}
 
 
 async def check_redis(url: str, namespace: str) -> None:
@@ -396,8 +423,21 @@ class Child:
 class Supervisor:
     """Keeps an engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
 
-    def __init__(self, engine: Child, gateways: Children, embedded: EmbeddedRedis | None, host: str, port: int) -> None:
+    def __init__(
+        self,
+        engine: Child,
+        gateways: Children,
+        embedded: EmbeddedRedis | None,
+        host: str,
+        port: int,
+        name: str,
+        example: tuple[str, dict[str, Any]],
+    ) -> None:
+        """`host`, `port`: where the gateways listen.  `name`: of the model, for clients.
+
+        `example`: endpoint and body of a request to show."""
         self._engine, self._gateways, self._embedded = engine, gateways, embedded
+        self._name, self._example = name, example
         local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self._base = f"http://{f'[{local}]' if ':' in local else local}:{port}"
         self._signals = 0
@@ -452,12 +492,11 @@ class Supervisor:
         """Wait until a request would be answered; then print the address and an example."""
         while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
             await asyncio.sleep(POLL_S)
-        models = await asyncio.to_thread(self._get, "/v1/models")
-        name = models["data"][0]["id"] if models else ""  # empty if reading it needs a key
-        body = json.dumps({"model": name, "prompt": "def main():", "max_tokens": 16, "stream": True})
+        path, asked = self._example
         print(
-            f"serving {name} at {self._base}/v1\n"
-            f"  curl -N {self._base}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            f"serving {self._name} at {self._base}/v1\n"
+            f"  curl {self._base}/v1/{path} -H 'Content-Type: application/json' "
+            f"-d '{json.dumps({'model': self._name, **asked})}'",
             flush=True,
         )
 

@@ -14,7 +14,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: Annotated[
         str, Meta(description="Directory or hub name of the model. A gateway loads its tokenizer and chat template.")
     ] = ""
-    served_name: Annotated[str, Meta(description="Model name for clients. Empty: the directory's or hub's name.")] = ""
+    served_name: Annotated[
+        str,
+        Meta(
+            description="Model names for clients, separated by commas. Answers carry the first. Empty: the directory's "
+            "or hub's name."
+        ),
+    ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty. auto: those of the "
+            "model's generation_config.json, if it has one. none: OpenAI's. Same for all gateways."
+        ),
+    ] = "auto"
     host: Annotated[str, Meta(description="Address to listen on. 0.0.0.0: every interface.")] = "127.0.0.1"
     port: Annotated[
         int,
@@ -22,6 +35,21 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             ge=0, le=65535, description="TCP port of the API. Several gateway processes may share it. 0: any free port."
         ),
     ] = 8000
+    uds: Annotated[
+        str,
+        Meta(
+            description="Path of a Unix socket to listen at instead of host and port. Empty: none. Gateways cannot "
+            "share it: give each its own. `quire serve` does not take it."
+        ),
+    ] = ""
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[\w.~-]+)*/?$",
+            description="Path under which a proxy serves this API, such as /llm. Requests may begin with it or not. "
+            "Empty: none.",
+        ),
+    ] = ""
     metrics_port: Annotated[
         int,
         Meta(
@@ -66,6 +94,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "client may use them."
         ),
     ] = []
+    cors_origins: Annotated[
+        list[str],
+        Meta(
+            description="Origins of web pages that browsers let use this API, such as https://example.com; '*': any. "
+            "Empty: none but pages of this very server."
+        ),
+    ] = []
     tenants: Annotated[
         str,
         Meta(
@@ -83,6 +118,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "every message may, as in vLLM."
         ),
     ] = True
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Refuse unknown fields of a request, and numbers and booleans that are strings. Off: such "
+            "numbers are taken as in vLLM, and a header of the answer names unknown fields, which are ignored."
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int,
         Meta(
@@ -146,8 +188,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "/detokenize. One prompt may always fill the model's whole context.",
         ),
     ] = 262_144
-    max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 64
-    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 16
+    max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 1024
+    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 128
+    max_choices: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Continuations of all prompts of one request: prompts x n. Each takes memory of a "
+            "gateway and 2 to 6 characters of every event id, which a client that resumes sends in a header.",
+        ),
+    ] = 1024
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
     max_logprob_entries: Annotated[
         int,
@@ -161,7 +212,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 131_072
     max_stop_strings: Annotated[
         int, Meta(ge=0, description="Stop strings of one request. Each costs a search in every token's text.")
-    ] = 16
+    ] = 64
     max_stop_chars: Annotated[
         int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
     ] = 256
@@ -179,7 +230,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             gt=0,
-            description="Seconds of silence before a keep-alive comment. Proxies cut streams that are idle for 50 s.",
+            description="Seconds of silence before a keep-alive: blank lines, or a comment for clients that ask for "
+            "event ids. Proxies cut streams that are idle for 50 s.",
         ),
     ] = 10.0
     drain_s: Annotated[

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 from typing import cast
 
 from aiohttp import web
@@ -112,6 +113,7 @@ class Connections:
         self.idle: dict[Connection, None] = {}  # connections without a request, the longest idle first
         self._by_transport: dict[asyncio.BaseTransport, Connection] = {}
         self._server: asyncio.Server | None = None
+        self._socket = ""  # path of the Unix socket that this process listens at; "" for a port
 
     def __len__(self) -> int:
         return len(self._by_transport)
@@ -122,25 +124,33 @@ class Connections:
         self._server = await loop.create_server(
             lambda: Connection(self, server()), host, port, backlog=ACCEPT, reuse_port=True
         )
-        for listening in self._server.sockets:  # asyncio accepts `backlog` connections in one turn of the loop
-            with contextlib.closing(socket.fromfd(listening.fileno(), listening.family, listening.type)) as same:
-                same.listen(BACKLOG)
+        _keep_more(self._server)
         found: int = self._server.sockets[0].getsockname()[1]
         return found
+
+    async def listen_at(self, server: web.Server, path: str) -> None:
+        """Accept connections at a Unix socket; one that a dead process left there is replaced.  Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Connection(self, server()), path, backlog=ACCEPT)
+        _keep_more(self._server)
+        self._socket = path
 
     def stop_listening(self) -> None:
         """Accept no more connections; those that are open stay."""
         if self._server is not None:
             self._server.close()
+        if self._socket:
+            Path(self._socket).unlink(missing_ok=True)
+            self._socket = ""
 
     def of(self, request: web.BaseRequest) -> Connection | None:
         """Return the connection of a request; None when it is closed, or is not one of these."""
         return self._by_transport.get(request.transport) if request.transport is not None else None
 
-    def check(self, request: web.BaseRequest) -> None:
-        """Raise Refusal(503) for a request on a connection of the reserve, unless it is a probe."""
+    def check(self, request: web.BaseRequest, path: str) -> None:
+        """Raise Refusal(503) for a request on a connection of the reserve, unless its `path` is a probe's."""
         found = self.of(request)
-        if found is not None and found.probes_only and request.path not in PROBES:
+        if found is not None and found.probes_only and path not in PROBES:
             message = f"this gateway has {self.limit} connections at a time"
             raise limit_refusal("connections", message, self.limit, retry_after_s=1.0)
 
@@ -165,3 +175,10 @@ class Connections:
         self.idle.pop(one, None)
         if one.transport is not None:
             self._by_transport.pop(one.transport, None)
+
+
+def _keep_more(server: asyncio.Server) -> None:
+    """Let the kernel keep BACKLOG connections: asyncio accepts its own `backlog` of them in one turn of the loop."""
+    for listening in server.sockets:
+        with contextlib.closing(socket.fromfd(listening.fileno(), listening.family, listening.type)) as same:
+            same.listen(BACKLOG)

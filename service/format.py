@@ -1,12 +1,13 @@
 """Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
 
-Every chunk carries an event id: how much of the answer the reader has after it (`Position`).  So any gateway can
-continue from there (`resume.py`).
+A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
+Any gateway can continue from there (`resume.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
+from service.regions import CallDelta
 
 TURN_ALTERNATIVES = 4096  # of logprobs, encoded before other requests run: about 3 ms
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
@@ -72,8 +74,8 @@ def _malformed(event_id: str) -> Refusal:
 class Piece(msgspec.Struct):
     """What is new in one choice.
 
-    `token_ids` are all its new tokens.  `text` lags behind them while a character or a possible stop string is
-    incomplete; it is complete when `finish` is set."""
+    `token_ids` are all its new tokens.  `text` lags behind them while a character, a marker or a possible stop string
+    is incomplete; it is complete when `finish` is set."""
 
     choice: int  # prompt number * n + continuation
     text: str
@@ -82,9 +84,12 @@ class Piece(msgspec.Struct):
     offsets: list[int] | None = None  # characters of output before each token; set with logprobs
     prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
     cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
-    finish: str | None = None  # "stop" or "length"; nothing follows
+    finish: str | None = None  # "stop", "length" or "tool_calls"; nothing follows
     stop_reason: str | int | None = None  # the stop string, or the client's own stop token
     encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
+    reasoning: str = ""  # text of that region
+    calls: list[CallDelta] = []
+    reasoning_tokens: int = 0  # of the choice so far
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -93,6 +98,17 @@ class Prompted(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str = ""  # only with echo
     offsets: list[int] = []  # characters before each token; only with echo and logprobs
+
+
+def call_id(request_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call: a function of its place, so that a resumed answer has the same.
+
+    It has nine letters and digits, since some chat templates refuse any other form."""
+    digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()
+    return "".join(_CALL_ID_DIGITS[byte % 32] for byte in digest[:9])
+
+
+_CALL_ID_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 def _finite(logprob: float) -> float:
@@ -116,9 +132,11 @@ class Format:
         fingerprint: str | None,
         prompts: list[Prompted],
         vocabulary: list[bytes],
+        ids: bool = True,
     ) -> None:
+        """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id = request_id.encode()
+        self._id, self._request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -126,6 +144,7 @@ class Format:
         self._stage = b""  # the last part of an event id: see Position
         self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
+        self._reasoning = [0] * choices  # tokens of it
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -148,10 +167,12 @@ class Format:
             self._no_usage,
         )
 
-    def skip(self, had: Position, cached: list[int]) -> None:
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
         """Continue after what a client already has.
 
-        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache."""
+        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
+        `reasoning`: tokens of each choice that the client has and that are reasoning."""
+        self._reasoning = reasoning
         for choice, tokens in enumerate(cached):
             prompt = choice // self._valid.n
             self._cached[prompt] = max(self._cached[prompt], tokens)
@@ -166,12 +187,15 @@ class Format:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`.  A prompt counts once, however many continuations it has."""
         prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
-        return {
+        found = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        if self._valid.reading is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning)}
+        return found
 
     @property
     def tokens(self) -> list[int]:
@@ -180,6 +204,8 @@ class Format:
 
     def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
+        if piece.reasoning_tokens:
+            self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:
             prompt = piece.choice // self._valid.n
             self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
@@ -191,7 +217,9 @@ class Format:
     # -- one chunk
 
     def _event_id(self) -> bytes:
-        """Return the id of the next event; it counts what that event adds."""
+        """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
+        if not self.ids:
+            return b""
         tokens = self._tokens
         if len(tokens) == 1:
             return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
@@ -203,18 +231,21 @@ class Format:
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
-            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None) if begins and valid.chat else b""
+            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, first=True)
+            if begins and valid.chat
+            else b""
         )
         self._count(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
-        if not begins and plain and not valid.continuous_usage:
+        if not begins and plain and not valid.continuous_usage and not (piece.reasoning or piece.calls):
             if not piece.text:
                 return b""
             return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
         if valid.chat:
             events = role
-            if piece.text or piece.logprobs or (valid.return_token_ids and piece.token_ids):
-                events += self._event(choice, {"delta": {"content": piece.text}}, piece)
+            delta = self._delta(piece)
+            if delta or piece.logprobs or (valid.return_token_ids and piece.token_ids):
+                events += self._event(choice, {"delta": delta or {"content": ""}}, piece)
             if piece.finish is not None:
                 self._end(choice)
                 events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
@@ -226,6 +257,30 @@ class Format:
             self._started[choice] = not begins
             return b""
         return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=begins)
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return what is new in a chat answer.  One event holds all of a piece: its id counts the piece's tokens."""
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = self._calls(piece, index=True)
+        return delta
+
+    def _calls(self, piece: Piece, *, index: bool) -> list[dict[str, Any]]:
+        """Return the tool calls of a piece, each once; `index`: with its number, as events have it."""
+        found: dict[int, dict[str, Any]] = {}
+        for new in piece.calls:
+            call = found.setdefault(new.index, {"index": new.index} if index else {})
+            if new.name is not None:
+                call |= {"id": call_id(self._request_id, piece.choice, new.index), "type": "function"}
+                call["function"] = {"name": new.name, "arguments": new.arguments}
+            else:
+                function = call.setdefault("function", {"arguments": ""})
+                function["arguments"] += new.arguments
+        return list(found.values())
 
     def _event(
         self,
@@ -245,10 +300,17 @@ class Format:
                 entry["logprobs"] = piece.encoded or self._logprobs(piece, with_prompt=first)
             if self._valid.return_token_ids:
                 entry["token_ids"] = piece.token_ids
+        opened = self._open
+        if first and self._valid.return_token_ids:
+            prompt = self._prompts[choice // self._valid.n].token_ids
+            if self._valid.chat:
+                opened += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
+            else:
+                entry["prompt_token_ids"] = prompt
         tail = (
             b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
         )
-        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), self._open, msgspec.json.encode(entry), tail)
+        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), opened, msgspec.json.encode(entry), tail)
 
     def usage_chunk(self) -> bytes:
         """Return the last chunk before [DONE] if the client asked for usage; else nothing."""
@@ -273,13 +335,23 @@ class Format:
         for piece in pieces:
             self._count(piece)
             by_choice[piece.choice].append(piece)
-        parts, separator = [self._open], b',"choices":['
+        parts, separator, scores = [self._open], b',"choices":[', b"null"
         for at, found in enumerate(by_choice):
             joined = self._joined(at, found)
             await self.prepare(joined, with_prompt=True)
-            parts += [separator, msgspec.json.encode(self._choice(joined, found[-1]))]
+            entry = self._choice(joined, found[-1])
+            if self._valid.prompt_logprobs:
+                scores = await self._prompt_scores(joined)
+                if not self._valid.chat:
+                    entry["prompt_logprobs"] = msgspec.Raw(scores)
+            parts += [separator, msgspec.json.encode(entry)]
             separator = b","
-        parts += [b'],"usage":', msgspec.json.encode(self.usage()), b"}"]
+        parts += [b'],"usage":', msgspec.json.encode(self.usage())]
+        if self._valid.chat and self._valid.return_token_ids:
+            parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
+        if self._valid.chat and self._valid.prompt_logprobs:
+            parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
+        parts.append(b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 
     def _joined(self, choice: int, parts: list[Piece]) -> Piece:
@@ -287,6 +359,8 @@ class Format:
         whole = Piece(
             choice, "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
         )
+        whole.reasoning = "".join(part.reasoning for part in parts)
+        whole.calls = [call for part in parts for call in part.calls]
         whole.prompt_logprobs = parts[0].prompt_logprobs
         if self._valid.sampling.logprobs >= 0:
             whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
@@ -297,7 +371,12 @@ class Format:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
-            entry["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+            if whole.reasoning:
+                message["reasoning_content"] = whole.reasoning
+            if whole.calls:
+                message |= {"content": whole.text or None, "tool_calls": self._calls(whole, index=False)}
+            entry["message"] = message
         else:
             entry["text"] = prompt.text + whole.text
         entry["logprobs"] = None
@@ -306,7 +385,8 @@ class Format:
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
-            entry["prompt_token_ids"] = prompt.token_ids
+            if not valid.chat:
+                entry["prompt_token_ids"] = prompt.token_ids
         return entry
 
     # -- logprobs
@@ -336,8 +416,33 @@ class Format:
     def _bytes(self, token: int) -> bytes:
         return self._vocabulary[token] if token < len(self._vocabulary) else b""
 
-    def _name(self, token: int) -> str:
+    async def _prompt_scores(self, whole: Piece) -> bytes:
+        """Return the log probabilities of a prompt as vLLM writes them, TURN_ALTERNATIVES at a time."""
+        tokens, found = self._prompts[whole.choice // self._valid.n].token_ids[1:], whole.prompt_logprobs or []
+        step = max(1, TURN_ALTERNATIVES // (2 + self._valid.sampling.prompt_logprobs))
+        parts = [b"null"]  # nothing precedes a prompt's first token
+        for at in range(0, len(found), step):
+            turn = zip(tokens[at : at + step], found[at : at + step], strict=True)
+            parts.append(msgspec.json.encode([self._scores(token, one) for token, one in turn])[1:-1])
+            await asyncio.sleep(0)
+        return b"[%s]" % b",".join(parts)
+
+    def _scores(self, token: int, at: TokenLogprob) -> dict[str, dict[str, Any]]:
+        """Return a prompt token and its alternatives, by token id.  `rank` is null beyond them."""
+        ranks = {other: rank for rank, (other, _) in enumerate(at.top, 1)}
+        found = {token: at.logprob, **dict(at.top)}
+        return {
+            str(one): {"logprob": _finite(logprob), "rank": ranks.get(one), "decoded_token": self._text(one)}
+            for one, logprob in found.items()
+        }
+
+    def _text(self, token: int) -> str:
         return self._bytes(token).decode("utf-8", "replace")
+
+    def _name(self, token: int) -> str:
+        if self._valid.names_are_ids:
+            return f"token_id:{token}"
+        return self._text(token)
 
     def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
         return self._entries(*self._columns(piece, with_prompt=with_prompt))
@@ -360,16 +465,20 @@ class Format:
         if self._valid.chat:
             pairs = zip(tokens, found, strict=True)
             return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
-        tops = [
-            None if at is None else {self._name(i): _finite(p) for i, p in [*at.top, (token, at.logprob)]}
-            for token, at in zip(tokens, found, strict=True)
-        ]
+        tops = [None if at is None else self._top(token, at) for token, at in zip(tokens, found, strict=True)]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
+        """Return the alternatives of a completion's token, itself first.  The likelier one of equal names counts."""
+        top = {self._name(token): _finite(at.logprob)}
+        for other, logprob in at.top:
+            top.setdefault(self._name(other), _finite(logprob))
+        return top
 
     def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
         top = [self._alternative(i, p) for i, p in at.top]

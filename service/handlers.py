@@ -20,7 +20,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -32,20 +32,22 @@ from service import admission, api, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
+from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
-from service.middleware import METER, OWNER, TENANT, Capacity
+from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
 from service.streams import AlreadySubmitted, Streams
-from service.text_stream import decode
+from service.text_stream import decode, reasoning_tokens
 from service.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Parse = Callable[[bytes, GatewayConfig, str, float], api.ValidRequest]
+B = TypeVar("B", api.TokenizeBody, api.DetokenizeBody)
+Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
 
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
@@ -82,8 +84,10 @@ class Handlers:
         *,
         model: str,
         gateway: str,
+        served: api.Served = api.NO_DEFAULTS,
     ) -> None:
         """`model`: the name that clients use.  `gateway`: the id of this process."""
+        self._served = served
         self._config, self._tokenizer, self._streams, self._capacity = config, tokenizer, streams, capacity
         self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
@@ -118,9 +122,7 @@ class Handlers:
         """POST /tokenize."""
         config = self._config
         with self._capacity.occupy():
-            async with self.bodies.read(request) as body:
-                size = len(body.data)
-                asked: api.TokenizeBody = await self._offload(size, api.decode, body.data, api.TokenizeBody, config)
+            asked, size = await self._read_tokens(request, api.TokenizeBody, "tokenize", VALUES)
             if (asked.prompt is None) == (asked.messages is None):
                 raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
             messages = asked.messages
@@ -132,22 +134,41 @@ class Handlers:
                 size=size,
                 total=self._max_tokens(),
             )
-            found = {"count": len(ids), "max_model_len": self._streams.max_model_len, "tokens": ids}
+            found: dict[str, Any] = {
+                "count": len(ids),
+                "max_model_len": self._streams.max_model_len,
+                "tokens": ids,
+            }
+            if asked.return_token_strs:
+                found["token_strs"] = await self._tokenizer.offload(size, self._tokenizer.token_strs, ids)
             encoded = await self._offload(size, msgspec.json.encode, found)
             async with self._cut_after(config.default_timeout_s):
                 return await self._write(request, [encoded])
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info."""
+        return await self._write(request, [msgspec.json.encode(self._tokenizer.info())])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
         config, most = self._config, self._max_tokens()
         with self._capacity.occupy():
-            async with self.bodies.read(request, most) as body:
-                size = len(body.data)
-                asked: api.DetokenizeBody = await self._offload(size, api.decode, body.data, api.DetokenizeBody, config)
+            asked, size = await self._read_tokens(request, api.DetokenizeBody, "detokenize", most)
             text = await self._tokenizer.offload(size, self._text, asked.tokens, most)
             encoded = await self._offload(size, msgspec.json.encode, {"prompt": text})
             async with self._cut_after(config.default_timeout_s):
                 return await self._write(request, [encoded])
+
+    async def _read_tokens(
+        self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
+    ) -> tuple[B, int]:
+        """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
+        async with self.bodies.read(request, max_values) as body:
+            size = len(body.data)
+            asked, unknown = await self._offload(size, api.decode_all, body.data, kind, endpoint, self._config)
+        request[METER].record_unknown(unknown)
+        api.check_model(asked.model, self._model, self._served)
+        return asked, size
 
     def _text(self, tokens: list[int], most: int) -> str:
         """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
@@ -177,7 +198,7 @@ class Handlers:
 
     async def _answer_body(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> web.StreamResponse:
         header, size = request.headers.get("Idempotency-Key"), len(body.data)
-        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request.path, body.data)
+        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request[PATH], body.data)
         if key is None:
             return await self.begin(request, body, parse, prefix)
         for _ in range(RETRIES):
@@ -198,7 +219,6 @@ class Handlers:
         Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
         prepared = await self._prepare(request, body, parse, prefix)
         timeout_s, bounded = prepared.valid.timeout_s, prepared.valid.max_tokens is not None
-        resumable = key is not None or request.headers.get("X-Resumable", "").lower() in ("1", "true")
         async with (
             self._cut_after(timeout_s),
             self._quotas.hold(request, request[TENANT], prepared.orders, bounded=bounded) as held,
@@ -208,7 +228,7 @@ class Handlers:
                 partial(self._admit, prepared.cost),
                 record=prepared.record,
                 idempotency_key=key,
-                resumable=resumable,
+                resumable=resume.resumable(request.headers),
             ) as opened,
         ):
             held.queued = True
@@ -221,11 +241,14 @@ class Handlers:
         config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
-        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s)
-        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt))
+        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
+        request[METER].record_unknown(valid.unknown)
+        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
         limits = admission.limits(streams.fleet)
         valid = await self._constrain(valid)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
+        reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
+        valid = msgspec.structs.replace(valid, reading=reading)
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
@@ -257,7 +280,8 @@ class Handlers:
             deadline_ms=deadline_ms,
             traceparent=trace,
         )
-        form = record.form(request_id, self._tokenizer.table)
+        ids = valid.include_ids or resume.resumable(request.headers)
+        form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
 
     async def _constrain(self, valid: api.ValidRequest) -> api.ValidRequest:
@@ -284,7 +308,7 @@ class Handlers:
         found = await streams.find(request_id)
         record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
         valid = record.valid
-        form = record.form(request_id, self._tokenizer.table)
+        form = record.form(request_id, self._tokenizer.table, ids=True)
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
         if len(had.tokens) != prompts * n:
@@ -302,7 +326,9 @@ class Handlers:
         ):
             given = api.traceparent(request.headers.get("traceparent", ""))
             request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, given)
-            form.skip(had, [mailbox.cached_tokens for mailbox in opened.mailboxes])
+            cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
+            reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
+            form.skip(had, cached, reasoning)
             for choice in had.ended:
                 opened.end(choice)
             try:

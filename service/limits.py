@@ -23,6 +23,12 @@ KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
 CONTENT_PARTS = 16_384  # of all messages of a request
 TOOL_CALLS = 4096  # of all messages of a request
+ROLE_CHARS = 32  # of a message's role
+TOOLS = 128  # of one request, as at OpenAI
+TOOL_NAME_CHARS = 64  # as at OpenAI
+TOOLS_BYTES = 256 * 1024  # of all tools as JSON: templates write them into the prompt in up to 5 ms
+TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
+DOCUMENTS = 1024
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
@@ -100,6 +106,13 @@ LIMITS: dict[str, Limit] = {
     "tool calls": Limit(
         "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
     ),
+    "tools": Limit("tools", "tools", high=TOOLS, entries=True, code="too_many"),
+    "tool name": Limit("tools[].function.name", "characters: letters, digits, _ and -", 1, TOOL_NAME_CHARS),
+    "tools bytes": Limit("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, entries=True, code="too_long"),
+    "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
+    "template arguments": Limit(
+        "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
+    ),
     "tokens": Limit(
         "prompt, messages, tokens",
         "tokens of one request, before truncation; one prompt may have the model's whole context",
@@ -127,15 +140,16 @@ LIMITS: dict[str, Limit] = {
         code="invalid_token_id",
     ),
     "n": Limit("n", "continuations of each prompt", 1, option="max_n"),
-    "max_tokens": Limit("max_tokens", "tokens of each continuation", 1, WHOLE),
-    "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation", 1, WHOLE),
+    "choices": Limit("n", "continuations of all prompts together", option="max_choices", entries=True, code="too_many"),
+    "max_tokens": Limit("max_tokens", "tokens of each continuation; -1: what fits; 0 with `echo`", 1, WHOLE),
+    "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation; -1: what fits", 1, WHOLE),
     "min_tokens": Limit("min_tokens", "tokens, at most max_tokens", 0, WHOLE),
-    "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens", 1, WHOLE),
+    "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens; -1: what fits", 1, WHOLE),
     "temperature": Limit("temperature", "number", 0, 2),
     "top_p": Limit("top_p", "probability", 0, 1, above_low=True),
     "top_k": Limit("top_k", "tokens; 0 and -1 keep all", 0, WHOLE),
     "min_p": Limit("min_p", "fraction of the greatest probability", 0, 1),
-    "seed": Limit("seed", "whole number of 64 bits", -(2**63), 2**63 - 1),
+    "seed": Limit("seed", "whole number of 64 bits; -1: any", -(2**63), 2**63 - 1),
     "presence_penalty": Limit("presence_penalty", "number", -2, 2),
     "frequency_penalty": Limit("frequency_penalty", "number", -2, 2),
     # A float32 holds every logit multiplied or divided by one of these.
@@ -178,9 +192,10 @@ LIMITS: dict[str, Limit] = {
     "cache_salt": Limit("cache_salt", "characters", high=SALT_CHARS, entries=True, code="too_long"),
     "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
     "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "prompt_logprobs": Limit("prompt_logprobs", "alternatives of each prompt token", 0, option="max_logprobs"),
     "logprob entries": Limit(
         "logprobs",
-        "entries of the answer: (tokens, with echo also prompt tokens) x n x (alternatives + 1)",
+        "entries of the answer: tokens x n x (alternatives + 1); the same for scored prompt tokens",
         option="max_logprob_entries",
         entries=True,
         code="too_many_logprobs",

@@ -58,6 +58,7 @@ class Meter:
         self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
         self._tenant, self._lane = "", ""
         self._admitted = self._resumed = False
+        self.unknown_fields: tuple[str, ...] = ()
         self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
 
     def describe(
@@ -130,6 +131,10 @@ class Meter:
         if self._trace is not None and self._telemetry.trace_prompts:
             self._texts[piece.choice] = self._texts.get(piece.choice, "") + piece.text
 
+    def record_unknown(self, fields: tuple[str, ...]) -> None:
+        """Record fields of the request that nothing reads; a header of the answer names them."""
+        self.unknown_fields = fields
+
     def fail(self, refusal: Refusal) -> None:
         """Record the error that the client gets: instead of an answer, or at the end of a broken one."""
         self._code, self._retry_after_s = refusal.code, refusal.retry_after_s
@@ -149,6 +154,8 @@ class Meter:
         """Record the end, with the HTTP status (499: the client left)."""
         seconds, telemetry = time.monotonic() - self._started, self._telemetry
         telemetry.count(metrics.REQUESTS, 1, endpoint, str(status))
+        if self.unknown_fields:
+            telemetry.count(metrics.UNKNOWN_FIELDS, len(self.unknown_fields), endpoint)
         if self._admitted:
             self._record_answer(seconds)
         outcome = self._outcome(status)

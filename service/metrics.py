@@ -103,6 +103,9 @@ def _histogram(
 GATEWAY_INFO = _gauge("quire_gateway_info", "Version of Quire and of Python; always 1.", "version", "python")
 REQUESTS = _counter("quire_requests", "Requests answered, by endpoint and HTTP status.", "endpoint", "status")
 REFUSALS = _counter("quire_refusals", "Requests refused or failed, by error code.", "code")
+UNKNOWN_FIELDS = _counter(
+    "quire_unknown_fields", "Fields of accepted requests that nothing reads, by endpoint.", "endpoint"
+)
 DECISIONS = _counter(
     "quire_admission_decisions",
     "Requests admitted to the queue, by lane, or refused for want of room, by error code.",

@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestPayloadError
 
+from service import fields
 from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.connections import Connections
+from service.cors import Cors
 from service.meter import Meter
 from service.metrics import Telemetry
 from service.open_request import HandedOver
@@ -30,6 +32,7 @@ log = logging.getLogger("quire.gateway")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 STARTED = web.RequestKey("started", float)
+PATH = web.RequestKey("path", str)  # without `root_path`
 REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
@@ -73,8 +76,17 @@ class Middleware:
     """Wraps every handler of the API's port."""
 
     def __init__(
-        self, telemetry: Telemetry, tenants: Tenants, connections: Connections, capacity: Capacity, quotas: Quotas
+        self,
+        telemetry: Telemetry,
+        tenants: Tenants,
+        connections: Connections,
+        capacity: Capacity,
+        quotas: Quotas,
+        root_path: str = "",
+        cors: Cors | None = None,
     ) -> None:
+        """`root_path`: what paths may begin with, besides nothing: "" or "/" and words, without a slash at the end."""
+        self._root, self._cors = root_path, cors or Cors(())
         self._telemetry, self._tenants, self._quotas = telemetry, tenants, quotas
         self._connections, self._capacity = connections, capacity
 
@@ -82,11 +94,13 @@ class Middleware:
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check connection and key, run the handler, and turn its outcome into one response and one log line."""
         request[STARTED] = time.monotonic()
+        path = request.path
+        request[PATH] = path.removeprefix(self._root) if path.startswith(self._root + "/") else path
         given = request.headers.get("X-Request-Id", "")
         # A client's own id is repeated if it is harmless in a header and a log.
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None else "other"
+        endpoint = resource.canonical.removeprefix(self._root) if resource is not None else "other"
         meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = CLIENT_LEFT  # unless something below gets so far as to answer
         connection = self._connections.of(request)
@@ -105,13 +119,17 @@ class Middleware:
     async def _respond(self, request: web.Request, handler: Handler, meter: Meter) -> tuple[int, web.StreamResponse]:
         """Return the status to record, and the response."""
         try:
-            self._connections.check(request)
+            self._connections.check(request, request[PATH])
+            if (answer := self._cors.preflight(request)) is not None:  # a browser asks it without a key
+                return answer.status, answer
             self._authenticate(request)
             response = await handler(request)
             return response.status, response
         except Refusal as refusal:
             return refusal.status, refuse(refusal, meter)
         except web.HTTPException as error:
+            if error.status == 404 and (location := await self._without_slash(request)):
+                return 307, web.Response(status=307, headers={"Location": location})
             code, message = f"http_{error.status}", f"{request.method} {request.path}: {error.reason}"
             refused = refuse(Refusal(error.status, code, message), meter)
             if "Allow" in error.headers:
@@ -127,9 +145,20 @@ class Middleware:
             failure = Refusal(500, "internal_error", "the gateway failed on this request")
             return failure.status, refuse(failure, meter)
 
+    async def _without_slash(self, request: web.Request) -> str:
+        """Return the address of an endpoint that a client asked for with a slash at its end; "" if there is none."""
+        path = request[PATH].rstrip("/")
+        if not path or path == request[PATH]:
+            return ""
+        found = await request.app.router.resolve(request.clone(rel_url=request.rel_url.with_path(path)))
+        if found.http_exception is not None:
+            return ""
+        query = request.rel_url.raw_query_string
+        return self._root + path + (f"?{query}" if query else "")
+
     def _authenticate(self, request: web.Request) -> None:
         """Find the tenant of the request's key.  Probes and metrics need no key.  Raises Refusal(401)."""
-        if request.path.startswith(GUARDED):
+        if request[PATH].startswith(GUARDED):
             authorization = request.headers.get("Authorization", "")
             request[TENANT] = self._tenants.of(authorization)
             request[OWNER] = self._tenants.owner(authorization)
@@ -138,7 +167,10 @@ class Middleware:
         """Add the headers that every response of the API has."""
         if (started := request.get(STARTED)) is not None:
             response.headers["x-request-id"] = request[REQUEST_ID]
+            response.headers.update(self._cors.headers(request))
             response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+            if unknown := request[METER].unknown_fields:
+                response.headers["x-unknown-fields"] = fields.header(unknown)
             response.headers.update(await self._quotas.headers(request, request.get(TENANT)))
 
 

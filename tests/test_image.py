@@ -17,7 +17,7 @@ import pytest
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor import ops
-from engine.executor.models import builtin
+from engine.executor.models import demo
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
@@ -30,7 +30,7 @@ NOT_SHIPPED = {".md", ".pyc"}
 def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path) -> None:
     sources, wheels, site = tmp_path / "sources", tmp_path / "wheels", tmp_path / "site"
     sources.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, sources)
     rooms = ("service", "engine", "csrc")
     for name in rooms:
@@ -121,8 +121,10 @@ def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
     assert tuple(gpus.split()) == ops.AHEAD_GPUS
     for name in re.findall(r"QUIRE_(\w+)=", DOCKERFILE):
         assert name.lower() in EngineConfig.__struct_fields__
-    assert f"/models/{builtin.NAME}-{builtin.VERSION}/" in DOCKERFILE
-    assert f"models/{builtin.NAME}-{builtin.VERSION}" in script
+    values = (ROOT / "helm" / "values.yaml").read_text()
+    assert f"/models/{demo.NAME}/" in DOCKERFILE
+    assert f'models.demo "$prefix/models/{demo.NAME}"' in script
+    assert f"  name: /opt/quire/models/{demo.NAME}\n" in values
     assert ops.LIBRARY in DOCKERFILE
     ignored = (ROOT / ".dockerignore").read_text().split()
     for name in re.findall(r"cp -r (.*) \"", script)[0].split():

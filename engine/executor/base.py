@@ -109,7 +109,7 @@ class ScriptedExecutor:
             max_seqs = config.max_seqs or cls.max_seqs
             grammars = Grammars(directory, max_seqs=max_seqs, vocab_size=vocab_size, eos_ids=eos_ids)
         info = ModelInfo(
-            name=config.served_name or config.model or "scripted",
+            name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
             fingerprint="scripted",
             vocab_size=vocab_size,
             max_model_len=config.max_model_len or shape.get("max_position_embeddings", 4096),

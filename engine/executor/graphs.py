@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -22,6 +21,7 @@ from typing import Generic, TypeVar
 import torch
 
 from engine.executor.batch import Shape
+from engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
 Key = TypeVar("Key")
@@ -130,6 +130,7 @@ def capture_all(jobs: Sequence[Callable[[], None]], seconds: float) -> int:
 
     None for a model that looks at values on the host: it must run launch by launch."""
     started = time.monotonic()
+    progress = Progress(log.info, "capturing CUDA graphs", len(jobs))
     for done, capture in enumerate(jobs):
         if done and time.monotonic() - started > seconds:
             return done
@@ -141,8 +142,5 @@ def capture_all(jobs: Sequence[Callable[[], None]], seconds: float) -> int:
             log.warning("this model runs without CUDA graphs, which is slow: %s", str(error).splitlines()[0])
             torch.cuda.synchronize()
             return 0
-        if sys.stderr.isatty():
-            print(f"\rCUDA graphs: {done + 1} of {len(jobs)}", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+        progress.advance()
     return len(jobs)

@@ -25,6 +25,7 @@ from pathlib import Path
 import ninja
 import torch
 
+from engine.executor.disk_cache import cache_directory
 from engine.executor.errors import ModelLoadError
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -59,7 +60,7 @@ class Target:
 
 def default_directory() -> Path:
     """Where compiled kernels are kept by default: the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "kernels"
+    return cache_directory() / "kernels"
 
 
 def build(directory: Path) -> Path:

@@ -63,7 +63,7 @@ class LocalExecutor:
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = load_model(
-            config.model or str(builtin.builtin()),
+            config.model,
             dtype=config.dtype,
             device=torch.device(kind),
             max_model_len=config.max_model_len,
@@ -77,11 +77,11 @@ class LocalExecutor:
         dependence = model.batch_dependence
         if not (dependence or alone or fused.is_fused(model.module) or threads == 1):
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
-        log.info("a request's tokens depend on its batch: %s", dependence or "no")
+        log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
         self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.info = ModelInfo(
-            name=config.served_name or config.model or builtin.NAME,
+            name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.core.plan import Sampler, Slice, Start, StepPlan
 from engine.executor import local, ops
 from engine.executor.kv_cache import GIB
-from engine.executor.models import builtin
+from engine.executor.models import hf
 from engine.executor.models.weights import weight_files
 from engine.wire.messages import Sampling
 
@@ -41,7 +41,7 @@ def prepare(config: EngineConfig) -> Iterator[str]:
     ops.load(library=Path(config.kernels) if config.kernels else None)
     yield "kernels"
     kind = local.device_kind(config)
-    directory = Path(config.model).expanduser() if config.model else builtin.builtin()
+    directory = hf.find(config.model) if config.model in hf.INCLUDED else Path(config.model).expanduser()
     if not directory.is_dir():
         return  # a name of the hub: found, perhaps fetched, at the takeover
     if config.load != "random":

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from service import api
+from service import api, fields
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.limits import LIMITS
@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "service").rglob("*.py"))}
 REFUSALS = {"Refusal": 1, "Overloaded": 1, "_bad": 0}  # callables that make an error -> position of its code
-CONFIG = GatewayConfig()
 BODIES = {"completions": api.CompletionBody, "chat": api.ChatBody}
 
 
@@ -144,8 +143,10 @@ def body(endpoint: str, example: str) -> bytes:
     return json.dumps({"model": "tiny", **needed, **json.loads(example)}).encode()
 
 
-def parse(endpoint: str, data: bytes) -> None:
-    (api.parse_completion if endpoint == "completions" else api.parse_chat)(data, CONFIG, "tiny", 600.0)
+def parse(endpoint: str, data: bytes) -> api.ValidRequest:
+    """Parse a body in which no field may be unknown."""
+    config = GatewayConfig(strict_fields=True)
+    return (api.parse_completion if endpoint == "completions" else api.parse_chat)(data, config, "tiny", 600.0)
 
 
 def test_the_walks_over_the_code_find_something() -> None:
@@ -165,9 +166,12 @@ def test_every_route_has_a_section_with_an_example() -> None:
 def test_every_request_field_is_listed() -> None:
     listed = {row[0].strip("`") for row in rows(section("Request fields"))}
     kinds = structs([kind for name, kind in vars(api).items() if name.endswith("Body")])
-    fields = {field for kind in kinds for field in kind.__struct_fields__}
-    assert len(fields) > 50
-    assert fields == listed
+    harmless = {row[0].strip("`") for row in rows(section("Harmless fields"))}
+    refused = {row[0].strip("`") for row in rows(section("Refused fields"))}
+    declared = {field for kind in kinds for field in kind.__struct_fields__}
+    assert len(declared) > 50
+    assert listed - harmless - refused <= declared
+    assert declared | set(fields.UNSERVED) | harmless == listed
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -195,8 +199,21 @@ def test_every_refused_field_is_refused() -> None:
                 parse(endpoint, body(endpoint, example.strip("`")))
             assert refused.value.code == "unsupported", example
     names = {row[0].strip("`") for row in table}
-    fields = {field for kind in BODIES.values() for field in kind.__struct_fields__}
-    assert fields <= names | served
+    declared = {field for kind in BODIES.values() for field in kind.__struct_fields__}
+    assert declared | set(fields.UNSERVED) <= names | served
+
+
+def test_every_harmless_field_is_listed_and_accepted() -> None:
+    table = [row for row in rows(section("Harmless fields")) if len(row) == 4]
+    inner = {name for names in fields.INNER.values() for name in names}
+    assert {row[0].strip("`") for row in table} == {*fields.HARMLESS, *inner}
+    for name, where, _, example in table:
+        assert name.strip("`") in example
+        for endpoint in BODIES if where == "both" else [where]:
+            assert parse(endpoint, body(endpoint, example.strip("`"))).unknown == ()
+        if name.strip("`") in fields.HARMLESS:
+            of = fields.HARMLESS[name.strip("`")].endpoints
+            assert of == (fields.ANSWERS if where == "both" else (where,))
 
 
 def test_every_header_is_listed_with_an_example() -> None:

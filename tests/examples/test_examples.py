@@ -73,7 +73,8 @@ def test_a_retry_gets_the_first_answer(stack: Stack) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_an_offline_batch() -> None:
+def test_an_offline_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MODEL", "builtin")
     done = run("offline_batch.py", "To be", "or not")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["To be", "or not"]
@@ -104,7 +105,7 @@ def test_every_example_is_in_the_page_and_has_a_test() -> None:
 def test_the_python_of_the_readme_runs(stack: Stack) -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
-    code = code.replace("http://127.0.0.1:8000", stack.url).replace("quire-builtin-1", "tiny")
+    code = code.replace("http://127.0.0.1:8000", stack.url).replace("smollm2-135m", "tiny")
     code = code.replace("stream=True", "stream=True, max_completion_tokens=16")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")

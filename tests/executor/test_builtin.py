@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from engine.executor.errors import ModelLoadError
 from engine.executor.models import builtin
 from engine.executor.models.hf import load_model
 
@@ -52,6 +53,7 @@ def test_it_is_made_once_and_the_same_every_time(made: Path, tmp_path: Path) -> 
     assert said.strip() == str(tmp_path / "again")
     assert list(tmp_path.iterdir()) == [tmp_path / "again"]  # no draft left behind
     for file in sorted(made.iterdir()):
+        assert file.stat().st_mode & 0o044 == 0o044  # for users other than the one who made it
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
@@ -62,6 +64,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("disk full")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ModelLoadError, match=r"cannot write the built-in model to .*: disk full; set XDG_CACHE_HOME"):
         builtin.builtin(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -16,13 +16,22 @@ from aiohttp import ClientSession
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import link
 from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import Sampling
 from service.app import Gateway
 from service.config import GatewayConfig
 from service.metrics import Telemetry
 from service.streams import Streams
 from service.tenants import Tenants
 from service.tokenizer import Tokenizer
-from tests.service.fakes import FakeEngine, Script, Served, byte_level, sentencepiece_like
+from tests.service.fakes import (
+    TOOLS_TEMPLATE,
+    FakeEngine,
+    Script,
+    Served,
+    byte_level,
+    sentencepiece_like,
+    with_template,
+)
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +42,13 @@ def byte_level_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def byte_level_tokenizer(byte_level_dir: Path) -> Tokenizer:
     return Tokenizer(str(byte_level_dir))
+
+
+@pytest.fixture(scope="session")
+def tools_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that thinks and calls tools: ChatML, with the markers of Hermes and Qwen3."""
+    folder = byte_level(tmp_path_factory.mktemp("tokenizers") / "tools")
+    return Tokenizer(str(with_template(folder, TOOLS_TEMPLATE)))
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +67,9 @@ async def serve(
     """Start gateways on the test's namespace: `await serve(**config)`.  A request still open at the end is an error."""
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(**changes: object) -> Served:
+    async def start(
+        tokenizer: Tokenizer = byte_level_tokenizer, *, defaults: Sampling | None = None, **changes: object
+    ) -> Served:
         settings: dict[str, Any] = {
             "fleet_s": 0.02,
             "late_wait_s": 5.0,
@@ -68,7 +86,7 @@ async def serve(
         streams = Streams(side, config, telemetry)
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants)
-        gateway = Gateway(config, byte_level_tokenizer, streams, telemetry, tenants, gateway_id)
+        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, defaults=defaults)
         runner = gateway.runner(shutdown_timeout=0.5)
         await runner.setup()
         assert runner.server is not None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 from aiohttp import ClientSession, web
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
@@ -32,6 +32,31 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+# A model that thinks and calls tools, written for these tests: ChatML, with the markers of Hermes and Qwen3.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Call with <tool_call></tool_call>.<|im_end|>\n{% endif %}"
+    "{% for d in documents or [] %}[{{ d.text }}]\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'ipython' else m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def with_template(folder: Path, chat_template: str, special: Sequence[str] = (), **more: object) -> Path:
+    """Give a tokenizer another chat template, and the special tokens that this uses."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": chat_template, **more}))
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", *special)])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def byte_level(folder: Path) -> Path:

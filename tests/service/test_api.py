@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
-from service import api
+from service import api, generation_config
+from service import fields as body_fields
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Format, Piece, Prompted
 from service.limits import CONTENT_PARTS, TOOL_CALLS
+from service.tokenizer import ModelError
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))
@@ -91,27 +94,30 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"suffix": "x"}, "suffix", "unsupported"),
         (completion, {"best_of": 2}, "best_of", "unsupported"),
         (completion, {"logprobs": 21}, "logprobs", "invalid_value"),
-        (completion, {"prompt": ""}, "prompt", "empty_prompt"),
         (completion, {"prompt": []}, "prompt", "empty_prompt"),
-        (completion, {"prompt": ["a", ""]}, "prompt", "empty_prompt"),
+        (completion, {"prompt": [[1], []]}, "prompt", "empty_prompt"),
         (completion, {"prompt": ["a", 3]}, "prompt", "invalid_type"),
         (completion, {"prompt": [[1], 3]}, "prompt", "invalid_type"),
         (completion, {"prompt": 3}, "prompt", "invalid_type"),
-        (completion, {"prompt": ["a"] * 65}, "prompt", "too_many"),
+        (completion, {"prompt": ["a"] * 1025}, "prompt", "too_many"),
+        (completion, {"prompt": ["a"] * 300, "n": 4}, "n", "too_many"),
         (completion, {"max_tokens": "ten"}, "max_tokens", "invalid_type"),
         (completion, {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         (completion, {"logit_bias": {"": 1}}, "logit_bias", "invalid_value"),
         (completion, {"logit_bias": {"\u0663": 1}}, "logit_bias", "invalid_value"),  # an Arabic three
         (completion, {"logits_processors": ["x"]}, "logits_processors", "unsupported"),
-        (completion, {"prompt_logprobs": 0}, "prompt_logprobs", "unsupported"),
-        (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported"),
+        (completion, {"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+        (completion, {"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+        (completion, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
+        (completion, {"truncation_side": "middle"}, "truncation_side", "invalid_value"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
         (completion, {"response_format": {"type": "grammar"}}, "response_format.type", "unsupported"),
-        (chat, {"tools": [{"type": "function"}]}, "tools", "unsupported"),
-        (chat, {"tool_choice": "required"}, "tool_choice", "unsupported"),
+        (completion, {"tools": [{"type": "function"}]}, "tools", "unsupported"),
+        (completion, {"tool_choice": "required"}, "tool_choice", "unsupported"),
+        (chat, {"functions": [{"name": "f"}]}, "functions", "unsupported"),
         (chat, {"messages": []}, "messages", "empty_prompt"),
-        (chat, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        (chat, {"messages": [{"role": "a wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
         (
             chat,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -120,13 +126,9 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         ),
         (chat, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_type"),
         (chat, {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported"),
-        (chat, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "unsupported"),
-        (chat, {"documents": [{"text": "x"}]}, "documents", "unsupported"),
-        (chat, {"continue_final_message": True}, "continue_final_message", "unsupported"),
-        (chat, {"add_generation_prompt": False}, "add_generation_prompt", "unsupported"),
         (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported"),
         (chat, {"echo": True}, "echo", "unsupported"),
-        (chat, {"prompt_logprobs": 3}, "prompt_logprobs", "unsupported"),
+        (chat, {"prompt_logprobs": 3, "stream": True}, "prompt_logprobs", "invalid_value"),
         (chat, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         (chat, {"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
@@ -137,10 +139,135 @@ def test_what_cannot_be_served_is_refused_by_name(call: Any, fields: dict[str, A
     assert (refusal.status, refusal.param, refusal.code) == (400, param, code)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+UNSERVED = [
+    (call, name, value)
+    for name, rule in body_fields.UNSERVED.items()
+    for call, endpoint in ((completion, "completions"), (chat, "chat"))
+    if endpoint in rule.endpoints
+    for value in (2.5, "yes", {"a": 1}, [1], True if False in rule.neutral else 0.5)
+]
+
+
+@pytest.mark.parametrize(("call", "name", "value"), UNSERVED)
+def test_an_undeclared_field_that_would_change_the_answer_is_refused(call: Any, name: str, value: Any) -> None:
+    refusal = refused(call, **{name: value})
+    assert (refusal.status, refusal.param, refusal.code) == (400, name, "unsupported")
+
+
+def test_neutral_and_harmless_fields_are_no_unknown_ones() -> None:
+    for call, endpoint in ((completion, "completions"), (chat, "chat")):
+        for name, rule in body_fields.UNSERVED.items():
+            if endpoint in rule.endpoints:
+                for value in (None, *rule.neutral):
+                    assert call(**{name: value}).unknown == (), (name, value)
+        for name, harmless in body_fields.HARMLESS.items():
+            if endpoint in harmless.endpoints:
+                assert call(**{name: {"any": "thing"}}).unknown == (), name
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).unknown == ()
+
+
+def test_unknown_fields_are_named_or_refused() -> None:
+    options = {"include_usage": True, "speed": 9}
+    assert completion(stream=True, stream_options=options, typo=1, best_off=2).unknown == (
+        "stream_options.speed",
+        "typo",
+        "best_off",
+    )
+    assert chat(suffix="x").unknown == ("suffix",)  # a field of the other endpoint
+    body = b'{"model": "m", "prompt": "x", "typo": 1}'
+    refusal = refused(api.parse_completion, body, GatewayConfig(strict_fields=True), "m", 600.0)
+    assert (refusal.status, refusal.code, refusal.param) == (400, "unknown_field", "typo")
+    for bad in (b'"regex": "\xff"', b'"length_penalty": 1e999', b'"lora_path": ' + b"[" * 2000 + b"]" * 2000):
+        body = b'{"model": "m", "prompt": "x", %s}' % bad
+        assert refused(api.parse_completion, body, CONFIG, "m", 600.0).status == 400
+
+
+@given(st.dictionaries(st.text(max_size=8) | st.sampled_from(sorted(body_fields.UNSERVED)), JSON, max_size=6))
+def test_every_field_is_declared_refused_harmless_or_unknown(extra: dict[str, Any]) -> None:
+    with contextlib.suppress(Refusal):
+        valid = completion(**extra)
+        known = {*api.CompletionBody.__struct_fields__, *body_fields.HARMLESS, *body_fields.UNSERVED}
+        assert set(valid.unknown) >= {name for name in extra if name not in known}
+        shown = body_fields.header(valid.unknown)
+        assert shown.isascii()
+        assert shown.isprintable()
+
+
 def test_fields_that_change_nothing_are_taken() -> None:
     chat(add_generation_prompt=True, continue_final_message=False, echo=False, chat_template_kwargs={}, documents=[])
-    chat(add_special_tokens=False, prompt_logprobs=None)
-    completion(add_special_tokens=True, logits_processors=[])
+    chat(add_special_tokens=False, prompt_logprobs=None, truncation_side="left")
+    chat(top_logprobs=0, logprobs=False)
+    completion(add_special_tokens=True, logits_processors=[], suffix="", stop=["x"] * 16)
+    api.parse_completion(
+        b'{"model": "m", "prompt": "", "stop": ' + json.dumps(["x"] * 64).encode() + b"}", GatewayConfig(), "m", 9
+    )
+
+
+def test_a_request_may_name_no_model_or_an_alias() -> None:
+    for name in ("", None):
+        assert completion(model=name).prompts == ["hi"]
+    body = b'{"prompt": "hi", "model": "b"}'
+    served = api.Served(aliases=("b", "c"))
+    assert api.parse_completion(body, CONFIG, "a", 600.0, served).prompts == ["hi"]
+    assert refused(api.parse_completion, body, CONFIG, "a", 600.0).code == "model_not_found"
+
+
+def test_the_models_own_sampling_defaults_hold_unless_a_request_names_others() -> None:
+    text = json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True})
+    served = api.Served(defaults=generation_config.parse(text, CONFIG))
+    for parse, body in (
+        (api.parse_completion, b'{"prompt": "x"%s}'),
+        (api.parse_chat, b'{"messages": [{"role": "user", "content": "x"}]%s}'),
+    ):
+        plain = parse(body % b"", CONFIG, "m", 600.0, served).sampling
+        assert plain == Sampling(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+        named = parse(body % b', "temperature": 0, "top_k": -1, "top_p": null', CONFIG, "m", 600.0, served).sampling
+        assert (named.temperature, named.top_k, named.top_p) == (0, 0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{}", ""),
+        ('{"temperature": null, "top_k": 0, "eos_token_id": [1, 2]}', ""),
+        ('{"temperature": 1.0, "top_k": -1, "min_p": 0.05}', "min_p 0.05"),
+        ('{"temperature": 0}', "temperature 0"),
+    ],
+)
+def test_what_a_generation_config_may_hold(text: str, found: str) -> None:
+    assert generation_config.describe(generation_config.parse(text, CONFIG)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"temperature": -1}',
+        '{"temperature": "0.5"}',
+        '{"top_p": NaN}',
+        '{"top_k": 2.5}',
+        '{"top_p": true}',
+        '{"repetition_penalty": 0}',
+    ],
+)
+def test_a_generation_config_with_a_bad_value_is_refused_at_start(text: str) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json.*--generation-config none"):
+        generation_config.parse(text, CONFIG)
+
+
+def test_a_generation_config_is_read_from_the_models_directory(tmp_path: Path) -> None:
+    assert generation_config.read(GatewayConfig(model=str(tmp_path))) == Sampling()
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    assert generation_config.read(GatewayConfig(model=str(tmp_path))) == Sampling(top_k=7)
+    assert generation_config.read(GatewayConfig(model=str(tmp_path), generation_config="none")) == Sampling()
 
 
 def test_another_model_is_not_found() -> None:
@@ -155,7 +282,8 @@ def test_another_model_is_not_found() -> None:
         (b"{", "invalid_json", None),
         (b"", "invalid_json", None),
         (b"[1]", "invalid_type", "body"),
-        (b'{"prompt": "x"}', "invalid_type", "model"),
+        (b'{"model": "m"}', "invalid_type", "prompt"),
+        (b'{"model": 5, "prompt": "x"}', "invalid_type", "model"),
         (b'{"model": "m", "prompt": "\xff\xfe"}', "invalid_utf8", None),
         (b'{"model": "m", "prompt": "\\ud800"}', "invalid_json", None),
         (b'{"model": "m", "prompt": "x", "tools": ' + b"[" * 100_000, "invalid_json", None),
@@ -174,18 +302,12 @@ def test_any_body_is_parsed_or_refused(body: bytes) -> None:
         api.parse_chat(body, CONFIG, "m", 600.0)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-
-
 @given(st.dictionaries(st.sampled_from(api.CompletionBody.__struct_fields__[1:]), JSON, max_size=5))
 def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(Refusal):
         valid = completion(**fields)
-        assert all(valid.prompts)
+        assert valid.prompts
+        assert [] not in valid.prompts
         assert 0 <= valid.sampling.temperature <= 2
         assert 1 <= valid.n <= CONFIG.max_n
 
@@ -193,7 +315,11 @@ def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
 def test_priorities_by_name_and_number() -> None:
     names = [completion(priority=name).priority for name in ("high", "normal", None, "low")]
     assert names == [-1, 0, 0, 1]
-    assert [completion(priority=number).priority for number in (-100, 5)] == [-100, 5]
+    assert [completion(priority=number).priority for number in (-100, 5, "-100", "5")] == [-100, 5, -100, 5]
+    assert refused(completion, priority="101").given == 101
+    strict = GatewayConfig(strict_fields=True)
+    body = b'{"prompt": "x", "priority": "5"}'
+    assert refused(api.parse_completion, body, strict, "m", 600.0).param == "priority"
 
 
 def test_the_least_an_answer_takes() -> None:
@@ -209,8 +335,69 @@ def test_defaults_are_openais() -> None:
     assert valid.sampling == Sampling()
     assert (valid.n, valid.stop, valid.stream, valid.echo) == (1, (), False, False)
     assert chat().max_tokens is None
+    assert completion(max_tokens=None).max_tokens is None
     assert chat(max_tokens=3).max_tokens == 3
     assert chat(max_tokens=3, max_completion_tokens=4).max_tokens == 4
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_minus_one_and_null_mean_what_fits(call: Any) -> None:
+    for fields in ({"max_tokens": -1}, {"max_tokens": None}, {"max_tokens": "-1"}):
+        assert call(**fields).max_tokens is None, fields
+        assert api.fit(call(**fields), [[1] * 10], LIMITS) == [70]
+    assert chat(max_tokens=5, max_completion_tokens=-1).max_tokens is None
+    refusal = refused(call, max_tokens=-2)
+    assert (refusal.param, refusal.given) == ("max_tokens", -2)
+
+
+def test_a_prompt_may_be_scored_without_an_answer() -> None:
+    valid = completion(max_tokens=0, echo=True, logprobs=0)
+    assert valid.max_tokens == 0
+    assert api.fit(valid, [[1] * 79], LIMITS) == [1]  # engines compute one token; the gateway drops it
+    assert refused(api.fit, valid, [[1] * 100], LIMITS).code == "context_length_exceeded"
+    assert refused(chat, max_tokens=0).param == "max_tokens"
+
+
+LAX = [
+    ("max_tokens", "5", 5),
+    ("max_tokens", 5.0, 5),
+    ("max_tokens", "5.0", 5),
+    ("temperature", "0.5", 0.5),
+    ("n", "2", 2),
+    ("seed", 7.0, 7),
+    ("echo", "true", True),
+    ("echo", 1, True),
+    ("stop_token_ids", ["5", 6.0], [5, 6]),
+    ("logit_bias", {"5": "0.5"}, {"5": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("field", "given", "meant"), LAX)
+def test_numbers_may_be_strings_unless_fields_are_strict(field: str, given: Any, meant: Any) -> None:
+    def strictly(value: Any) -> ValidRequest:
+        body = json.dumps({"model": "m", "prompt": "hi", field: value}).encode()
+        return api.parse_completion(body, GatewayConfig(strict_fields=True), "m", 600.0)
+
+    assert completion(**{field: given}) == completion(**{field: meant}) == strictly(meant)
+    refusal = refused(strictly, given)
+    assert refusal.code == "invalid_type"
+    assert (refusal.param or "").startswith(field)
+
+
+def test_strings_that_are_no_numbers_are_refused() -> None:
+    for fields in ({"max_tokens": "five"}, {"max_tokens": 5.5}, {"n": "2x"}, {"temperature": "warm"}):
+        assert refused(completion, **fields).code == "invalid_type"
+    assert refused(completion, temperature="nan").code == "invalid_value"
+    assert completion(prompt="5").prompts == ["5"]
+    assert completion(stop="null", prompt=["5", "null"]).stop == ("null",)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -2, 0, 2**63 - 1])
+def test_any_seed_of_64_bits_is_one(seed: int) -> None:
+    valid = completion(seed=seed)
+    assert valid.seeded
+    assert 0 <= valid.sampling.seed < 2**63
+    assert not completion(seed=-1).seeded
 
 
 def test_fields_arrive() -> None:
@@ -224,7 +411,7 @@ def test_fields_arrive() -> None:
     assert chat(logprobs=True).sampling.logprobs == 0
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts, "name": "x"}]).messages == [
-        {"role": "user", "content": "a\nb", "name": "x"}
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "x"}
     ]
 
 
@@ -261,6 +448,8 @@ def test_what_only_the_engines_limits_can_tell(
 ) -> None:
     refusal = refused(api.fit, completion(**fields), [ids], LIMITS)
     assert (refusal.status, refusal.code, refusal.limit, refusal.given) == (400, code, limit, given)
+    if code == "context_length_exceeded":
+        assert "this model's maximum context length is 100 tokens" in refusal.message
 
 
 @pytest.mark.parametrize(
@@ -289,8 +478,10 @@ def test_every_order_has_its_seed_settled() -> None:
         ("r.1", "g", 2, 6, 123),
     ]
     assert orders[0].sampling.seed != orders[1].sampling.seed
-    seeded = api.generates(completion(prompt=["a", "b"], seed=-1), "r", "g", [[1], [2]], [5, 5], 1)
-    assert [o.sampling.seed for o in seeded] == [2**63 - 1] * 2
+    seeded = api.generates(completion(prompt=["a", "b"], seed=-2), "r", "g", [[1], [2]], [5, 5], 1)
+    assert [o.sampling.seed for o in seeded] == [2**63 - 2] * 2
+    unseeded = api.generates(completion(prompt=["a", "b"], seed=-1), "r", "g", [[1], [2]], [5, 5], 1)
+    assert unseeded[0].sampling.seed != unseeded[1].sampling.seed
 
 
 def test_retry_after_is_whole_seconds_and_exact_milliseconds() -> None:
@@ -375,6 +566,9 @@ def test_continuous_usage_counts_up() -> None:
     written = form(completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
     counts = [read(written.chunk(Piece(0, "a", [1])))[0][1]["usage"]["completion_tokens"] for _ in range(3)]
     assert counts == [1, 2, 3]
+    written = form(completion(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert "usage" not in read(written.chunk(Piece(0, "a", [1])))[0][1]
+    assert written.usage_chunk() == b""
 
 
 def whole_answer(written: Format, pieces: list[Piece]) -> Any:
@@ -398,7 +592,8 @@ def test_completion_logprobs_with_echo() -> None:
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "\ufffd", "\ufffd\ufffd"]
     assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -1.0, -9999.0]
     assert choice["logprobs"]["text_offset"] == [0, 3, 4, 4]
-    assert choice["logprobs"]["top_logprobs"][:2] == [None, {" c": -0.1, "a": -2.0}]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert list(choice["logprobs"]["top_logprobs"][1].items()) == [("a", -2.0), (" c", -0.1)]  # the chosen one first
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 2)
 
 
@@ -418,7 +613,65 @@ def test_chat_logprobs_carry_bytes() -> None:
             ],
         }
     ]
-    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([1], [1, 2])
+    assert (choice["token_ids"], answer["prompt_token_ids"]) == ([1], [1, 2])
+    assert "prompt_token_ids" not in choice
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+def test_token_ids_stand_where_vllm_puts_them(call: Any) -> None:
+    """Those of the prompt: at the top of a chat, in each choice of a completion; in a stream with the first event."""
+    written = form(call(stream=True, return_token_ids=True, n=2), [Prompted([1, 2])])
+    events = [event for _, event in read(written.chunk(Piece(0, "a", [1])) + written.chunk(Piece(0, "b", [2, 3])))]
+    events += [event for _, event in read(written.chunk(Piece(0, "", [5], finish="stop")))]
+    places = events if call is chat else [event["choices"][0] for event in events]
+    assert [place.get("prompt_token_ids") for place in places] == [[1, 2]] + [None] * (len(places) - 1)
+    assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [1, 2, 3, 5]
+    assert "prompt_token_ids" not in json.dumps(read(form(call(stream=True)).chunk(Piece(0, "a", [1]))))
+
+
+@pytest.mark.parametrize("turn", [4096, 4])
+@pytest.mark.parametrize("call", [completion, chat])
+def test_prompt_logprobs_as_vllm_writes_them(call: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", turn)
+    valid = call(prompt_logprobs=1, n=2)
+    assert (valid.sampling.logprobs, valid.sampling.prompt_logprobs) == (-1, 1)
+    found = [logprob(-2.0, (5, -0.1)), logprob(float("-inf"), (1, -0.2))]
+    pieces = [Piece(at, "a", [1], prompt_logprobs=found, finish="stop") for at in (0, 1)]
+    answer = whole_answer(form(valid, [Prompted([2, 1, 2])]), pieces)
+    wanted = [
+        None,
+        {
+            "1": {"logprob": -2.0, "rank": None, "decoded_token": "a"},
+            "5": {"logprob": -0.1, "rank": 1, "decoded_token": " c"},
+        },
+        {
+            "2": {"logprob": -9999.0, "rank": None, "decoded_token": "b"},
+            "1": {"logprob": -0.2, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    assert [place["prompt_logprobs"] for place in ([answer] if call is chat else answer["choices"])] == [wanted] * (
+        1 if call is chat else 2
+    )
+    assert answer["choices"][0]["logprobs"] is None
+
+
+def test_tokens_may_be_named_by_their_ids() -> None:
+    asked = {"return_tokens_as_token_ids": True}
+    piece = Piece(0, "a", [1], [logprob(-0.5, (1, -0.5), (3, -1.5))], [0], finish="stop")
+    [choice] = whole_answer(form(chat(logprobs=True, top_logprobs=2, **asked)), [piece])["choices"]
+    assert [one["token"] for one in choice["logprobs"]["content"][0]["top_logprobs"]] == ["token_id:1", "token_id:3"]
+    assert choice["logprobs"]["content"][0]["bytes"] == [97]
+    [choice] = whole_answer(form(completion(logprobs=2, **asked)), [piece])["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:1"]
+    assert list(choice["logprobs"]["top_logprobs"][0]) == ["token_id:1", "token_id:3"]
+
+
+def test_prompt_logprobs_count_as_entries() -> None:
+    config = GatewayConfig(max_logprob_entries=100)
+    valid = chat(prompt_logprobs=4, n=2)
+    assert api.bound_logprobs(valid, [[1] * 10], [50], config) == [50]
+    refusal = refused(api.bound_logprobs, valid, [[1] * 11], [50], config)
+    assert (refusal.code, refusal.given) == ("too_many_logprobs", 110)
 
 
 def test_streamed_and_whole_agree() -> None:

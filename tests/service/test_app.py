@@ -118,7 +118,9 @@ async def test_streamed_and_whole_answers_agree_with_a_stop_string(
 
         texts, position = [""] * 4, None
         async with served.session.post(
-            "/v1/completions", json={"model": "tiny", "stream": True, **asked}, headers={"X-Request-Id": "mine-1"}
+            "/v1/completions",
+            json={"model": "tiny", "stream": True, "stream_options": {"include_ids": True}, **asked},
+            headers={"X-Request-Id": "mine-1"},
         ) as response:
             assert response.headers["Content-Type"].startswith("text/event-stream")
             assert response.headers["Cache-Control"] == "no-cache"
@@ -233,7 +235,9 @@ async def test_heartbeats_while_nothing_flows(
         fake.holding = True
         seen = []
         async with served.session.post(
-            "/v1/completions", json={"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 99}
+            "/v1/completions",
+            json={"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 99},
+            headers={"X-Resumable": "1"},
         ) as response:
             async for _, data in events(response):
                 if str(data).startswith(":"):  # it waits, or is claimed and silent
@@ -516,6 +520,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
                 "stream": True,
                 "logprobs": True,
                 "top_logprobs": 20,
+                "stream_options": {"include_ids": True},
             }
         ).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

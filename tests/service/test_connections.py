@@ -213,9 +213,9 @@ async def test_zipped_bodies_are_read(serve: Serve, engine: EngineMaker, encodin
 @pytest.mark.parametrize(
     ("headers", "body", "expected"),
     [
-        ("Content-Encoding: gzip\r\nContent-Length: 100\r\n", gzip.compress(b"a" * 5000) + b"x" * 100, 400),
+        ("Content-Encoding: gzip\r\nContent-Length: 100\r\n", gzip.compress(b"a" * 5000, mtime=0) + b"x" * 100, 400),
         ("Content-Encoding: gzip\r\nContent-Length: 9\r\n", b"no gzip!!", 400),
-        ("Content-Encoding: gzip\r\nContent-Length: 20\r\n", gzip.compress(b"a" * 5000)[:20], 400),
+        ("Content-Encoding: gzip\r\nContent-Length: 20\r\n", gzip.compress(b"a" * 5000, mtime=0)[:20], 400),
         ("Content-Encoding: snappy\r\nContent-Length: 2\r\n", b"{}", 415),
         ("Transfer-Encoding: chunked\r\n", b"zz\r\n{}\r\n0\r\n\r\n", 400),
     ],
@@ -285,7 +285,9 @@ async def test_more_silent_connections_than_the_soft_limit_of_files(
             assert time.monotonic() < end
             assert process.poll() is None, log.read_text()
             await asyncio.sleep(0.05)
-        assert "soft limit raised from 1024 to 4096, which allows 3904 connections" in log.read_text()
+        assert (
+            "accepts 3904 connections at once; the limit of open files was raised from 1024 to 4096" in log.read_text()
+        )
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(1100):
                 await stack.enter_async_context(raw(port))

@@ -42,7 +42,8 @@ class Client:
     def __init__(self, url: str, number: int, max_tokens: int, *, plain: bool = False, get: bool = False) -> None:
         self.url, self.plain, self.get = url, plain, get
         self.prompt = f"prompt {number} of many"
-        self.body = {"model": "tiny", "prompt": self.prompt, "max_tokens": max_tokens, "stream": True}
+        self.body: dict[str, Any] = {"model": "tiny", "prompt": self.prompt, "max_tokens": max_tokens, "stream": True}
+        self.body["stream_options"] = {"include_ids": True}
         self.headers = {} if plain else {"Idempotency-Key": f"deploy-{number}"}
         self.last, self.text, self.completion_tokens = "", "", 0
         self.done = False
@@ -91,7 +92,7 @@ class Client:
 
     def check(self, tokenizer: Tokenizer) -> None:
         ids = tokenizer._encode(self.prompt, special=True)
-        count = int(self.body["max_tokens"])  # type: ignore[call-overload]
+        count = int(self.body["max_tokens"])
         whole = (ids * (count // len(ids) + 1))[:count]
         assert self.text == tokenizer.text_of(whole, skip_special=True)
 

@@ -53,7 +53,7 @@ async def test_a_late_stream_begins_at_once_and_says_where_it_stands(
         first = asyncio.create_task(raw(served.session, "/v1/completions", **LATE))
         await settled(lambda: served.streams.fleet.late.requests == 1)
         waits_since = asyncio.get_running_loop().time()
-        body = {"model": "tiny", "stream": True, **LATE}
+        body = {"model": "tiny", "stream": True, "stream_options": {"include_ids": True}, **LATE}
         async with served.session.post("/v1/completions", json=body) as response:
             assert response.status == 200
             assert not fake.seen
@@ -75,8 +75,13 @@ async def test_a_late_stream_begins_at_once_and_says_where_it_stands(
         assert "x-queue-place" not in headers
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Resumable": "1"}], ids=["blank lines", "comments"])
 async def test_the_official_client_reads_over_the_comments(
-    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    serve: Serve,
+    engine: EngineMaker,
+    byte_level_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
     served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
@@ -84,7 +89,9 @@ async def test_the_official_client_reads_over_the_comments(
         full(served, engine(says(byte_level_tokenizer))) as fake,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x") as client,
     ):
-        stream = await client.completions.create(model="tiny", stream=True, prompt=[7] * 60, max_tokens=5)
+        stream = await client.completions.create(
+            model="tiny", stream=True, prompt=[7] * 60, max_tokens=5, extra_headers=headers
+        )
         await asyncio.sleep(0.2)
         fake.room_tokens = 1000
         chunks = [chunk async for chunk in stream]

@@ -25,6 +25,7 @@ Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
 Event = tuple[str, Any]  # (event id, decoded data; "[DONE]" as it stands)
 
+IDS = {"include_ids": True}
 TEXT = "One request down, one token up 🙂 café. END of story. "
 
 
@@ -142,7 +143,8 @@ async def test_every_event_is_a_place_to_go_on_from(
 ) -> None:
     """Text, logprobs, roles, ends and usage come once each, and in all are what an undisturbed client got."""
     first, other = await serve(), await serve()
-    body = {"model": "tiny", "stream": True, **asked}
+    options = {"include_ids": True, **asked.get("stream_options", {})}
+    body = {"model": "tiny", "stream": True, **asked, "stream_options": options}
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
         fake.burst = 2
@@ -200,7 +202,7 @@ async def test_who_may_come_back_and_to_what(
     session, mine = served.session, {"Authorization": "Bearer mine"}
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 9, "stream": True}
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 9, "stream": True, "stream_options": IDS}
         found = await events(session, "/v1/completions", body, **mine)
         last = found[3][0]
         request_id = last.partition(":")[0]
@@ -243,7 +245,7 @@ async def test_a_lost_client_is_waited_for_only_if_it_said_that_it_comes_back(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     served = await serve(resume_s=0.3)
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True, "stream_options": IDS}
     async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         [(left, _)] = await events(served.session, "/v1/completions", body, most=1)
@@ -414,8 +416,9 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
         assert len(fake.seen) == 4
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Resumable": "1"}], ids=["blank lines", "comments"])
 async def test_openais_client_reads_on_after_a_keep_alive(
-    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, headers: dict[str, str]
 ) -> None:
     """After an id it takes a blank line for an event, even one after nothing but a comment."""
     served = await serve(heartbeat_s=0.05)
@@ -424,7 +427,9 @@ async def test_openais_client_reads_on_after_a_keep_alive(
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
     ):
         await settled(lambda: bool(served.streams.fleet.engines))
-        stream = await client.completions.create(model="tiny", prompt="a", max_tokens=4, stream=True)
+        stream = await client.completions.create(
+            model="tiny", prompt="a", max_tokens=4, stream=True, extra_headers=headers
+        )
         assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "length"
         assert fake.generated == 4
 

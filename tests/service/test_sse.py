@@ -24,9 +24,11 @@ def piece(text: str, finish: str | None = None) -> Piece:
 
 
 @pytest.fixture
-async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]]]:
-    """`await stream(turns)`: the status and body a client gets when these turns are written."""
+async def stream(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]]]:
+    """`await stream(turns)`: the status and body a client gets when these turns are written; without event ids if the
+    test passes False."""
     turns: Turns = []
+    ids: bool = getattr(request, "param", True)
 
     async def pieces() -> AsyncIterator[list[Piece]]:
         for turn in turns:
@@ -44,6 +46,7 @@ async def stream() -> AsyncIterator[Callable[[Turns], Awaitable[tuple[int, str]]
             fingerprint=None,
             prompts=[Prompted([1])],
             vocabulary=[],
+            ids=ids,
         )
         try:
             return await sse.write(request, pieces(), form, Meter(Telemetry("g"), 0.0), lambda tokens: None)
@@ -85,6 +88,17 @@ async def test_frames_ids_comments_and_the_end(stream: Callable[[Turns], Awaitab
         "id: r:3:done",
     ]
     assert all(frame.startswith((":", "id: ", "data: ")) for frame in body.split("\n\n")[:-1])
+
+
+@pytest.mark.parametrize("stream", [False], indirect=True)
+async def test_without_ids_every_line_is_data_or_blank(stream: Callable[[Turns], Awaitable[tuple[int, str]]]) -> None:
+    status, body = await stream([[], [piece("a")], [], [], [piece("b", "length")], RuntimeError("broken")])
+    assert status == 200
+    assert body.startswith("\n\ndata: {")
+    frames = body.split("\n\n")
+    assert [bool(frame) for frame in frames] == [False, True, False, False, True, True, True, False]
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames if frame)
+    assert [event["choices"][0]["text"] for event in data(body)[:-2]] == ["a", "b"]
 
 
 async def test_a_failure_before_anything_was_sent_has_its_status(

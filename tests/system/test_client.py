@@ -199,9 +199,9 @@ async def test_errors_are_the_classes_users_catch(server: Server) -> None:
             ({"prompt": "a", "temperature": -1}, "invalid_value", None),
             ({"prompt": "a", "max_tokens": 0}, "invalid_value", None),
             ({"prompt": [5, VOCAB]}, "invalid_token_id", VOCAB - 1),
-            ({"prompt": ""}, "empty_prompt", None),
-            ({"prompt": "a", "n": 99}, "invalid_value", None),
-            ({"prompt": "a", "stop": ["x"] * 1000}, "too_many", 16),
+            ({"prompt": []}, "empty_prompt", None),
+            ({"prompt": "a", "n": 999}, "invalid_value", None),
+            ({"prompt": "a", "stop": ["x"] * 1000}, "too_many", 64),
         ]
         for body, code, limit in refused:
             with pytest.raises(openai.BadRequestError) as caught:

@@ -112,7 +112,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
                 "n": 8,
                 "stream": True,
                 "return_token_ids": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_ids": True},
             }
         ).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

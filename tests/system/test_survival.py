@@ -46,7 +46,7 @@ class Answer:
             "model": "tiny",
             "stream": True,
             "return_token_ids": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "include_ids": True},
             **body,
         }
         self.tokens: list[list[int]] = [[] for _ in range(n)]

@@ -1,7 +1,7 @@
-"""The checkpoint served when no model is named: llama shape, seeded random weights, a real byte-level BPE tokenizer.
+"""The built-in checkpoint: llama shape, seeded random weights, a real byte-level BPE tokenizer.
 
 Its text makes no sense, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It is
-made in seconds from what is on the machine, so that a first run needs no network:
+made in seconds from what is on the machine.  Tests use it, and `quire serve` where the demo model cannot be fetched:
 
     python -m engine.executor.models.builtin [DIRECTORY]     makes it if need be, prints where it is
 """
@@ -18,7 +18,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine.executor.models.weights import CACHE
+from engine.executor.disk_cache import cache_directory, make_readable
+from engine.executor.errors import ModelLoadError
+from engine.executor.models.bars import no_bars
 
 NAME = "quire-builtin"
 VERSION = 1  # part of the directory's name: raise it when what is made here changes
@@ -77,9 +79,10 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
         model.generation_config = GenerationConfig(
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
         )
-        model.save_pretrained(draft)
+        with no_bars():
+            model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        draft.chmod(0o755)
+        make_readable(draft)
         try:
             draft.rename(directory)
         except OSError:
@@ -90,10 +93,23 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 def builtin(directory: Path | None = None) -> Path:
-    """The directory of the built-in checkpoint, made on first use.  Deterministic for a Python and torch version."""
-    directory = directory or CACHE / f"{NAME}-{VERSION}"
-    if directory.is_dir():
-        return directory
+    """The directory of the built-in checkpoint, made on first use.  Deterministic for a Python and torch version.
+
+    Raises ModelLoadError when it cannot be written."""
+    directory = directory or cache_directory() / f"{NAME}-{VERSION}"
+    if not directory.is_dir():
+        try:
+            _make(directory)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ModelLoadError(
+                f"cannot write the built-in model to {directory.parent}: {reason}; set XDG_CACHE_HOME to another folder"
+            ) from error
+    return directory
+
+
+def _make(directory: Path) -> None:
+    """Write the checkpoint into `directory`."""
     tokenizer = train_tokenizer(VOCAB)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -112,8 +128,11 @@ def builtin(directory: Path | None = None) -> Path:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     save_checkpoint(model, tokenizer, directory)
-    return directory
 
 
 if __name__ == "__main__":
-    print(builtin(Path(sys.argv[1]) if len(sys.argv) > 1 else None), flush=True)
+    try:
+        print(builtin(Path(sys.argv[1]) if len(sys.argv) > 1 else None), flush=True)
+    except ModelLoadError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -10,7 +10,11 @@ A model is served only if it is proved, at load, to compute what its authors mea
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +30,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape
+from engine.executor.models.bars import no_bars
+from engine.executor.models.builtin import builtin
+from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
-from engine.executor.models.weights import weight_files
+from engine.executor.models.weights import tensor_bytes, weight_files
+from engine.executor.progress import Progress
+
+log = logging.getLogger(__name__)
 
 PROBE = "kv_blocks_probe"
 MAX_HEAD_SIZE = 256
@@ -36,6 +46,8 @@ GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
+# Models that Quire makes by itself, by the names that options have for them.
+INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -56,8 +68,11 @@ class LoadedModel:
 def find(name: str) -> Path:
     """The local directory of a checkpoint: `name` itself if it is a path, else a snapshot from the hub.
 
+    "demo" and "builtin" stand for the models that Quire makes by itself, and so does "", for the built-in one.
     Raises ModelLoadError when there is no such directory, no such repository, or no network to fetch it.
     """
+    if name in INCLUDED:
+        return INCLUDED[name]()
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -78,7 +93,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
 ) -> LoadedModel:
-    """Load `name` (a directory or a hub name) onto `device` and prove that it can be served.
+    """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
       dtype          auto (the checkpoint's own), float32, bfloat16 or float16
       max_model_len  tokens; 0: what the model was made for
@@ -146,15 +161,16 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
     """The model of a checkpoint, complete.  Raises ModelLoadError."""
     check_files(directory)
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=NAME,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        with report_progress(directory):
+            module, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=NAME,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
@@ -165,6 +181,23 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
     model: PreTrainedModel = module
     return model
+
+
+@contextlib.contextmanager
+def report_progress(directory: Path) -> Iterator[None]:
+    """Log how many bytes of weights transformers has read, in place of its own progress bar."""
+    sizes = tensor_bytes(weight_files(directory))
+    total, began = sum(sizes.values()), time.monotonic()
+    progress = Progress(log.info, "reading weights", total, in_bytes=True)
+
+    def counted(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors:
+            yield name, tensor
+            progress.advance(sizes.get(name, 0))
+
+    with no_bars(counted):
+        yield
+    log.info("read %.0f MB of weights in %.1f s from %s", total / 1e6, time.monotonic() - began, directory)
 
 
 def read_config(directory: Path) -> PretrainedConfig:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
+from engine.executor.disk_cache import cache_directory
 from engine.executor.errors import ModelLoadError
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+CACHE = cache_directory()
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # Says which software wrote the file or where it was loaded from, nothing about what the model computes.
 NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
@@ -40,6 +41,19 @@ def weight_files(directory: Path) -> list[Path]:
     if not files:
         raise ModelLoadError(f"{directory}: no *.safetensors file (pickled checkpoints are not loaded)")
     return files
+
+
+def tensor_bytes(files: list[Path]) -> dict[str, int]:
+    """The size of each tensor of these files, in bytes, by its name.  The files must have been checked."""
+    sizes = {}
+    for file in files:
+        with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, described in header.items():
+            if name != "__metadata__":
+                first, end = described["data_offsets"]
+                sizes[name] = end - first
+    return sizes
 
 
 def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:

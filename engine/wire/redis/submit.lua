@@ -27,9 +27,15 @@ local function choose_lane()  -- the lane with room for these prompts; nil: none
   if on_time + lane_tokens('late') <= free + late_excess then return 'late' end
 end
 
-local function store(i, lane)  -- the request and the log of the prompt at ARGV[i]
+local function count_usage()  -- once for all prompts: a request may have a thousand
+  call('HSET', P .. 'weights', tenant, weight)
+  call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 4)
+  call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', asked)
+end
+
+local function store(i, lane, now)  -- the request and the log of the prompt at ARGV[i]
   local id, payload, size, n = unpack(ARGV, i, i + 3)
-  local key, log, now = P .. 'req:' .. id, P .. 'log:' .. id, now_ms()
+  local key, log = P .. 'req:' .. id, P .. 'log:' .. id
   call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
        'place', priority * PLACES + call('INCR', P .. 'arrivals'), 'listeners', gateway,
        'since', now, 'lane', lane, 'due', now + target, 'size_class', size_class)
@@ -41,9 +47,6 @@ local function store(i, lane)  -- the request and the log of the prompt at ARGV[
   end
   call('PEXPIREAT', log, deadline + EXPIRY_MS)
   call('SADD', P .. 'open:' .. gateway, id)
-  call('HSET', P .. 'weights', tenant, weight)
-  call('HINCRBY', P .. 'usage:' .. tenant, 'requests', 1)
-  call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', size)
   enqueue(id)
 end
 
@@ -56,7 +59,9 @@ if not outcome then
   outcome = duplicate[1] and 'known' or not lane and 'refused' or is_full() and 'full' or lane
   if outcome == lane then
     if lane == 'on_time' then ahead = call('ZCARD', P .. 'ages:on_time') end
-    for i = FIRST, #ARGV, 4 do store(i, lane) end
+    count_usage()
+    local now = now_ms()
+    for i = FIRST, #ARGV, 4 do store(i, lane, now) end
     if once ~= '' then
       call('HSET', P .. 'once:' .. once, 'id', first_id, 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + EXPIRY_MS)

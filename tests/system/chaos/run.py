@@ -188,7 +188,7 @@ def body(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "include_ids": True},
         **more,
     }
 

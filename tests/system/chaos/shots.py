@@ -249,6 +249,8 @@ def _base(dice: random.Random, path: str) -> dict[str, Any]:
     text = " ".join(dice.choice(("hello", "world", "of", "paging")) for _ in range(dice.randint(1, 20)))
     ids = [dice.randrange(2, VOCAB) for _ in range(dice.randint(1, 60))]
     common = {"model": MODEL, "max_tokens": dice.randint(1, 40), "stream": dice.random() < 0.6}
+    if common["stream"] and path.startswith("/v1/") and dice.random() < 0.5:
+        common["stream_options"] = {"include_ids": True}
     if path == "/v1/completions":
         return {**common, "prompt": dice.choice((text, ids, [ids, ids[:3]], ids))}
     if path == "/v1/chat/completions":

@@ -1,0 +1,30 @@
+"""Reports how far a long piece of work is, in whole lines, because several processes share one terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+EVERY_S = 2.0  # between two lines; work that takes less time prints none
+GB = 1e9
+
+
+class Progress:
+    """Counts parts of one piece of work and passes a line to `report` at most every EVERY_S seconds."""
+
+    def __init__(self, report: Callable[[str], object], what: str, total: int, *, in_bytes: bool = False) -> None:
+        """`what`: the start of each line.  `total`: parts, or bytes, which are shown in GB."""
+        self._report, self._what, self._total, self._in_bytes = report, what, total, in_bytes
+        self._done = 0
+        self._reported = time.monotonic()
+
+    def advance(self, amount: int = 1) -> None:
+        """Count `amount` more parts as done."""
+        self._done += amount
+        now = time.monotonic()
+        if now - self._reported >= EVERY_S and self._done < self._total:
+            self._reported = now
+            self._report(f"{self._what}: {self._shown(self._done)} of {self._shown(self._total)}")
+
+    def _shown(self, amount: int) -> str:
+        return f"{amount / GB:.1f} GB" if self._in_bytes else str(amount)

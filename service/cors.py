@@ -1,0 +1,56 @@
+"""Cross-origin requests: which pages of other origins a browser lets read this API.
+
+    browser --OPTIONS, Origin, what it wants to send--> `preflight`: 204 with what is allowed; no key is needed
+    browser --the request, Origin---------------------> the answer, with `headers`
+
+Off without origins: then a browser lets no other page read an answer, and none can send JSON or a key.  Cookies are
+never used, so no answer allows credentials.  https://fetch.spec.whatwg.org/#http-cors-protocol
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from aiohttp import web
+
+MAX_AGE_S = 600  # how long a browser may keep the answer to a preflight
+EXPOSED = (
+    "x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, x-queue-lane, x-queue-place, "
+    "x-queue-wait, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+)
+
+
+class Cors:
+    """The origins whose pages may use the API."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        """`origins`: such as https://example.com; "*" stands for any."""
+        self._any, self._origins = "*" in origins, frozenset(origins)
+
+    def headers(self, request: web.BaseRequest) -> dict[str, str]:
+        """Return the headers by which a browser passes an answer on; none for an origin that is not allowed."""
+        if not self._origins:
+            return {}
+        origin = request.headers.get("Origin", "")
+        if self._any:
+            return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": EXPOSED}
+        found = {"Vary": "Origin"}  # or a cache would give one origin's answer to another
+        if origin in self._origins:
+            found |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
+        return found
+
+    def preflight(self, request: web.BaseRequest) -> web.Response | None:
+        """Return the answer to a browser's question before a request; None if this is no such question."""
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not self._origins:
+            return None
+        response = web.Response(status=204)
+        wanted = request.headers.get("Access-Control-Request-Headers", "")
+        if "Access-Control-Allow-Origin" in self.headers(request):
+            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST"
+            response.headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
+            if re.fullmatch(r"[\w\-, ]{1,4096}", wanted, re.ASCII):
+                response.headers["Access-Control-Allow-Headers"] = wanted
+        return response

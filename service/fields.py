@@ -1,0 +1,135 @@
+"""Fields of request bodies that no endpoint computes with: each is harmless, refused by name, or unknown.
+
+    a field of a body --in the struct of its endpoint (`api.py`)--> honoured, or checked there
+                      --in HARMLESS--> accepted: no answer depends on it
+                      --in UNSERVED--> 400 `unsupported`, unless its value is neutral
+                      --else---------> a header of the answer names it; 400 `unknown_field` with `strict_fields`
+
+A field that an endpoint learns to honour moves into the struct: a struct takes precedence over both tables.
+`tests/docs/test_api.py` compares them with docs/api.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Endpoint = Literal["completions", "chat", "tokenize", "detokenize"]
+ANSWERS: tuple[Endpoint, ...] = ("completions", "chat")
+SHOWN = 16  # unknown fields that the header names; the others are counted
+
+
+class Harmless(NamedTuple):
+    """A field without effect."""
+
+    why: str
+    endpoints: tuple[Endpoint, ...] = ANSWERS
+
+
+class Unserved(NamedTuple):
+    """A field that would change the answer.  `neutral`: values besides null that change nothing."""
+
+    feature: str
+    neutral: tuple[object, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ANSWERS
+
+
+HARMLESS: dict[str, Harmless] = {
+    "user": Harmless("names an end user; requests are counted by tenant"),
+    "safety_identifier": Harmless("names an end user"),
+    "metadata": Harmless("labels for a store of answers, which there is not"),
+    "store": Harmless("asks to keep the answer for later reading; it is not kept beyond `--retain-s`"),
+    "service_tier": Harmless("`priority` orders requests"),
+    "prompt_cache_key": Harmless("prefixes are shared without it; `cache_salt` separates them"),
+    "prompt_cache_retention": Harmless("a prefix stays cached while there is room"),
+    "request_id": Harmless("`X-Request-Id` names a request"),
+    "prediction": Harmless("only a hint for speed", ("chat",)),
+    "mm_processor_kwargs": Harmless("for images, which are refused themselves"),
+    "media_io_kwargs": Harmless("for images, which are refused themselves", ("chat",)),
+    "spaces_between_special_tokens": Harmless("only slow tokenizers know it"),
+}
+
+UNSERVED: dict[str, Unserved] = {
+    "length_penalty": Unserved("beam search", (1,)),
+    "early_stopping": Unserved("beam search", (False,)),
+    "num_beams": Unserved("beam search", (1,)),
+    "typical_p": Unserved("typical sampling", (1,)),
+    "top_a": Unserved("top-a sampling", (0,)),
+    "xtc_probability": Unserved("XTC sampling", (0,)),
+    "dry_multiplier": Unserved("DRY sampling", (0,)),
+    "mirostat": Unserved("Mirostat sampling", (0,)),
+    "mirostat_mode": Unserved("Mirostat sampling", (0,)),
+    "dynatemp_range": Unserved("dynamic temperature", (0,)),
+    "logprob_token_ids": Unserved("log probabilities of chosen tokens", ([],)),
+    "repetition_detection": Unserved("ending an answer that repeats itself"),
+    "prompt_embeds": Unserved("a prompt of embeddings"),
+    "kv_transfer_params": Unserved("KV cache of another server", ({},)),
+    "vllm_xargs": Unserved("arguments of vLLM's plugins", ({},)),
+    "lora_path": Unserved("a choice of adapters"),
+    "return_hidden_states": Unserved("hidden states", (False,)),
+    "regex": Unserved("structured output"),
+    "ebnf": Unserved("structured output"),
+    "grammar": Unserved("structured output", ("",)),
+    "json_schema": Unserved("structured output", ({},)),
+    "best_of": Unserved("a choice among several answers", (1,), ("chat",)),
+    "modalities": Unserved("an answer that is not text", (["text"],), ("chat",)),
+    "web_search_options": Unserved("web search", (), ("chat",)),
+    "verbosity": Unserved("a choice of verbosity", ("medium",), ("chat",)),
+}
+
+INNER: dict[str, frozenset[str]] = {  # harmless fields of objects within a body
+    "stream_options": frozenset(["include_obfuscation"]),
+}
+
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+class Undeclared(NamedTuple):
+    """What a body holds beyond the struct of its endpoint."""
+
+    refused: tuple[str, str] | None = None  # field, feature: the first that must be refused
+    unknown: tuple[str, ...] = ()
+
+
+def undeclared(
+    body: bytes, declared: frozenset[str], endpoint: Endpoint, inner: Mapping[str, frozenset[str]]
+) -> Undeclared:
+    """Sort the fields of a JSON object that are not `declared`.  `inner`: declared fields of objects within it.
+
+    `body` has been decoded before: it is a JSON object."""
+    unknown = []
+    for name, value in _names.decode(body).items():
+        if name in declared:
+            unknown += [
+                f"{name}.{one}" for one in _unknown_inside(value, inner.get(name), INNER.get(name, frozenset()))
+            ]
+        elif name in UNSERVED and endpoint in UNSERVED[name].endpoints:
+            if not _is_neutral(value, UNSERVED[name].neutral):
+                return Undeclared((name, UNSERVED[name].feature))
+        elif name not in HARMLESS or endpoint not in HARMLESS[name].endpoints:
+            unknown.append(name)
+    return Undeclared(None, tuple(unknown))
+
+
+def _is_neutral(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
+    try:
+        return msgspec.json.decode(value) in (None, *neutral)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def _unknown_inside(value: msgspec.Raw, declared: frozenset[str] | None, harmless: frozenset[str]) -> list[str]:
+    """Return the unknown fields of an object within a body; none where `declared` is None or `value` is no object."""
+    if declared is None or bytes(value)[:1] != b"{":
+        return []
+    return [name for name in _names.decode(value) if name not in declared and name not in harmless]
+
+
+def header(unknown: tuple[str, ...]) -> str:
+    """Return the names of unknown fields as a header may show them."""
+    names = [name if _PRINTABLE.fullmatch(name) else "?" for name in unknown[:SHOWN]]
+    return ", ".join([*names, f"and {len(unknown) - SHOWN} more"] if len(unknown) > SHOWN else names)

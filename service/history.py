@@ -1,0 +1,168 @@
+"""Messages of a chat, as clients send them and as chat templates read them.
+
+    Message --plain_messages--> {"role", "content", ...} --for_template, what the model's template reads--> the template
+
+Templates differ in what they read.  `Dialect` holds what was found out by rendering, when the model was loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from service.config import GatewayConfig
+from service.limits import ROLE_CHARS
+from service.refusal import bad_request, check
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of OpenAI's API; a template may know more
+PROBE = "quireprobe"
+
+
+class Part(msgspec.Struct):
+    """One content part of a chat message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One chat message."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """What a chat template reads."""
+
+    parts: bool = False  # content as a list of parts
+    text: bool = True  # content as a string
+    arguments: bool = True  # arguments of tool calls as an object; else as JSON in a string
+    tools: bool = False  # `tools` changes the prompt
+
+
+def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
+    """Return checked messages without null fields; content is a string or a list of parts.  Raises Refusal."""
+    if not messages:
+        raise bad_request("empty_prompt", "messages: must not be empty, at least 1 message", "messages", ">= 1", 0)
+    check("messages", len(messages), config)
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    check("content parts", parts, config)
+    check("tool calls", sum(len(message.tool_calls or ()) for message in messages), config)
+    return [_plain(f"messages[{at}]", message) for at, message in enumerate(messages)]
+
+
+def _plain(name: str, message: Message) -> dict[str, Any]:
+    if message.role not in ROLES and not re.fullmatch(rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}", message.role):
+        raise unknown_role(name, message.role)
+    entry: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise bad_request(
+                    "unsupported", f"{name}.content: only parts of type 'text' are served", f"{name}.content"
+                )
+        entry["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    for field in ("name", "tool_calls", "tool_call_id"):
+        if (value := getattr(message, field)) is not None:
+            entry[field] = value
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        entry["reasoning_content"] = reasoning
+    return entry
+
+
+def unknown_role(name: str, role: str) -> Exception:
+    """Return the refusal of a role.  It repeats the role, cut short: that is no prompt text."""
+    allowed, given = ", ".join(ROLES), role[:ROLE_CHARS]
+    message = f"{name}.role: '{given}' is not one of {allowed}, and the model's chat template does not name it"
+    return bad_request("invalid_value", message, f"{name}.role", allowed, given)
+
+
+def for_template(messages: list[dict[str, Any]], dialect: Dialect, template: str) -> list[dict[str, Any]]:
+    """Return messages in the form that the chat template reads.  Raises Refusal for a role that it does not know."""
+    return [_form(f"messages[{at}]", message, dialect, template) for at, message in enumerate(messages)]
+
+
+def _form(name: str, message: dict[str, Any], dialect: Dialect, template: str) -> dict[str, Any]:
+    role, content = message["role"], message["content"]
+    if role not in ROLES and not re.search(rf"['\"]{role}['\"]", template):
+        raise unknown_role(name, role)
+    found = {**message, "content": content}
+    if isinstance(content, list) and not dialect.parts:
+        found["content"] = "\n".join(part["text"] for part in content)
+    elif isinstance(content, str) and not dialect.text:
+        found["content"] = [{"type": "text", "text": content}]
+    if "tool_calls" in message:
+        found["tool_calls"] = [_call(call, dialect) for call in message["tool_calls"]]
+    return found
+
+
+def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Return a tool call whose arguments have the form that the template reads.  Text that is no JSON object stays."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and dialect.arguments:
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    elif isinstance(arguments, dict) and not dialect.arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+# --------------------------------------------------------------------------------------------- what a template reads
+
+
+def dialect_of(render: Any) -> Dialect:
+    """Return what a chat template reads: `render(messages, tools)` returns its text, or raises.
+
+    A template that rejects a probe for other reasons counts as one that does not read it."""
+    user = {"role": "user", "content": PROBE}
+    parts = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
+    of_text, of_parts = _rendered(render, [user]), _rendered(render, [parts])
+    reads_text = PROBE in of_text
+    # A template that takes a list for text shows it as Python or JSON would.
+    reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
+    question = user if reads_text or not reads_parts else parts
+    return Dialect(
+        parts=reads_parts,
+        text=reads_text or not reads_parts,
+        arguments=_reads_objects(render, question),
+        tools=_rendered(render, [question], [_tool()]) not in ("", _rendered(render, [question])),
+    )
+
+
+def _tool() -> dict[str, Any]:
+    schema = {"type": "object", "properties": {PROBE: {"type": "string", "description": PROBE}}, "required": [PROBE]}
+    return {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": schema}}
+
+
+def _reads_objects(render: Any, question: dict[str, Any]) -> bool:
+    """Return whether the template writes arguments from an object, and not as Python would show it."""
+    texts = []
+    for arguments in ({PROBE: "x"}, json.dumps({PROBE: "x"})):
+        function = {"name": PROBE, "arguments": arguments}
+        call = {"id": "quire0123", "type": "function", "function": function}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "quire0123", "name": PROBE, "content": "1"}
+        texts.append(_rendered(render, [question, answer, result], [_tool()]))
+    return not texts[1] or (bool(texts[0]) and f"{{'{PROBE}'" not in texts[0])
+
+
+def _rendered(render: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    try:
+        return str(render(messages, tools))
+    except Exception:  # whatever a template raises: it does not read this
+        return ""

@@ -1,0 +1,523 @@
+"""Regions of a chat answer: content, reasoning and tool calls.  All contact with transformers' response parser.
+
+    text of the answer --ResponseParser--> a region opens, grows, closes --RegionReader--> content, reasoning, calls
+
+A response template says which markers open and close a region, and how a tool call is written.  A model ships it in its
+tokenizer_config.json.  For known chat templates of models that ship none, `response_templates.json` has one.  No code
+knows any single model.
+
+What a `RegionReader` returns for the first N tokens depends on these tokens alone.  So an answer continues inside its
+reasoning or a tool call, at any gateway.
+
+White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, as it was written.
+Arguments in JSON are passed on as the model writes them.  Other notations become JSON when their call is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger("quire.gateway")
+
+DATA = Path(__file__).with_name("response_templates.json")
+# Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
+KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
+HEAD_CHARS = 4096  # of a tool call: a name that has not appeared by then is read when the call is complete
+KEPT_CHARS = 4096  # of text that the parser has dealt with, before it is dropped
+_JSON_MARK = re.compile(r'["\\{}\[\]]')
+_PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
+
+
+class CallDelta(msgspec.Struct):
+    """What is new of one tool call.  `index` counts the calls of a choice; the first delta of a call has its name."""
+
+    index: int
+    name: str | None
+    arguments: str  # a part of their JSON
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How one chat answer is read.  It is stored with the request, so that any gateway continues the answer."""
+
+    opening: str  # what the prompt holds of the assistant's message, such as an opening marker of reasoning
+    calls: bool = False  # the request has tools
+    tools: list[dict[str, Any]] = []  # their names and the types of their arguments
+    parallel: bool = True  # more than one call in an answer; else the answer ends with the first
+
+
+# Region -> the characters with which markers begin that it looks for.  A region is not listed where they are unknown.
+FirstChars = dict[str | None, frozenset[str]]
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """Where a tool call in JSON holds its name and arguments."""
+
+    pattern: re.Pattern[str]  # all before the arguments, with the name as its group if there is one
+    capture: str = ""  # the group of the opening marker that holds the name
+
+
+@cache
+def _parser_class() -> type[Any]:
+    """Return transformers' parser, extended by what a gateway needs.
+
+    It uses private methods and attributes, as `RegionReader.finish` does, so `pyproject.toml` bounds the version.
+    Imported late: it takes a second."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    class Parser(ResponseParser):  # type: ignore[misc]
+        """Adds to the events what a marker captured, how a region ended, and the raw text of one that is malformed."""
+
+        _buffer: str
+        _pos: int
+        _began = _body_end = 0  # in the buffer: where the region's marker begins, and where its text ends
+
+        def feed_events(self, text: str, first: FirstChars) -> list[dict[str, Any]]:
+            """Return the events of more text.  `first` saves the search for markers in most of it."""
+            chars = first.get(self._current)
+            if chars is not None and self._pos == len(self._buffer) and chars.isdisjoint(text):
+                events: list[dict[str, Any]] = []
+                self._buffer += text
+                self._accumulate(events, text)
+                self._pos += len(text)
+            else:
+                events = self.feed(text)
+            if self._pos > KEPT_CHARS and not self._structured():
+                cut = self._pos - 1  # one character stays: patterns may look behind
+                self._buffer, self._pos, self._body_end = self._buffer[cut:], 1, self._body_end - cut
+            return events
+
+        def _structured(self) -> bool:
+            return self._current is not None and self._spec.fields[self._current].content != "text"
+
+        def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+            self._body_end = self._pos + len(text)
+            super()._accumulate(events, text)
+            if not self._structured():
+                self._body = ""  # it was passed on, and would grow with the answer
+
+        def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+            self._began, self._body_end = m.start(), m.end()
+            super()._open_explicit(events, field, m)
+            events[-1]["captures"] = self._captures
+
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            name, before = self._current, len(events)
+            raw = self._buffer[self._began : self._pos] if self._structured() else ""
+            try:
+                _check_tags(self._spec.fields.get(name), self._body)
+                super()._close_current(events)
+            except Exception:  # whatever a content parser raises is caused by what the model wrote
+                events.append({"type": "region_close", "field": name, "value": None})
+                self._reset_to_implicit()
+            if len(events) > before:
+                events[-1] |= {"raw": raw, "marker": self._pos > self._body_end}
+
+    return Parser
+
+
+def _check_tags(field: Any, body: str) -> None:
+    """Raise ValueError for what transformers would drop of a call in XML: text between tags, a repeated argument."""
+    import regex  # what transformers compiles these patterns with; it comes with transformers
+
+    if field is None or field.content != "xml-inline":
+        return
+    pattern = regex.compile(field.content_args["tag_pattern"], regex.DOTALL)
+    if pattern.sub("", body).strip():
+        raise ValueError("text between tags")
+    names = [match["key"] for match in pattern.finditer(body)]
+    if len(set(names)) < len(names):
+        raise ValueError("an argument is given twice")
+
+
+class ResponseTemplate:
+    """A response template, ready to read answers.  Immutable."""
+
+    def __init__(self, described: dict[str, Any], name: str = "") -> None:
+        """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
+        self.name = name
+        parser = _parser_class()
+        self._full = parser(described, prefix="")._spec
+        fields: dict[str, Any] = described["fields"]
+        rest = {name: field for name, field in fields.items() if KINDS.get(name) != "calls"}
+        self._without_calls = parser({**described, "fields": rest}, prefix="")._spec if rest else self._full
+        self._first = {calls: _first_chars(described["fields"], calls) for calls in (True, False)}
+        self.has_calls = len(rest) < len(fields)
+        self.has_reasoning = any(KINDS.get(name) == "reasoning" for name in rest)
+        self.heads = {name: _head(field) for name, field in fields.items() if KINDS.get(name) == "calls"}
+        self.casts = None in self.heads.values()  # arguments that are no JSON get the types of their schema
+        self.keeps_spaces = {
+            name for name, field in fields.items() if not field.get("content_args", {}).get("strip", True)
+        }
+        self._markers = list(_texts(described, ("start_anchor", "start_anchor_pattern"))) + [
+            text
+            for field in fields.values()
+            for text in _texts(field, ("open", "open_pattern", "close", "close_pattern"))
+        ]
+
+    def has_marker(self, special: str) -> bool:
+        """Return whether a special token is a part of a marker, so that the parser must see it."""
+        return any(special in text or re.escape(special) in text for text in self._markers)
+
+    def opening(self, prompt: str) -> str | None:
+        """Return what follows the last beginning of an assistant's message in a prompt; None if there is none."""
+        end = None
+        for match in self._full.start_anchor_re.finditer(prompt):
+            end = match.end()
+        return None if end is None else prompt[end:]
+
+    def reader(self, reading: Reading) -> RegionReader:
+        """Return a reader of one answer, at its start."""
+        spec = self._full if reading.calls else self._without_calls
+        return RegionReader(self, spec, self._first[reading.calls], reading)
+
+    def call_grammar(self, tools: list[dict[str, Any]], names: list[str]) -> str | None:
+        """Return the grammar of an answer that calls one of the tools `names`, with arguments by their schemas.
+
+        It is to be derived from this template's markers.  None: that is not there yet, so `tool_choice` "required", a
+        named tool and `strict` are refused."""
+        return None
+
+
+def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
+    for key in keys:
+        value = described.get(key, [])
+        yield from [value] if isinstance(value, str) else value
+
+
+def _first_chars(fields: dict[str, Any], calls: bool) -> FirstChars:
+    """Return with which characters the markers of each region begin; `calls`: whether calls are looked for."""
+    found: FirstChars = {}
+    outside: set[str] | None = set()
+    implicit = None
+    for name, field in fields.items():
+        if KINDS.get(name) == "calls" and not calls:
+            continue
+        opens, closes = (_begins(field, key) for key in ("open", "close"))
+        if not field.keys() & {"open", "open_pattern"}:
+            implicit, opens = name, closes
+        elif closes is not None:
+            found[name] = frozenset(closes)
+        outside = None if opens is None or outside is None else outside | opens
+    if outside is not None:
+        found[implicit] = frozenset(outside)
+    return found
+
+
+def _begins(field: dict[str, Any], key: str) -> set[str] | None:
+    """Return the first characters of a marker; None if its pattern may begin with anything."""
+    pattern = field.get(f"{key}_pattern")
+    if pattern is None:
+        return {text[0] for text in _texts(field, (key,))}
+    # A literal character that is not repeated, and no alternative.
+    first = re.match(r"(?:([^\w\s\\.^$*+?{}\[\]()|])|\\([^\w\s]))(?![*?{])", pattern)
+    return None if first is None or "|" in pattern.replace("\\|", "") else {first[1] or first[2]}
+
+
+def _head(field: dict[str, Any]) -> _Head | None:
+    """Return where a call of this field holds its name and arguments; None: it is read when it is complete."""
+    if field.get("content") != "json" or field.get("content_args") or field.get("transform_each"):
+        return None
+    transform = field.get("transform", "{content}")
+    call = transform.get("function", transform) if isinstance(transform, dict) else transform
+    if call == "{content}":
+        call = {"name": "{content.name}", "arguments": "{content.arguments}"}
+    name, arguments = (_PLACE.fullmatch(str(call.get(key))) for key in ("name", "arguments"))
+    if name is None or arguments is None or arguments[1] != "content":
+        return None
+    if name[1] != "content":
+        before = rf'\{{\s*"{arguments[2]}"\s*:\s*' if arguments[2] else ""
+        return _Head(re.compile(rf"\s*{before}(?=\{{)"), capture=name[1])
+    if not name[2] or not arguments[2]:
+        return None
+    text = r'"(?:[^"\\]|\\.)+"'
+    return _Head(re.compile(rf'\s*\{{\s*"{name[2]}"\s*:\s*({text})\s*,\s*"{arguments[2]}"\s*:\s*(?=\{{)', re.DOTALL))
+
+
+class _Call:
+    """A tool call as it is written: its name and arguments, as soon as they are known."""
+
+    __slots__ = ("_depth", "_done", "_escaped", "_head", "_quoted", "_written", "name", "tail")
+
+    def __init__(self, head: _Head | None, captures: dict[str, str]) -> None:
+        self._head, self._written = head, ""
+        self.name = ""  # once it is known, if it is known before the call is complete
+        self.tail = ""  # what follows the arguments
+        self._depth, self._quoted, self._escaped, self._done = 0, False, False, False
+        if head is not None and head.capture:
+            self._written = captures.get(head.capture, "").strip()
+            self._head = head if self._written else None
+
+    def push(self, text: str) -> str:
+        """Add text of the call; return the part of its arguments that may be sent now."""
+        if self.name:
+            return self._arguments(text)
+        head = self._head
+        if head is None:
+            return ""
+        # With a captured name, `_written` holds the name, a line end and the text.
+        if head.capture and "\n" not in self._written:
+            self._written += "\n"
+        self._written += text
+        captured, _, rest = self._written.partition("\n") if head.capture else ("", "", self._written)
+        match = head.pattern.match(rest)
+        if match is None:
+            if len(rest) > HEAD_CHARS:
+                self._head = None
+            return ""
+        try:
+            self.name = captured or json.loads(match[1], strict=False)
+        except ValueError:
+            self._head = None
+            return ""
+        return self._arguments(rest[match.end() :])
+
+    def _arguments(self, text: str) -> str:
+        """Return what belongs to the arguments: all up to the brace that closes them."""
+        if self._done:
+            self.tail += text
+            return ""
+        at = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        while (mark := _JSON_MARK.search(text, at)) is not None:
+            at, char = mark.end(), mark[0]
+            if self._quoted:
+                if char == "\\":
+                    self._escaped = at == len(text)
+                    at += 1
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._done, self.tail = True, text[at:]
+                    return text[:at]
+        return text
+
+
+class RegionReader:
+    """Cuts the text of one answer into regions, as it arrives."""
+
+    __slots__ = (
+        "_after_marker",
+        "_call",
+        "_calls",
+        "_content",
+        "_dropped",
+        "_ending",
+        "_first",
+        "_held",
+        "_kind",
+        "_parallel",
+        "_parser",
+        "_reasoning",
+        "_strips",
+        "_template",
+        "calls",
+        "ended",
+        "reasoning",
+    )
+
+    def __init__(self, template: ResponseTemplate, spec: Any, first: FirstChars, reading: Reading) -> None:
+        self._template, self._first, self._parallel = template, first, reading.parallel
+        self._parser = _parser_class()(spec, prefix="", tools=reading.tools)
+        self.reasoning = False  # the reasoning is open
+        self.ended = False  # no more calls are wanted: the answer is complete
+        self.calls = 0
+        self._kind, self._strips = "content", True  # of the open region
+        self._after_marker = False  # only white space has followed the last marker
+        self._held = self._dropped = ""  # white space that a marker may follow, and that one has followed
+        self._ending = ""  # how the answer ends, at its end
+        self._call = _Call(None, {})
+        self._content = self._reasoning = ""
+        self._calls: list[CallDelta] = []
+        self.push(reading.opening)
+        self.take()
+        # All of that was in the prompt, which may even hold an earlier message with calls.
+        self._held, self.calls, self.ended = "", 0, False
+
+    def push(self, text: str) -> None:
+        """Add text of the answer."""
+        if text and not self.ended:
+            for event in self._parser.feed_events(text, self._first):
+                self._apply(event)
+
+    def finish(self, *, cut: bool) -> None:
+        """End the answer.  `cut`: it could have been longer, so a call without its closing marker is incomplete."""
+        if not self.ended:
+            self._ending = "cut" if cut else "whole"
+            events: list[dict[str, Any]] = []
+            self._parser._process(events, eos=True)
+            for event in events:
+                self._apply(event)
+
+    def take(self) -> tuple[str, str, list[CallDelta]]:
+        """Return content, reasoning and calls that are new since the last call."""
+        found = self._content, self._reasoning, self._calls
+        self._content, self._reasoning, self._calls = "", "", []
+        return found
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        kind = event["type"]
+        if self.ended:
+            return
+        if kind == "region_chunk":
+            if self._kind == "calls":
+                self._grow_call(event["text"])
+            else:
+                self._add_text(event["text"])
+        elif kind == "region_open":
+            self._open(event)
+        elif self._kind == "calls":
+            self._close_call(event)
+        else:
+            self._close_text(event["marker"])
+
+    def _open(self, event: dict[str, Any]) -> None:
+        name = event["field"]
+        self._kind = KINDS.get(name, "content")
+        self._strips = name not in self._template.keeps_spaces
+        self.reasoning = self._kind == "reasoning"
+        if (captures := event.get("captures")) is not None:  # a marker opened it
+            self._after_marker = True
+            if self._kind == "calls":
+                self._call = _Call(self._template.heads[name], captures)
+            else:
+                self._dropped = ""
+
+    def _add_text(self, text: str) -> None:
+        if self._strips:
+            if self._after_marker:
+                text = text.lstrip()
+                if not text:
+                    return
+            text = self._held + text
+            bare = text.rstrip()
+            self._held, text = text[len(bare) :], bare
+        self._after_marker = False
+        self._pass_on(text)
+
+    def _pass_on(self, text: str) -> None:
+        if self._kind == "reasoning":
+            self._reasoning += text
+        else:
+            self._content += text
+
+    def _close_text(self, marker: bool) -> None:
+        if marker:
+            self._dropped, self._after_marker = self._held, True
+        else:
+            self._pass_on(self._held)
+        self._held = ""
+        self._kind, self.reasoning = "content", False
+
+    def _grow_call(self, text: str) -> None:
+        call, known = self._call, bool(self._call.name)
+        arguments = call.push(text)
+        if call.name and not known:
+            self._calls.append(CallDelta(self.calls, call.name, arguments))
+            self.calls += 1
+        elif arguments:
+            self._calls.append(CallDelta(self.calls - 1, None, arguments))
+
+    def _close_call(self, event: dict[str, Any]) -> None:
+        value, head = event["value"], self._call._head
+        self._kind, self._after_marker = "content", event["marker"]
+        if self._call.name:
+            if value is None:  # more than the arguments was written, and it is no JSON
+                self._content += self._call.tail
+        else:
+            incomplete = self._ending == "cut" and not event["marker"] and head is None
+            found = None if incomplete else _calls_of(value)
+            if found is None:
+                self._content += self._dropped + event["raw"]
+                self._after_marker = False
+            for name, arguments in (found or [])[: None if self._parallel else 1]:
+                self._calls.append(CallDelta(self.calls, name, arguments))
+                self.calls += 1
+        self._dropped = ""
+        self.ended = self.calls > 0 and not self._parallel
+
+
+def _calls_of(value: Any) -> list[tuple[str, str]] | None:
+    """Return name and arguments, as JSON, of the calls that a region holds; None if it holds anything else."""
+    found = []
+    for one in value if isinstance(value, list) else [value]:
+        call = one.get("function", one) if isinstance(one, dict) else None
+        if not isinstance(call, dict):
+            return None
+        name, arguments = call.get("name"), call.get("arguments")
+        if isinstance(arguments, dict) or arguments is None:
+            arguments = json.dumps(arguments or {}, ensure_ascii=False)
+        if not isinstance(name, str) or not name.strip() or not isinstance(arguments, str):
+            return None
+        found.append((name.strip(), arguments))
+    return found or None
+
+
+# ------------------------------------------------------------------------------------------------- known chat templates
+
+
+class _Known(msgspec.Struct, forbid_unknown_fields=True):
+    """Which response template belongs to a chat template."""
+
+    response_template: str
+    sha256: str = ""  # of the chat template, as `digest` computes it
+    contains: list[str] = []  # all of these, for a chat template without a digest here
+    lacks: list[str] = []  # none of these
+
+
+class _Data(msgspec.Struct, forbid_unknown_fields=True):
+    """Content of `response_templates.json`."""
+
+    chat_templates: list[_Known]  # digests are looked up first; then the first entry whose strings fit counts
+    response_templates: dict[str, dict[str, Any]]
+
+
+@cache
+def known() -> _Data:
+    """Return the content of the data file."""
+    return msgspec.json.decode(DATA.read_bytes(), type=_Data)
+
+
+def digest(chat_template: str) -> str:
+    """Return the SHA-256 of a chat template, without spaces at the end of its lines and empty lines around it."""
+    lines = [line.rstrip() for line in chat_template.strip().splitlines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def name_of(chat_template: str) -> str | None:
+    """Return the name of the response template that belongs to a chat template; None for an unknown one."""
+    wanted = digest(chat_template)
+    for entry in known().chat_templates:
+        if entry.sha256 == wanted:
+            return entry.response_template
+    for entry in known().chat_templates:
+        if not entry.contains or any(text in chat_template for text in entry.lacks):
+            continue
+        if all(text in chat_template for text in entry.contains):
+            return entry.response_template
+    return None
+
+
+def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
+    """Return the response template of a model: the one that it ships, or a known one; None: every answer is content."""
+    if shipped is not None:
+        try:
+            return ResponseTemplate(shipped, "the model's own")
+        except Exception as error:  # transformers checks it with a dozen messages
+            log.warning("the model's response_template cannot be used, so a known one is looked for: %s", error)
+    name = name_of(chat_template)
+    return ResponseTemplate(known().response_templates[name], name) if name is not None else None

@@ -1,0 +1,200 @@
+"""Tools and arguments of the chat template: fields of a chat request -> `ChatOptions`, or a Refusal.
+
+    tools, tool_choice, chat_template_kwargs ... --chat_options--> ChatOptions --with the messages--> the chat template
+
+What depends on the model's chat template is checked where the template is rendered (`tokenizer.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+import msgspec
+
+from service.config import GatewayConfig
+from service.limits import shown
+from service.refusal import Refusal, bad_request, check
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+# Names that Quire or transformers gives to the template itself, or that change how it is rendered.
+RESERVED = re.compile(
+    "messages|conversations?|tools|documents|chat_template|add_generation_prompt|continue_final_message|tokenize|padding|"
+    "truncation|max_length|return_tensors|return_dict|return_assistant_tokens_mask|tokenizer_kwargs|"
+    "sanitize_control_tokens|raise_exception|strftime_now|self|_.*"
+)
+CHOICES = ("none", "auto", "required")
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """What the chat template gets besides the messages."""
+
+    tools: list[dict[str, Any]] = []  # those that the answer may call
+    demanded: list[str] = []  # of these tools one must be called
+    strict: str = ""  # the field that asks for arguments that fit their schema
+    parallel: bool = True  # more than one call in an answer
+    documents: list[dict[str, Any]] = []
+    arguments: dict[str, Any] = {}  # further variables
+    generation_prompt: bool = True
+    continue_final: bool = False
+
+
+class Asked(Protocol):
+    """The fields of a chat request that are read here."""
+
+    tools: Any
+    tool_choice: Any
+    parallel_tool_calls: bool | None
+    documents: Any
+    chat_template_kwargs: Any
+    reasoning_effort: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayConfig) -> ChatOptions:
+    """Return the checked options of a chat request.  Raises Refusal."""
+    tools = _tools(asked.tools, config)
+    demanded = _choice(asked.tool_choice, tools)
+    shown_tools = [] if asked.tool_choice == "none" else tools
+    strict = [f"tools[{at}].function.strict" for at, tool in enumerate(shown_tools) if tool["function"].get("strict")]
+    continued = bool(asked.continue_final_message)
+    if continued and asked.add_generation_prompt:
+        message = "continue_final_message: only without add_generation_prompt"
+        raise bad_request("invalid_value", message, "continue_final_message", False, True)
+    if continued and not (messages[-1]["role"] == "assistant" and messages[-1]["content"]):
+        message = "continue_final_message: the last message must be the assistant's, with content"
+        raise bad_request("invalid_value", message, "continue_final_message")
+    return ChatOptions(
+        tools=shown_tools,
+        demanded=demanded,
+        strict=strict[0] if strict else "",
+        parallel=asked.parallel_tool_calls is not False,
+        documents=_documents(asked.documents, config),
+        arguments=_arguments(asked, config),
+        generation_prompt=not continued and asked.add_generation_prompt is not False,
+        continue_final=continued,
+    )
+
+
+def _wrong_type(field: str, wanted: str, given: Any) -> Refusal:
+    kind = type(given).__name__
+    return bad_request("invalid_type", f"{field}: must be {wanted}, got {kind}", field, wanted, kind)
+
+
+def _tools(given: Any, config: GatewayConfig) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise _wrong_type("tools", "a list", given)
+    check("tools", len(given), config)
+    check("tools bytes", len(msgspec.json.encode(given)), config)
+    names: dict[str, int] = {}
+    for at, tool in enumerate(given):
+        name = _tool_name(f"tools[{at}]", tool, config)
+        if name in names:
+            message = f"tools[{at}].function.name: '{name}' is the name of tools[{names[name]}], too"
+            raise bad_request("invalid_value", message, f"tools[{at}].function.name", "a name of its own", name)
+        names[name] = at
+    return given
+
+
+def _tool_name(field: str, tool: Any, config: GatewayConfig) -> str:
+    """Return the name of a tool, once all of it is checked.  Raises Refusal."""
+    if not isinstance(tool, dict):
+        raise _wrong_type(field, "an object", tool)
+    if tool.get("type", "function") != "function":
+        given = shown(str(tool["type"]))
+        raise bad_request(
+            "unsupported", f"{field}.type: only 'function' is served, got '{given}'", f"{field}.type", "function", given
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _wrong_type(f"{field}.function", "an object", function)
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise _wrong_type(f"{field}.function.name", "a string", name)
+    check("tool name", len(name), config)
+    if not NAME.fullmatch(name):
+        limit, given = "letters, digits, _ and -", shown(name)
+        message = f"{field}.function.name: must be {limit}, got '{given}'"
+        raise bad_request("invalid_value", message, f"{field}.function.name", limit, given)
+    if not isinstance(function.get("description", ""), str | None):
+        raise _wrong_type(f"{field}.function.description", "a string", function["description"])
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise _wrong_type(f"{field}.function.parameters", "an object", parameters)
+    if (kind := (parameters or {}).get("type", "object")) != "object":
+        given = shown(str(kind))
+        message = f"{field}.function.parameters.type: must be 'object', got '{given}'"
+        raise bad_request("invalid_value", message, f"{field}.function.parameters.type", "object", given)
+    return name
+
+
+def _choice(given: Any, tools: list[dict[str, Any]]) -> list[str]:
+    """Return the tools of which one must be called; empty: the model decides, or none may be called."""
+    names = [tool["function"]["name"] for tool in tools]
+    if given is None or given in ("none", "auto"):
+        return []
+    field = "tool_choice"
+    if isinstance(given, str):
+        if given not in CHOICES:
+            limit, value = ", ".join([*CHOICES, "or a function"]), shown(given)
+            raise bad_request("invalid_value", f"{field}: must be one of {limit}, got '{value}'", field, limit, value)
+        if not names:
+            raise bad_request("invalid_value", f"{field}: 'required' needs tools", field, "tools", given)
+        return names
+    if not isinstance(given, dict):
+        raise _wrong_type(field, "a string or an object", given)
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if given.get("type") != "function" or not isinstance(name, str):
+        message = f"{field}: must be {{'type': 'function', 'function': {{'name': ...}}}}"
+        raise bad_request("invalid_value", message, field, "the name of a function")
+    if name not in names:
+        value = shown(name)
+        raise bad_request("invalid_value", f"{field}: '{value}' is not in tools", field, "a name of tools", value)
+    return [name]
+
+
+def _documents(given: Any, config: GatewayConfig) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise _wrong_type("documents", "a list", given)
+    check("documents", len(given), config)
+    for at, document in enumerate(given):
+        if not isinstance(document, dict):
+            raise _wrong_type(f"documents[{at}]", "an object", document)
+    return given
+
+
+def _arguments(asked: Asked, config: GatewayConfig) -> dict[str, Any]:
+    """Return the variables of `chat_template_kwargs` and `reasoning_effort`.  Raises Refusal."""
+    given = asked.chat_template_kwargs
+    if given is not None and not isinstance(given, dict):
+        raise _wrong_type("chat_template_kwargs", "an object", given)
+    found = dict(given or {})
+    check("template arguments", len(msgspec.json.encode(found)), config)
+    for name in found:
+        field = f"chat_template_kwargs.{shown(name)}"
+        if RESERVED.fullmatch(name) or not name.isidentifier():
+            limit = "a variable of the chat template that no field of the request sets"
+            raise bad_request("invalid_value", f"{field}: must be {limit}", field, limit, shown(name))
+    if asked.reasoning_effort is not None:
+        found.setdefault("reasoning_effort", asked.reasoning_effort)
+    return found
+
+
+def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return names and types of arguments: what is needed to read calls that are not written in JSON."""
+    found = []
+    for tool in tools:
+        properties = (tool["function"].get("parameters") or {}).get("properties")
+        types = {
+            name: {key: schema[key] for key in ("type", "anyOf", "oneOf", "nullable") if key in schema}
+            for name, schema in (properties.items() if isinstance(properties, dict) else ())
+            if isinstance(schema, dict)
+        }
+        found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
+    return found

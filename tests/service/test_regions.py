@@ -1,0 +1,349 @@
+"""Answers cut into regions: every response template of the data file, whole and streamed, well-formed and not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
+
+Calls = list[tuple[str, Any]]
+
+
+class Message(NamedTuple):
+    """All that a client can make of an answer."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+
+TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
+
+
+def read(name: str, pieces: list[str], reading: Reading | None = None, *, cut: bool = False) -> Message:
+    """Read an answer piece by piece, and merge what is returned as a client does."""
+    reader = TEMPLATES[name].reader(reading or Reading("", calls=True))
+    content = reasoning = ""
+    calls: list[CallDelta] = []
+    for piece in [*pieces, None]:
+        if piece is None:
+            reader.finish(cut=cut)
+        else:
+            reader.push(piece)
+        more, thought, new = reader.take()
+        content, reasoning, calls = content + more, reasoning + thought, calls + new
+    merged: list[tuple[str, str]] = []
+    for call in calls:
+        if call.name is not None:
+            assert call.index == len(merged)
+            merged.append((call.name, call.arguments))
+        else:
+            assert call.index == len(merged) - 1
+            merged[-1] = merged[-1][0], merged[-1][1] + call.arguments
+    return Message(content, reasoning, merged)
+
+
+# response template -> an answer as its models write it, and what it says
+ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
+    "hermes": [
+        (
+            'Two.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": 2}]}}\n</tool_call>\n'
+            '<tool_call>\n{"arguments": {}, "name": "g"}\n</tool_call>',
+            "Two.",
+            "",
+            [("f", {"a": 'x}"{', "b": [1, {"c": 2}]}), ("g", {})],
+        )
+    ],
+    "hermes-thinking": [
+        (
+            '<think>\nhm\n\nok\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+            "",
+            "hm\n\nok",
+            [("f", {"a": 1})],
+        ),
+        ("<think>\nhm\n</think>\n\nHello. ", "Hello. ", "hm", []),
+    ],
+    "function-tags": [
+        (
+            "<think>hm</think>ok\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "ok",
+            "hm",
+            [("f", {"a": "1", "b": "x\ny"})],
+        )
+    ],
+    "thinking": [("<think>hm</think>\nHello", "Hello", "hm", [])],
+    "llama3": [
+        ('{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
+        ('So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}', "", []),
+    ],
+    "mistral-list": [
+        (
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]',
+            "",
+            "",
+            [("f", {"a": 1}), ("g", {})],
+        ),
+        ('[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}', "", "", [("f", {"a": 1})]),
+    ],
+    "mistral": [
+        (
+            '[THINK]hm[/THINK]ok[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": {}}',
+            "ok",
+            "hm",
+            [("f", {"a": 1}), ("g", {"b": {}})],
+        )
+    ],
+    "harmony": [
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+            '{"city": "Paris"}<|call|>',
+            "I look.",
+            "hm",
+            [("f", {"city": "Paris"})],
+        ),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Yes.", "hm", []),
+        (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", "", [("f", {"a": 1})]),
+    ],
+    "gemma4": [
+        (
+            '<|channel>thought\nhm<channel|>ok<|tool_call>call:f{a:<|"|>x y<|"|>,b:1}<tool_call|>',
+            "ok",
+            "hm",
+            [("f", {"a": "x y", "b": 1})],
+        )
+    ],
+    "glm": [
+        (
+            "<think>hm</think>\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+            "<arg_value>two</arg_value>\n</tool_call>",
+            "",
+            "hm",
+            [("f", {"a": "1", "b": "two"})],
+        )
+    ],
+    "granite3": [
+        ("<think>hm</think><response>Hi</response>", "Hi", "hm", []),
+        ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", "", [("f", {"a": 1})]),
+    ],
+    "granite4": [('ok<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "ok", "", [("f", {})])],
+    "phi4-mini": [
+        ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', "", "", [("f", {"a": 1})]),
+        ('<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', "", "", [("f", {"a": 1})]),
+        ('functools[{"name": "f", "arguments": {"a": 1}}]', "", "", [("f", {"a": 1})]),
+    ],
+    "phi4-reasoning": [("<think>hm</think>Yes", "Yes", "hm", [])],
+    "deepseek-thinking": [("<think>\nhm\n</think>\n\nYes", "Yes", "hm", [])],
+    "deepseek": [
+        (
+            "<think>\nhm</think>a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "a",
+            "hm",
+            [("f", {"a": 1}), ("g", {})],
+        )
+    ],
+    "deepseek-v3.1": [
+        (
+            '</think>a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>",
+            "</think>a",
+            "",
+            [("f", {"a": 1})],
+        )
+    ],
+}
+ALL = [(name, *answer) for name, answers in ANSWERS.items() for answer in answers]
+
+
+def test_there_is_an_answer_for_every_response_template_and_a_template_for_every_chat_template() -> None:
+    assert set(ANSWERS) == set(TEMPLATES)
+    assert {entry.response_template for entry in known().chat_templates} == set(TEMPLATES)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), ALL)
+def test_an_answer_says_the_same_whole_and_in_pieces(
+    name: str, text: str, content: str, reasoning: str, calls: Calls
+) -> None:
+    whole = read(name, [text])
+    assert (whole.content, whole.reasoning) == (content, reasoning)
+    assert [(called, json.loads(arguments)) for called, arguments in whole.calls] == calls
+    for size in (1, 2, 3, 7):
+        assert read(name, [text[at : at + size] for at in range(0, len(text), size)]) == whole
+    for at in range(1, len(text)):
+        assert read(name, [text[:at], text[at:]]) == whole, at
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> tuple[str, str, list[str]]:
+    """A response template, and text made of parts of its answers and of words that occur once."""
+    name = draw(st.sampled_from(sorted(TEMPLATES)))
+    parts, words = [], []
+    for number in range(draw(st.integers(1, 6))):
+        text = draw(st.sampled_from(ANSWERS[name]))[0]
+        first, last = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
+        words.append(f"w{number}w")
+        parts += [text[first:last], draw(st.sampled_from(["", " ", "\n"])), words[-1]]
+    return name, "".join(parts), words
+
+
+@settings(max_examples=400, deadline=None)
+@given(broken(), st.lists(st.integers(0, 400), max_size=12), st.booleans())
+def test_any_text_is_read_alike_however_it_is_cut_and_no_word_of_it_is_lost(
+    asked: tuple[str, str, list[str]], cuts: list[int], cut: bool
+) -> None:
+    name, text, words = asked
+    whole = read(name, [text], cut=cut)
+    ends = [0, *sorted(min(end, len(text)) for end in cuts), len(text)]
+    assert read(name, [text[a:b] for a, b in itertools.pairwise(ends)], cut=cut) == whole
+    assert read(name, list(text), cut=cut) == whole
+    shown = whole.content + whole.reasoning + "".join(called + arguments for called, arguments in whole.calls)
+    for word in words:
+        assert word in shown, text
+
+
+def test_arguments_in_json_are_passed_on_as_they_are_written() -> None:
+    reader = TEMPLATES["hermes"].reader(Reading("", calls=True))
+    got = []
+    for piece in ['<tool_call>{"name": ', '"f", "argu', 'ments": {"a": "b', 'c"}', "}</tool_call>"]:
+        reader.push(piece)
+        got.append(reader.take()[2])
+    assert got == [[], [], [CallDelta(0, "f", '{"a": "b')], [CallDelta(0, None, 'c"}')], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'a <tool_call>{"name": f}</tool_call>\n b'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>["f"]</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
+        ("glm", "<tool_call>f <arg_key>a</arg_key> lost <arg_value>1</arg_value></tool_call>"),
+        (
+            "function-tags",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("mistral-list", '[TOOL_CALLS] [{"name": "f"}, 3]'),
+        ("llama3", '{"name": "f"}'),
+    ],
+)
+def test_a_malformed_call_is_content(name: str, text: str) -> None:
+    assert read(name, [text]) == Message(text, "", [])
+
+
+def test_a_call_that_the_length_cuts_off() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    assert read("hermes", [text], cut=True) == Message("", "", [("f", '{"a": "b')])
+    text = "ok <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b"
+    assert read("glm", [text], cut=True) == Message(text, "", [])
+
+
+def test_what_the_prompt_has_opened_goes_on() -> None:
+    reading = Reading("<think>\n", calls=True)
+    assert read("hermes-thinking", ["hm\n", "</think>", "\n\nYes"], reading) == Message("Yes", "hm", [])
+    closed = Reading("<think>\n\n</think>\n\n")
+    assert read("hermes-thinking", ["Yes"], closed) == Message("Yes", "", [])
+    assert read("hermes-thinking", [" and more"], Reading("I said ")) == Message(" and more", "", [])
+
+
+def test_calls_of_an_earlier_message_in_the_prompt_do_not_count() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    reading = Reading(f"{call}<|im_end|>\n", calls=True, parallel=False)
+    assert read("hermes", [call], reading).calls == [("f", "{}")]
+
+
+def test_without_tools_a_call_is_text() -> None:
+    text = 'Say <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read("hermes-thinking", [text], Reading("")) == Message(text, "", [])
+
+
+def test_an_answer_ends_with_its_first_call_where_one_is_asked_for() -> None:
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    for size in (1, 1000):
+        reader = TEMPLATES["hermes"].reader(Reading("", calls=True, parallel=False))
+        text = call % "f" + call % "g"
+        for at in range(0, len(text), size):
+            reader.push(text[at : at + size])
+        assert reader.ended
+        assert {delta.name for delta in reader.take()[2]} <= {"f", None}
+        assert reader.calls == 1
+    listed = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
+    message = read("mistral-list", [listed], Reading("", calls=True, parallel=False))
+    assert message.calls == [("f", "{}")]
+
+
+def test_arguments_that_are_no_json_get_the_types_of_their_schema() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    arguments = "".join(f"<arg_key>{key}</arg_key><arg_value>{at}</arg_value>" for at, key in ((1, "a"), (2, "b")))
+    text = f"<tool_call>f{arguments}</tool_call>"
+    message = read("glm", [text], Reading("", calls=True, tools=tools))
+    assert message.calls == [("f", '{"a": 1, "b": "2"}')]
+
+
+def test_a_long_answer_keeps_little_of_itself() -> None:
+    reader = TEMPLATES["llama3"].reader(Reading("", calls=True))
+    text = 'word {"name": ' * 5000
+    for at in range(0, len(text), 7):
+        reader.push(text[at : at + 7])
+    assert len(reader._parser._buffer) < 10_000
+    reader.finish(cut=False)
+    assert reader.take()[0] == text
+
+
+# ---------------------------------------------------------------------------------------------- which template is whose
+
+
+def test_a_shipped_template_wins_and_a_wrong_one_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    chat_template = "<|im_start|> <tool_call>"
+    shipped = {"start_anchor": "A:", "fields": {"thinking": {"open": "(", "close": ")"}, "content": {}}}
+    found = find(chat_template, shipped)
+    assert found is not None
+    assert (found.has_calls, found.has_reasoning) == (False, True)
+    found = find(chat_template, {"version": 99, "fields": {"content": {}}})
+    assert found is not None
+    assert found.has_calls
+    assert "response_template cannot be used" in caplog.text
+    assert find("{{ messages }}") is None
+
+
+def test_a_digest_ignores_spaces_at_the_ends_of_lines_only() -> None:
+    assert digest("a  \r\nb\n\n") == digest("\na\nb")
+    assert digest("a b") != digest("a  b")
+
+
+@pytest.mark.parametrize("entry", known().chat_templates, ids=lambda entry: entry.response_template)
+def test_every_entry_can_be_reached(entry: Any) -> None:
+    assert name_of(" ".join(entry.contains)) == entry.response_template
+
+
+def test_a_field_that_is_none_of_ours_is_content() -> None:
+    shipped = {"start_anchor": "A:", "fields": {"plan": {"open": "(", "close": ")"}, "content": {}}}
+    found = find("", shipped)
+    assert found is not None
+    reader = found.reader(Reading(""))
+    reader.push("(first)then")
+    reader.finish(cut=False)
+    assert reader.take() == ("firstthen", "", [])
+
+
+def test_the_parser_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from service import regions; "
+        "regions.find('<tool_call><|im_start|>').reader(regions.Reading('')); print('numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
