@@ -26,7 +26,7 @@ serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
 test: $(KERNELS)
-	@$(RUN) -m pytest -n logical --maxprocesses=4 --dist worksteal -m "not gpu and not multi_gpu and not perf" $(ARGS)
+	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(ARGS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .

@@ -82,7 +82,7 @@ class Gateway:
             self.connections,
             self.capacity,
             quotas,
-            config.root_path.rstrip("/"),
+            config.path_prefix,
             Cors(config.cors_origins),
         )
 
@@ -119,7 +119,7 @@ class Gateway:
             web.get("/version", status.version),
             web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
         ]
-        for prefix in dict.fromkeys(["", self._config.root_path.rstrip("/")]):
+        for prefix in dict.fromkeys(["", self._config.path_prefix]):
             for route in routes:
                 app.router.add_route(route.method, prefix + route.path, route.handler)
         return app

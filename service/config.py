@@ -312,6 +312,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 60.0
 
     @property
+    def path_prefix(self) -> str:
+        """What paths may begin with: `root_path` without a slash at its end."""
+        return self.root_path.rstrip("/")
+
+    @property
     def longest_wait_s(self) -> float:
         """Longest estimated wait in the late lane, in seconds: `late_wait_s`, or its deprecated name if that is set."""
         return self.late_wait_s if self.queue_wait_s < 0 else self.queue_wait_s

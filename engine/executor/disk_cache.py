@@ -11,6 +11,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 
 
+def describe_failure(what: str, directory: Path, error: OSError) -> str:
+    """Return the line for a user whose disk does not take `what` into `directory`."""
+    reason = error.strerror or str(error)
+    return f"cannot write {what} to {directory}: {reason}; set XDG_CACHE_HOME to another folder"
+
+
 def make_readable(directory: Path) -> None:
     """Let every user read a checkpoint: safetensors writes files that only their owner may read.
 

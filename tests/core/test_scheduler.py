@@ -25,7 +25,7 @@ from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
-from tests.core.pace import python_s
+from tests.pace import python_s
 
 FAR = 2**60
 

@@ -87,7 +87,7 @@ class Deployment:
         body = {
             "model": "tiny",
             "prompt": "Twenty requests share this prefix of some tokens. " + f"And not this: {turn}. " * (1 + turn % 5),
-            "max_tokens": 5 + turn % 60 if turn % 5 else -1,
+            "max_tokens": 5 + turn % 60 if turn % 5 else -2,
             "stream": turn % 2 == 0,
             "ignore_eos": True,
             "n": 1 + (turn % 7 == 0),

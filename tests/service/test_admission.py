@@ -16,6 +16,7 @@ from engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
 from service.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
 from service.api import Refusal
 from service.config import GatewayConfig
+from tests.pace import python_s
 from tests.service.fakes import a_load
 
 NOW = 1_000_000
@@ -261,16 +262,17 @@ def test_limits_are_the_smallest_of_the_fleet() -> None:
     assert (got.max_model_len, got.vocab_size, got.total_blocks) == (64, 9, 50)
 
 
-def test_a_decision_takes_less_than_50_microseconds() -> None:
+def test_a_decision_takes_the_time_of_a_thousand_turns_of_a_plain_loop() -> None:
+    """Some 50 us of CPU time."""
     turns = {f"t{i}": TenantQueue(100 + i, 10.0 * i, 1.0) for i in range(20)}
     view = fleet(*[busy(engine=f"e{i}", tokens_per_s=5.0) for i in range(4)], **turns)
     best = 1.0
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(100):
             outcome(cost(100, tenant="t7"), view)
-        best = min(best, (time.perf_counter() - began) / 100)
-    assert best < 50e-6
+        best = min(best, (time.process_time() - began) / 100)
+    assert best < python_s() / 10
 
 
 LOADS = st.builds(

@@ -21,6 +21,7 @@ from redis import Redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.tokenizer import Tokenizer
+from tests.pace import python_s
 from tests.service.fakes import FakeEngine, settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
     )
     # The least of three: another process on this core can only make it slower.
     times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
-    assert min(times) < 1.0
+    assert min(times) < 2000 * python_s()  # 1 s
 
 
 @pytest.mark.parametrize(

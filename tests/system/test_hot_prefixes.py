@@ -174,7 +174,6 @@ async def test_the_first_request_after_a_restart(made: Restarts, session: aiohtt
     print(f"time to first token: steady {steady.seconds:.2f} s, warm {warm.seconds:.2f} s, cold {cold.seconds:.2f} s")
     assert (warm.cached, cold.cached) == (LONG, 0)
     assert cold.seconds >= LONG / STEP_TOKENS * STEP_S
-    assert warm.seconds < cold.seconds / 2
 
 
 async def test_after_a_crash_live_requests_come_before_hot_prefixes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import statistics
 import time
 from collections import deque
 
@@ -20,6 +21,7 @@ from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
+from tests.pace import python_s
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
@@ -457,7 +459,7 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     assert [one.deltas[0].first for one in await reading] == [0, 1, 2, 3]
     ringing = asyncio.create_task(engine.bell())
     await gateway.submit(generate("c"))
-    await asyncio.wait_for(ringing, 2)
+    await asyncio.wait_for(ringing, 20)
     assert ids(await take(engine)) == ["c"]
 
 
@@ -469,7 +471,7 @@ async def test_without_a_server_the_gateway_hears_so_within_bounds(own_server: E
     results = await asyncio.gather(
         gateway.submit(generate("b")), gateway.fleet(), gateway.cancel("a"), return_exceptions=True
     )
-    assert 1.5 < time.monotonic() - began < 4
+    assert 1.5 < time.monotonic() - began < 30  # 2 s and the way there; without bounds, for ever
     assert isinstance(results[0], BusDown)
     assert isinstance(results[1], BusDown)
     assert results[2] is None
@@ -536,19 +538,20 @@ async def test_a_prompt_of_32k_tokens(bus: Bus) -> None:
 
 async def test_the_bell_rings_at_once(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    delays = []
+    delays, writes = [], []
     for i in range(20):
         ringing = asyncio.create_task(engine.bell())
         await asyncio.sleep(0.002)
         began = time.perf_counter()
         await gateway.submit(generate(f"r{i}"))
-        await asyncio.wait_for(ringing, 2)
+        writes.append(time.perf_counter() - began)
+        await asyncio.wait_for(ringing, 20)
         delays.append(time.perf_counter() - began)
-    assert sorted(delays)[len(delays) // 2] < 0.005
+    assert statistics.median(delays) < 5 * statistics.median(writes)  # one more message, not the end of an interval
     await take(engine)
     ringing = asyncio.create_task(engine.bell())
     await gateway.cancel("r0")
-    await asyncio.wait_for(ringing, 2)
+    await asyncio.wait_for(ringing, 20)
     assert (await take(engine)).aborts == [Abort("r0")]
 
 
@@ -562,7 +565,7 @@ async def test_an_exchange_costs_the_engine_little_cpu(bus: Bus) -> None:
         for _ in range(40):
             await engine.exchange([("g1", full)], [], load("e1"), 0, 0)
         costs.append((time.process_time() - began) / 40)
-    assert min(costs) <= 0.001
+    assert min(costs) <= 2 * python_s()  # 1 ms
 
 
 async def test_a_malformed_or_unreachable_address_is_one_line() -> None:

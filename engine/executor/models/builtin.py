@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine.executor.disk_cache import cache_directory, make_readable
+from engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from engine.executor.errors import ModelLoadError
 from engine.executor.models.bars import no_bars
 
@@ -101,10 +101,7 @@ def builtin(directory: Path | None = None) -> Path:
         try:
             _make(directory)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ModelLoadError(
-                f"cannot write the built-in model to {directory.parent}: {reason}; set XDG_CACHE_HOME to another folder"
-            ) from error
+            raise ModelLoadError(describe_failure("the built-in model", directory.parent, error)) from error
     return directory
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.executor.disk_cache import cache_directory, make_readable
+from engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from engine.executor.errors import ModelLoadError
 
 NAME = "smollm2-135m"  # of the directory, and so the name that clients use
@@ -69,10 +69,7 @@ def demo(directory: Path | None = None) -> Path:
             if not directory.is_dir():
                 _make(directory)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise DemoModelError(
-            f"cannot write the demo model to {directory.parent}: {reason}; set XDG_CACHE_HOME to another folder"
-        ) from error
+        raise DemoModelError(describe_failure("the demo model", directory.parent, error)) from error
     return directory
 
 

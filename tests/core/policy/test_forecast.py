@@ -17,7 +17,7 @@ from engine.core.policy.admission_forecast import CAUTION
 from engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
 from engine.tools import simulate
 from engine.tools.trace import Job, burst, read_trace
-from tests.core.pace import python_s
+from tests.pace import python_s
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float = 0.89) -> int:

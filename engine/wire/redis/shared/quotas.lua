@@ -12,7 +12,7 @@ local function shift_bucket(tenant, bucket, ms, now)  -- move the time at which 
   call('HSET', P .. 'quota:' .. tenant, bucket, precise(now + bucket_debt(tenant, bucket, now) + ms))
 end
 
-local function refund_bucket(tenant, bucket, ms)  -- give back what was taken, unless the bucket is gone
+local function refund_bucket(tenant, bucket, ms)  -- return `ms` to a bucket; an expired one is full already
   if call('HEXISTS', P .. 'quota:' .. tenant, bucket) == 1 then shift_bucket(tenant, bucket, -ms, now_ms()) end
 end
 
