@@ -47,9 +47,14 @@ struct alignas(8) Settings {
   float top_p;         // 1: off
   float min_p;         // 0: off
   float repetition, presence, frequency;
-  const uint32_t* mask;  // [ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed; null: no grammar.  CPU only
 };
-static_assert(sizeof(Settings) == 72);
+static_assert(sizeof(Settings) == 64);
+
+// A row of `table` on a CPU, where a sequence may also follow a grammar.
+struct MaskedSettings : Settings {
+  const uint32_t* mask;  // [ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed; null: no grammar
+};
+static_assert(sizeof(MaskedSettings) == 72);
 
 // weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.
 // kRounding is a half less one bit.  So 2^-31 is the first w to be rounded up, even where the sum itself rounds.

@@ -16,7 +16,7 @@ which the running sum of w passes u * total.  Sums are of integers (csrc/samplin
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
-    table [max_seqs, 9] i64      a RECORD for each slot, on the device
+    table [max_seqs, 8] i64      a RECORD for each slot, on the device; on a CPU [max_seqs, 9], a CPU_RECORD
       slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
                        bias ───> line [V] f32   logit_bias, only where asked for
                        mask ───> row [V / 32]   a bit for each token that the grammar allows: grammars.py
@@ -61,10 +61,10 @@ RECORD = np.dtype(
         ("repetition", "<f4"),
         ("presence", "<f4"),
         ("frequency", "<f4"),
-        ("mask", "<u8"),
     ]
 )
-WORDS = RECORD.itemsize // 8
+# sampling::MaskedSettings: on a CPU a sequence may also follow a grammar.
+CPU_RECORD = np.dtype([*RECORD.descr, ("mask", "<u8")])
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
 # What became of a row: as in csrc/sampling_rules.h.
@@ -122,12 +122,12 @@ class SamplerBank:
     def __init__(
         self, *, max_seqs: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None
     ) -> None:
-        """`grammars`: None where no slot can follow one."""
+        """`grammars`: None where no slot can follow one, as on every GPU."""
         self._vocab = vocab_size
         self._device = device
         self._grammars = grammars
-        self._records = np.zeros(max_seqs, RECORD)
-        self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, WORDS))
+        self._records = np.zeros(max_seqs, CPU_RECORD if device.type == "cpu" else RECORD)
+        self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
         # On a CPU this is the same memory, and there is nothing to flush.
         self._table = self._words.to(device)
         self._marks = Lines(vocab_size, torch.int32, device)
@@ -167,9 +167,14 @@ class SamplerBank:
         record["top_p"], record["min_p"] = s.top_p, s.min_p
         record["repetition"] = s.repetition_penalty
         record["presence"], record["frequency"] = s.presence_penalty, s.frequency_penalty
-        record["marks"] = record["bias"] = record["mask"] = 0
-        if s.grammar:
-            record["mask"] = self._follow_grammar(slot, sampler)
+        record["marks"] = record["bias"] = 0
+        if self._grammars is not None:
+            record["mask"] = 0
+            if s.grammar:  # it holds back the stop tokens, too
+                self._grammars.assign(slot, sampler)
+                record["mask"] = self._grammars.address(slot)
+        elif s.grammar:
+            raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
         lines = []
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
             lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
@@ -196,13 +201,6 @@ class SamplerBank:
         if self._grammars is not None:
             self._grammars.free(slot)
 
-    def _follow_grammar(self, slot: int, sampler: Sampler) -> int:
-        """Assign a slot's grammar, which holds back its stop tokens too.  Returns the address of its mask."""
-        if self._grammars is None:
-            raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
-        self._grammars.assign(slot, sampler)
-        return self._grammars.address(slot)
-
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):
             lines.return_line(line)
@@ -226,7 +224,7 @@ class SamplerBank:
         """Copy what `assign` changed to the device: one copy and one scatter, if anything changed; never waits."""
         if self._changed and self._table.is_cuda:
             slots = torch.tensor(sorted(self._changed), dtype=torch.int64)
-            staged = torch.empty(len(slots), 1 + WORDS, dtype=torch.int64, device=self._device)
+            staged = torch.empty(len(slots), 1 + self._words.shape[1], dtype=torch.int64, device=self._device)
             send(torch.cat([slots[:, None], self._words[slots]], 1), staged)
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
