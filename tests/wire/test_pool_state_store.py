@@ -11,6 +11,8 @@ from engine.wire.messages import PoolState, SequenceBlocks
 from engine.wire.pool_state_store import STATE_MS, WATCH_MS
 from tests.wire.sides import Bus, take
 
+pytestmark = pytest.mark.every_redis
+
 
 def state(engine: str, cells: bytes = b"\x00\x01\x02\x03") -> PoolState:
     runs = b"\x02\x00\x00\x00\x02\x00\x00\x00"
