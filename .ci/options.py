@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
 }
 # Options that the chart sets itself, for one program or for both; in a values file they would contradict it.
 CHARTS_OWN = {
-    "gateway": {"host", "port", "uds", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
+    "gateway": {"host", "port", "uds", "drain_s", "gateway_id", "api_keys", "admin_keys", "tenants", "trace_prompts"},
     "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
 }
 OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}

@@ -33,6 +33,7 @@ from service import api, generation_config, memory, openapi
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
+from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
@@ -75,6 +76,7 @@ class Gateway:
         self.handlers = Handlers(
             config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
         )
+        self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
         document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
         self._status = Status([model, *aliases], root, streams, telemetry, self.capacity, document)
@@ -114,6 +116,7 @@ class Gateway:
             web.get("/tokenizer_info", handlers.tokenizer_info),
             web.get("/v1/models", status.models),
             web.get("/v1/models/{id:.+}", status.model),
+            web.get("/engine/state", self.engine_state.stream),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/ping", status.ping),
@@ -136,8 +139,9 @@ class Gateway:
     # -- shutdown
 
     def refuse_new(self) -> None:
-        """Refuse every new request from now on."""
+        """Refuse every new request from now on, and end the streams of the engines' state."""
         self.capacity.draining = True
+        self.engine_state.close()
 
     async def drain(self) -> None:
         """Let running answers finish for `drain_s`; then the rest is handed over, or ends in an error."""
@@ -174,7 +178,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     Raises StartError, and Unserviceable when it cannot read tokens or engines any more."""
     gateway_id = config.gateway_id or settings.process_name()
     try:
-        tenants = Tenants(config.api_keys, config.tenants)
+        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
         defaults = generation_config.read(config)
     except (TenantsError, ModelError) as error:

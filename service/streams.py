@@ -25,6 +25,7 @@ from engine.wire.clock import steady_ms
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service import admission
@@ -433,6 +434,11 @@ class Streams:
     def quotas(self) -> QuotaStore:
         """The quotas of tenants in Redis."""
         return self._bus.quotas
+
+    @property
+    def pool_states(self) -> PoolStateStore:
+        """What the blocks of each engine hold, in Redis."""
+        return self._bus.pool_states
 
     @property
     def fleet(self) -> Fleet:

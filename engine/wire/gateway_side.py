@@ -20,6 +20,7 @@ from engine.wire import link, token_log
 from engine.wire.clock import RedisClock
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import (
     LANES,
@@ -77,6 +78,7 @@ class GatewaySide:
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
         self.quotas = QuotaStore(self._link.run_script)
+        self.pool_states = PoolStateStore(self._link)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since
         self._forgotten = False  # the data has another history, which fleet() has not reported yet
