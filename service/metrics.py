@@ -152,12 +152,12 @@ QUEUE_TOKENS = _gauge("quire_queue_tokens", "Prompt tokens in the shared queue, 
 QUEUE_OLDEST = _gauge(
     "quire_queue_oldest_seconds", "How long the oldest request of each lane has waited, seconds.", "lane"
 )
-_gauge(
+ROOM_TOKENS = _gauge(
     "quire_queue_room_tokens",
     "Prompt tokens that the engines would claim at once.",
     of_fleet=lambda fleet: fleet.room_tokens,
 )
-_gauge(
+QUARANTINED = _gauge(
     "quire_quarantined_requests",
     "Requests in quarantine, because they killed their engines.",
     of_fleet=lambda fleet: fleet.quarantined,
@@ -165,7 +165,7 @@ _gauge(
 CLOCK_SKEW = _gauge("quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis' clock, seconds.")
 
 # Engines, as a gateway sees them; their own pages show more
-_gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
+ENGINES = _gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
 LEASES_LOST = _counter("quire_engine_leases_lost", "Engines whose lease lapsed while they were not draining.")
 ENGINE_INFO = _gauge(
     "quire_engine_info",
@@ -175,17 +175,37 @@ ENGINE_INFO = _gauge(
     "fingerprint",
 )
 ENGINE_AGE = _engine_gauge("quire_engine_age_seconds", "Seconds since the engine's last exchange.")
-_engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)
-_engine_gauge(
+ENGINE_BLOCKS = _engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)
+ENGINE_FREE = _engine_gauge(
     "quire_engine_kv_blocks_free",
     "KV blocks that a new request can have, idle cached blocks included.",
     lambda load: load.free_blocks,
 )
-_engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)
-_engine_gauge(
+ENGINE_CACHED = _engine_gauge(
+    "quire_engine_kv_blocks_cached",
+    "Idle KV blocks that hold a reusable prefix; free ones, too.",
+    lambda load: load.cached_blocks,
+)
+ENGINE_RUNNING = _engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)
+ENGINE_WAITING = _engine_gauge(
     "quire_engine_requests_waiting", "Sequences that have not started or were preempted.", lambda load: load.waiting
 )
-_engine_gauge("quire_engine_preemptions", "Preemptions since the engine started.", lambda load: load.preemptions)
+ENGINE_GENERATED = _engine_gauge(
+    "quire_engine_generated_tokens", "Output tokens since the engine started.", lambda load: load.generated_tokens
+)
+ENGINE_PROMPT = _engine_gauge(
+    "quire_engine_prefix_query_tokens",
+    "Prompt tokens of requests started since the engine started.",
+    lambda load: load.prompt_tokens,
+)
+ENGINE_HITS = _engine_gauge(
+    "quire_engine_prefix_hit_tokens",
+    "Those of these prompt tokens that the prefix cache had.",
+    lambda load: load.cached_prompt_tokens,
+)
+ENGINE_PREEMPTIONS = _engine_gauge(
+    "quire_engine_preemptions", "Preemptions since the engine started.", lambda load: load.preemptions
+)
 _engine_gauge(
     "quire_engine_recomputed_tokens",
     "Tokens computed again after a preemption, since the engine started.",

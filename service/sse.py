@@ -73,7 +73,7 @@ async def write(
     try:
         async for changed in pieces:
             if response is None:
-                response = await _begin(request, waiting)
+                response = await _begin(request, form, waiting)
             for piece in changed:
                 meter.record_piece(piece)
             data = await _chunks(form, changed) if changed else _idle(waiting, comments=form.ids)
@@ -82,7 +82,7 @@ async def write(
                 await response.write(data)
                 await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
-            response = await _begin(request, waiting)
+            response = await _begin(request, form, waiting)
         last = form.usage_chunk() + form.done()
     except HandedOver:
         if response is None:
@@ -124,10 +124,12 @@ def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
     return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
 
 
-async def _begin(request: web.Request, waiting: Waiting | None) -> web.StreamResponse:
+async def _begin(request: web.Request, form: Format, waiting: Waiting | None) -> web.StreamResponse:
     if (transport := request.transport) is not None:
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    response = web.StreamResponse(headers=HEADERS | (waiting.headers() if waiting is not None else {}))
+    # The id is sent before the first event, so that a client can resume or cancel an answer that still waits.
+    headers = HEADERS | {"x-answer-id": form.request_id} | (waiting.headers() if waiting is not None else {})
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     return response
