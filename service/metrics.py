@@ -152,7 +152,7 @@ QUEUE_TOKENS = _gauge("quire_queue_tokens", "Prompt tokens in the shared queue, 
 QUEUE_OLDEST = _gauge(
     "quire_queue_oldest_seconds", "How long the oldest request of each lane has waited, seconds.", "lane"
 )
-ROOM_TOKENS = _gauge(
+_gauge(
     "quire_queue_room_tokens",
     "Prompt tokens that the engines would claim at once.",
     of_fleet=lambda fleet: fleet.room_tokens,
@@ -165,7 +165,7 @@ QUARANTINED = _gauge(
 CLOCK_SKEW = _gauge("quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis' clock, seconds.")
 
 # Engines, as a gateway sees them; their own pages show more
-ENGINES = _gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
+_gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
 LEASES_LOST = _counter("quire_engine_leases_lost", "Engines whose lease lapsed while they were not draining.")
 ENGINE_INFO = _gauge(
     "quire_engine_info",

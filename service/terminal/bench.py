@@ -76,24 +76,23 @@ async def _run(config: BenchConfig) -> int:
     chosen = Options(
         url=base,
         model=str(card["id"]),
-        metrics_url=f"{base}/metrics",
+        metrics_url="",  # the table shows nothing of it
         text=text,
         ignore_eos=not text,
         api_key=config.api_key,
         timeout_s=config.timeout_s,
         seed=max(config.seed, 0),
     )
-    console.print(
-        Text(
-            server.printable(
-                f"{len(due)} requests at {config.rate:g} a second to {chosen.model} at {base}: prompts of "
-                f"{config.prompt_tokens} {'words' if text else 'token ids'}, answers of "
-                f"{'at most ' if text else ''}{config.max_tokens} tokens"
-            )
-        )
+    kind, bound = ("words", "at most ") if text else ("token ids", "")
+    about = (
+        f"{len(due)} requests at {config.rate:g} a second to {chosen.model} at {base}: prompts of "
+        f"{config.prompt_tokens} {kind}, answers of {bound}{config.max_tokens} tokens"
     )
+    console.print(Text(server.printable(about)), soft_wrap=True)
     records = await _replay(due, chosen)
     console.print(table(records))
+    for line in errors(records):
+        console.print(Text(line, style="red"), soft_wrap=True)
     return 0 if all(record.outcome == "ok" for record in records) else 1
 
 
@@ -148,10 +147,15 @@ def table(records: Sequence[Record]) -> Table:
         ("seconds", f"{span:,.1f}"),
     ):
         found.add_row(name, value)
-    errors = Counter(record.error or f"status {record.attempts[-1].status}" for record in [*failed, *refused])
-    for error, times in errors.most_common(MOST_ERRORS):
-        found.add_row(Text(f"{times} times: {server.printable(error)[:100]}", style="red"))
     return found
+
+
+def errors(records: Sequence[Record]) -> list[str]:
+    """Return the most frequent reasons of requests that were not answered, one line each."""
+    found = Counter(
+        record.error or f"status {record.attempts[-1].status}" for record in records if record.outcome != "ok"
+    )
+    return [f"{times} times: {server.printable(error)}" for error, times in found.most_common(MOST_ERRORS)]
 
 
 def _cells(values: Iterable[float]) -> list[str]:

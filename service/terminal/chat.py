@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 from rich.status import Status
-from rich.text import Text
 
 from engine.common import settings
 from engine.common.errors import OperatorError
@@ -56,7 +55,7 @@ class Chat:
         self._config, self._runner = config, runner
         self._base = server.base_url(config.url)
         server.headers(config.api_key)  # a bad key is found before anything is sent
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False)
         self._live = self._console.is_terminal
         self._model = ""
         self._messages: list[dict[str, str]] = []
@@ -127,7 +126,7 @@ class Chat:
 
     def _note(self, text: str) -> None:
         if self._live:
-            self._console.print(Text(server.printable(text)), style="dim")
+            self._console.out(server.printable(text), style="dim", highlight=False)
 
 
 class View:
@@ -203,7 +202,7 @@ class View:
         """Write a remark, on a terminal only."""
         self.clear()
         if self._live:
-            self._console.print(Text(server.printable(text)), style="dim", end="")
+            self._console.out(server.printable(text), style="dim", highlight=False, end="")
 
     def _set_status(self, text: str) -> None:
         if not self._live:
@@ -215,7 +214,7 @@ class View:
             self._status.update(text)
 
     def _write(self, text: str) -> None:
-        self._console.print(Text(text), style=self._style or None, end="")
+        self._console.out(text, style=self._style or None, highlight=False, end="")
         self._console.file.flush()
 
 

@@ -29,7 +29,7 @@ class ClientEnvironment(msgspec.Struct, frozen=True):
 class TopConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of `quire top`."""
 
-    url: Annotated[
+    urls: Annotated[
         list[str],
         Meta(
             min_length=1,
@@ -58,7 +58,9 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     model: Annotated[str, Meta(description="Model to ask. Empty: the first that the server lists.")] = ""
     system: Annotated[str, Meta(description="System prompt. Empty: none.")] = ""
     api_key: ApiKey = ""
-    max_tokens: Annotated[int, Meta(ge=0, description="Longest answer in tokens. 0: what the server allows.")] = 0
+    max_tokens: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="Longest answer in tokens. 0: what the server allows.")
+    ] = 0
     temperature: Annotated[
         float, Meta(ge=-1, le=2, description="0: always the likeliest token. -1: the server's default.")
     ] = -1.0

@@ -48,7 +48,7 @@ NONE = "-"  # a figure that is not known
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command.  Returns the exit status."""
-    config = settings.load(TopConfig, words, options.environment(environ), prog=PROG, positional="url")
+    config = settings.load(TopConfig, words, options.environment(environ), prog=PROG, positional="urls")
     try:
         if config.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             return asyncio.run(_once(config))
@@ -96,7 +96,7 @@ def _client() -> aiohttp.ClientSession:
 
 
 async def _once(config: TopConfig) -> int:
-    urls = [server.base_url(url) for url in config.url]
+    urls = [server.base_url(url) for url in config.urls]
     async with _client() as client:
         before = await fetch_all(client, urls)
         await asyncio.sleep(config.interval_s)
@@ -147,7 +147,7 @@ class Screen:
 
 
 async def _watch(config: TopConfig) -> int:
-    urls = [server.base_url(url) for url in config.url]
+    urls = [server.base_url(url) for url in config.urls]
     screen = Screen(config.window_s, urls)
     async with _client() as client:
         screen.add(await fetch_all(client, urls))  # a wrong address is one line, not an empty screen
@@ -280,7 +280,7 @@ def _table(*names: str) -> Table:
             name,
             justify="left" if text else "right",
             no_wrap=True,
-            overflow="ellipsis" if text else "ignore",
+            overflow="ellipsis" if text else "crop",
             min_width=8 if text else len(name),
             ratio=1 if at == 0 else None,
         )

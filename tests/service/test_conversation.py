@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
@@ -13,9 +15,11 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.console import Console
 
 from service import queue_updates
 from service.terminal import conversation, server
+from service.terminal.chat import View
 from service.terminal.conversation import Answer, Ended, Event, Lost, Piece, Waits
 from service.terminal.options import ChatConfig
 from service.terminal.server import AddressError, ServerError
@@ -204,6 +208,37 @@ async def test_a_stopped_answer_is_computed_no_longer(
                 await answer.stop()
             await settled(lambda: served.streams.fleet.queued == 0 and not fake.busy and not served.streams._orders)
         assert len(fake.seen) == len(fake.aborted) == 1
+
+
+def shown(events: Sequence[Event], *, live: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=live, width=72, color_system="standard" if live else None)
+    view = View(console, live=live)
+    for event in events:
+        view.show(event)
+    view.close(stopped=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_reasoning_dimmed_the_queue_and_a_lost_connection() -> None:
+    events = [
+        Waits(12, 8.3),
+        Piece("Let me ", reasoning=True),
+        Piece("think.", reasoning=True),
+        Piece("It is \x1b]0;x\x07 Paris. "),
+        Lost("reset"),
+        Piece("Yes."),
+        Ended("length", 9),
+    ]
+    text = shown(events, live=True)
+    assert "waiting in the late lane: 12 requests ahead, about 8 s" in text
+    assert "\x1b[2mLet me\x1b[0m" in text or "\x1b[2mLet\x1b[0m" in text
+    assert "\x1b]0" not in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "")
+    assert "Let me think.\n\nIt is \ufffd]0;x\ufffd Paris. [connection lost: reset; resuming]" in plain
+    assert "9 tokens" in plain
+    assert "ended by length" in plain
+    assert shown(events, live=False) == "It is \ufffd]0;x\ufffd Paris. Yes.\n"
 
 
 def test_only_chosen_sampling_fields_are_sent() -> None:
