@@ -221,7 +221,7 @@ def shown(events: Sequence[Event], *, live: bool) -> str:
 
 
 def test_a_terminal_shows_reasoning_dimmed_the_queue_and_a_lost_connection() -> None:
-    events = [
+    events: list[Event] = [
         Waits(12, 8.3),
         Piece("Let me ", reasoning=True),
         Piece("think.", reasoning=True),
