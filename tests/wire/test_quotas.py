@@ -102,7 +102,8 @@ class Model:
         for name, request in list(self.requests.items()):
             if not request.open(self.now):
                 for at in range(len(request.prompts)):
-                    self.settle(name, at)
+                    if name in self.requests:  # the last prompt that was not settled may not be the last one
+                        self.settle(name, at)
                 self.requests.pop(name, None)
 
     def expire(self) -> None:
