@@ -111,6 +111,7 @@ class Gateway:
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat),
             web.get("/v1/streams/{id}", handlers.stream),
+            web.delete("/v1/streams/{id}", handlers.cancel),
             web.post("/tokenize", handlers.tokenize),
             web.post("/detokenize", handlers.detokenize),
             web.get("/tokenizer_info", handlers.tokenizer_info),

@@ -17,7 +17,7 @@ from aiohttp import web
 MAX_AGE_S = 600  # how long a browser may keep the answer to a preflight
 EXPOSED = (
     "x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, x-queue-lane, x-queue-place, "
-    "x-queue-wait, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-queue-wait, x-answer-id, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
     "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 
@@ -49,7 +49,7 @@ class Cors:
         response = web.Response(status=204)
         wanted = request.headers.get("Access-Control-Request-Headers", "")
         if "Access-Control-Allow-Origin" in self.headers(request):
-            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST"
+            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE"
             response.headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
             if re.fullmatch(r"[\w\-, ]{1,4096}", wanted, re.ASCII):
                 response.headers["Access-Control-Allow-Headers"] = wanted

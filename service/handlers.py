@@ -118,6 +118,19 @@ class Handlers:
         with self._capacity.occupy():
             return await self.resume(request, request_id, had)
 
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v1/streams/{id}: end an answer as cancelled, although its client may resume it.
+
+        204, also where the answer is over; else as for a client that resumes."""
+        given = request.match_info["id"]
+        request_id = given if re.fullmatch(ANSWER_ID, given) else Position.parse(given).request_id
+        with self._capacity.occupy():
+            streams = self._streams
+            found = await streams.find(request_id)
+            record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
+            await streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
+        return web.Response(status=204)
+
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
         config = self._config

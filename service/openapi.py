@@ -37,6 +37,7 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts", api.CompletionBody, "completions", (JSON, EVENTS)),
     Operation("post", "/v1/chat/completions", "Answer a chat", api.ChatBody, "chat", (JSON, EVENTS)),
     Operation("get", "/v1/streams/{id}", "Repeat or resume an answer", answers=(JSON, EVENTS)),
+    Operation("delete", "/v1/streams/{id}", "Cancel an answer"),
     Operation("post", "/tokenize", "Turn text into token ids", api.TokenizeBody, "tokenize"),
     Operation("post", "/detokenize", "Turn token ids into text", api.DetokenizeBody, "detokenize"),
     Operation("get", "/tokenizer_info", "Describe the tokenizer"),

@@ -167,6 +167,10 @@ class Streams:
         found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
+    async def cancel(self, order_ids: list[str]) -> None:
+        """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
+        await self._bus.cancel_for_all(order_ids)
+
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
         return await self._ask(self._bus.find_duplicate(key))

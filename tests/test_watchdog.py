@@ -22,7 +22,7 @@ from engine.wire.records import ExchangeReply
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 
 
-def until(holds: object, seconds: float = 30.0) -> None:
+def until(holds: object, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < deadline

@@ -39,7 +39,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    ends = [run.communicate(timeout=110) for run in runs]
+    ends = [run.communicate(timeout=250) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], ends
     assert ends[0][0] == ends[1][0]
     assert Path(ends[0][0].strip()).stat().st_size > 0

@@ -121,7 +121,7 @@ class GatewayThread:
         finally:
             self._loop.close()
 
-    def wait_ready(self, seconds: float = 30.0) -> None:
+    def wait_ready(self, seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             if self.failure is not None:
