@@ -116,6 +116,18 @@ class Handlers:
         with self._capacity.occupy():
             return await self.resume(request, request_id, had)
 
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v1/streams/{id}: end a request whose client would not resume it.  `id` is as for `stream`."""
+        given = request.match_info["id"]
+        request_id = given if re.fullmatch(ANSWER_ID, given) else Position.parse(given).request_id
+        streams = self._streams
+        with self._capacity.occupy():
+            found = await streams.find(request_id)
+            record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
+            order_ids = [f"{request_id}.{prompt}" for prompt in range(len(record.prompts))]
+            await streams.cancel(order_ids, record.valid.n, record.tenant)
+        return web.Response(status=204)
+
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
         config = self._config

@@ -197,6 +197,17 @@ class Streams:
             opened.stop()
             self._leave(opened, queued=True)
 
+    async def cancel(self, order_ids: list[str], n: int, tenant: str) -> None:
+        """End a request of any gateway at its client's wish.  Raises Refusal as `join` does.
+
+        `order_ids`: one for each prompt, of `n` continuations.  Other readers of the answer get the error `cancelled`."""
+        async with self.join(order_ids, [[0] * n] * len(order_ids), tenant, 0.0) as opened:
+            for order in opened.orders:
+                for reader, _ in order.readers:
+                    reader.resumable = False  # the last reader that leaves withdraws the order
+                    if reader is not opened:
+                        reader.end_all(Finish("cancelled"))
+
     async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
         """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
         found = await self._ask(self._bus.attach(order.id))
