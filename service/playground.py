@@ -22,7 +22,7 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Sources but scripts and styles stay at 'self'.  lit-html and dompurify are the only ones that turn strings into markup.
+# Every source is 'self'.  lit-html and dompurify are the only modules that may turn a string into markup.
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'; trusted-types lit-html dompurify"

@@ -200,9 +200,12 @@ class Streams:
     async def cancel(self, order_ids: list[str], n: int, tenant: str) -> None:
         """End a request of any gateway at its client's wish.  Raises Refusal as `join` does.
 
-        `order_ids`: one for each prompt, of `n` continuations.  Other readers of the answer get the error `cancelled`."""
+        `order_ids`: one for each prompt, of `n` continuations.  Other readers of the answer get the error `cancelled`.
+        The gateway that the client left still listens, so each continuation is ended by its index: see `withdraw`."""
         async with self.join(order_ids, [[0] * n] * len(order_ids), tenant, 0.0) as opened:
             for order in opened.orders:
+                for index in sorted(order.running):
+                    self.withdraw(order.id, index)
                 for reader, _ in order.readers:
                     reader.resumable = False  # the last reader that leaves withdraws the order
                     if reader is not opened:
@@ -330,7 +333,7 @@ class Streams:
             self.withdraw(order.id, index if order.running else -1)
 
     def withdraw(self, order_id: str, index: int = -1) -> None:
-        """Stop an order, or one of its continuations, unless another gateway reads it.
+        """Stop an order, unless another gateway reads it, or one of its continuations.
 
         Never waits: the caller's task may be cancelled."""
         self._bus.withdraw(order_id, index)

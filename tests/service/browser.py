@@ -91,7 +91,12 @@ class Browser:
         found: list[str] = self.script("return window.violations.splice(0)")
         if self.script("return window.hacked"):
             found.append("script of the model ran")
-        return found + [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        return found + [entry["message"] for entry in self._log() if entry["level"] == "SEVERE"]
+
+    def _log(self) -> list[dict[str, Any]]:
+        """Return, and forget, the lines of the console."""
+        found: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return found
 
 
 @contextmanager

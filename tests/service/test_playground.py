@@ -1,4 +1,4 @@
-"""How the playground's files are served: size, types, policy, cache, path prefix, and the option that switches it off."""
+"""How the playground's files are served: size, types, policy, cache, path prefix, and `--no-web`."""
 
 from __future__ import annotations
 
