@@ -122,7 +122,7 @@ function remove(chat) {
 }
 
 function exportChat() {
-	const text = JSON.stringify({ ...state.chat, model: state.model, title: chats.title(state.chat) }, null, 2);
+	const text = JSON.stringify({ ...state.chat, model: state.model }, null, 2);
 	const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
 	Object.assign(document.createElement("a"), { href: url, download: `chat-${state.chat.id}.json` }).click();
 	URL.revokeObjectURL(url);
@@ -186,7 +186,7 @@ const page = () => html`
 			${state.trouble && state.trouble.status !== 401
 				? html`<p class="error" role="alert"><strong>${state.trouble.code}</strong> ${state.trouble.message}</p>`
 				: nothing}
-			<form class="composer" aria-label="Message" @submit=${send}>
+			<form class="composer" @submit=${send}>
 				<textarea id="message" rows="2" aria-label="Message" placeholder="Message" @keydown=${enter}></textarea>
 				<button class="primary">Send</button>
 			</form>
@@ -194,7 +194,7 @@ const page = () => html`
 		${state.panel === "settings"
 			? html`<aside aria-label="Settings"><h2>Settings</h2>${settingsPanel(changed)}</aside>`
 			: state.panel === "engine"
-				? html`<aside class="wide" aria-label="Engine">${enginePanel(changed)}</aside>`
+				? html`<aside class="wide" aria-label="Engine">${enginePanel()}</aside>`
 				: nothing}
 	</div>
 	<dialog id="key" aria-labelledby="key-title">

@@ -35,7 +35,7 @@ function inPlace(node, drawing) {
 
 const welcome = () => html`<div class="welcome">
 	<h1>Ask the model something.</h1>
-	<p>An answer goes on when you reload the page, and when the engine that writes it is killed.</p>
+	<p>An answer resumes when you reload the page, and when the engine that writes it is killed.</p>
 	<p class="note"><kbd>Enter</kbd> sends, <kbd>Esc</kbd> stops, <kbd>Ctrl</kbd> <kbd>Shift</kbd> <kbd>O</kbd> begins a new chat.</p>
 </div>`;
 
@@ -77,7 +77,7 @@ function editor(node, act) {
 		editing.delete(node);
 		act.ask(text, node.parent);
 	};
-	return html`<form class="question editor" aria-label="Edit" @submit=${send}>
+	return html`<form class="question editor" @submit=${send}>
 		<textarea name="text" rows="4" aria-label="Edited message" .value=${node.text}></textarea>
 		<div class="tools">
 			<button type="button" class="plain" @click=${close}>Cancel</button>
@@ -112,7 +112,7 @@ function state(answer) {
 	}
 	if (answer.state === "waiting") return html`<span class="state">Waiting for the first token</span>`;
 	if (answer.state === "paused") {
-		return html`<span class="state paused">Paused for ${seconds(Date.now() - answer.heard)}; it goes on by itself</span>`;
+		return html`<span class="state paused">Paused for ${seconds(Date.now() - answer.heard)}; it resumes by itself</span>`;
 	}
 	return answer.state === "stopped" ? html`<span class="state">Stopped</span>` : nothing;
 }

@@ -9,14 +9,18 @@ const LISTED = 12; // sequences
 
 let wanted = false;
 let redraw = () => {};
+let panel = null; // as it was drawn last; null: something changed. An answer that streams draws no map.
 let pointed = null; // {engine, cell} or {engine, name}: what the reader points at
 const canvases = new Map(); // name of an engine, or "rate" -> canvas
 
 /** Begins or ends to watch the engines. */
 export function watchEngines(yes, changed) {
 	wanted = yes;
-	redraw = changed;
-	watch(yes, changed);
+	redraw = () => {
+		panel = null;
+		changed();
+	};
+	watch(yes, redraw);
 }
 
 document.addEventListener("visibilitychange", () => watch(wanted, redraw));
@@ -27,7 +31,9 @@ const canvas = (name) => {
 };
 
 /** Draws the panel. */
-export function enginePanel() {
+export const enginePanel = () => (panel ??= drawPanel());
+
+function drawPanel() {
 	const engines = [...live.engines.values()];
 	const found = rates();
 	drawRates(canvas("rate"), found);
