@@ -110,11 +110,11 @@ function toHtml(block) {
 		} else if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(lines[at])) html += "<hr>";
 		else if (/^\s*>/.test(lines[at])) {
 			taken = length(/^\s*>/);
-			html += `<blockquote>${toHtml(rest.slice(0, taken).map((line) => line.replace(/^\s*> ?/, "")).join("\n"))}</blockquote>`;
+			html += `<blockquote>${toHtml(rest.slice(0, taken).map((line) => line.replace(/^[\s>]+/, "")).join("\n"))}</blockquote>`;
 		} else if (ITEM.test(lines[at])) {
 			taken = length(/^(\s+\S|\s*([-*+]|\d{1,9}[.)])\s)/);
 			html += list(rest.slice(0, taken));
-		} else if (/\|/.test(lines[at]) && /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/.test(rest[1] ?? "")) {
+		} else if (/\|/.test(lines[at]) && /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/.test(rest[1]?.trim())) {
 			taken = length(/\|/);
 			html += table(rest.slice(0, taken));
 		} else {
@@ -169,7 +169,7 @@ function inline(line) {
 	const back = (html) => html.replace(ASIDE, (_, number) => back(parts[number]));
 	const text = line.replace(/(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)/g, (_, mark, body) => aside(`<code>${escape(body.trim())}</code>`));
 	const html = escape(text)
-		.replace(/!?\[([^\]]*)\]\((https?:[^\s)]+|mailto:[^\s)]+)(?:\s[^)]*)?\)/g, (_, label, url) => aside(link(label || url, url)))
+		.replace(/!?\[([^\][]*)\]\((https?:[^\s()]+|mailto:[^\s()]+)(?:\s[^)]*)?\)/g, (_, label, url) => aside(link(label || url, url)))
 		.replace(/\bhttps?:\/\/[^\s<>()\uE000-\uE003]*[^\s<>()\uE000-\uE003.,;:!?&]/g, (url) => aside(link(url, url)))
 		.replace(/\*\*(?=\S)(.+?)\*\*/g, "<strong>$1</strong>")
 		.replace(/(?<![\w*])\*(?=\S)([^*]+?)\*(?!\w)/g, "<em>$1</em>")

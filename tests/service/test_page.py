@@ -367,6 +367,25 @@ def test_nothing_in_an_answer_executes(page: Browser) -> None:
     assert page.all(".bubble img, .text img, nav img") == []
 
 
+def test_a_chat_is_exported_and_the_theme_changes(page: Browser) -> None:
+    page.send("keep", Keys.ENTER)
+    last_answer(page)
+    page.script(
+        "const real = URL.createObjectURL.bind(URL);"
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => (window.exported = text)); return real(blob); }"
+    )
+    page.button("Export").click()
+    exported = json.loads(page.until(lambda: page.script("return window.exported")))
+    assert exported["model"] == "tiny"
+    assert [node.get("text") for node in exported["nodes"].values()] == ["keep", None]
+    colours = []
+    for theme in ("auto", "light", "dark"):
+        page.until(lambda: page.script("return document.documentElement.dataset.theme") == theme)  # noqa: B023
+        colours.append(page.script("return getComputedStyle(document.body).backgroundColor"))
+        page.button(f"Theme: {theme}").click()
+    assert colours[1] != colours[2]
+
+
 def test_tool_calls_and_reasoning_are_shown(page: Browser) -> None:
     page.button("Settings").click()
     page.one("[name=extra]").send_keys(json.dumps(TOOL))
