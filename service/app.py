@@ -38,6 +38,7 @@ from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
+from service.playground import Playground
 from service.quotas import Quotas
 from service.status import Status
 from service.streams import Streams
@@ -126,7 +127,13 @@ class Gateway:
             web.get("/openapi.json", status.openapi),
             web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
         ]
-        for prefix in dict.fromkeys(["", self._config.path_prefix]):
+        root = self._config.path_prefix
+        if self._config.web:
+            page = Playground(root)
+            routes += page.routes()
+            if root:
+                app.router.add_get(root, page.slash)
+        for prefix in dict.fromkeys(["", root]):
             for route in routes:
                 app.router.add_route(route.method, prefix + route.path, route.handler)
         return app

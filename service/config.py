@@ -50,6 +50,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Empty: none.",
         ),
     ] = ""
+    web: Annotated[
+        bool,
+        Meta(
+            description="Serve the playground at /: a page to chat with the model and to watch the engines. The page "
+            "needs no key; what it calls does. Off: / is 404."
+        ),
+    ] = True
     metrics_port: Annotated[
         int,
         Meta(

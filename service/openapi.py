@@ -9,6 +9,7 @@ Source: OpenAPI Specification 3.1.1.  `tests/service/test_openapi.py` compares i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from service.limits import LIMITS
 from service.middleware import GUARDED
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+HTML = "text/html"
 
 
 class Operation(NamedTuple):
@@ -51,6 +53,8 @@ OPERATIONS = (
     Operation("get", "/version", "Name versions"),
     Operation("get", "/metrics", "Metrics of this gateway for Prometheus", answers=(TEXT,)),
     Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/", "The playground", answers=(HTML,)),
+    Operation("get", "/web/{name}", "A file of the playground", answers=("*/*",)),
 )
 
 ERROR = {
@@ -106,8 +110,9 @@ def _operation(operation: Operation, *, guarded: bool) -> dict[str, Any]:
     if operation.body is not None:
         content = {JSON: {"schema": _reference(operation.body.__name__)}}
         described["requestBody"] = {"required": True, "content": content}
-    if "{id}" in operation.path:
-        described["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"\{(\w+)\}", operation.path):
+        text = {"in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [{"name": name, **text} for name in names]
     if guarded and operation.path.startswith(GUARDED):
         described["security"] = [{"key": []}]
     return described

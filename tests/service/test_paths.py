@@ -38,7 +38,13 @@ async def test_a_slash_too_many_is_redirected(
             assert (response.status, str(response.url)) == (200, f"{served.url}/v1/completions")
         async with served.session.post("/v1/completions/", json=body) as response:
             assert response.status == 401  # before anything is said about paths
-        for path, status in (("/v1/models/", 200), ("/health/", 200), ("/nothing/", 404), ("/", 404), ("//", 404)):
+        for path, status in (
+            ("/v1/models/", 200),
+            ("/health/", 200),
+            ("/nothing/", 404),
+            ("/nothing//", 404),
+            ("/", 200),
+        ):
             async with served.session.get(path, headers=key) as response:
                 assert response.status == status, path
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="k", max_retries=0) as client:
@@ -58,7 +64,7 @@ async def test_paths_may_begin_with_the_proxys_prefix(
                 assert response.status == 401, path
             async with served.session.get(path, headers=key) as response:
                 assert response.status == 200, path
-        for path in ("/llm/v1/models", "/llm/a", "/llm/ab/v1/models", "/llm/a/llm/a/v1/models"):
+        for path in ("/llm/v1/models", "/llm/ab/v1/models", "/llm/a/llm/a/v1/models"):
             async with served.session.get(path, headers=key) as response:
                 assert response.status == 404, path
         async with served.session.get("/v1/models/", headers=key, allow_redirects=False) as response:

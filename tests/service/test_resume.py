@@ -483,3 +483,51 @@ def test_nothing_but_an_event_id_is_one(text: str) -> None:
     with pytest.raises(Refusal) as caught:
         Position.parse(text)
     assert caught.value.status == 400
+
+
+def falls_silent(tokenizer: Tokenizer) -> Callable[[Generate, int], tuple[list[int], Finish | None]]:
+    """A text that stops without an end, so that only a withdrawal ends the request."""
+    return lambda generate, index: (tokenizer._encode(TEXT, special=False), None)
+
+
+async def test_a_client_ends_a_request_that_it_could_resume(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """At the gateway that it left, and at another one."""
+    gateways = [await serve(api_keys=["k", "other"]), await serve(api_keys=["k", "other"])]
+    key = {"Authorization": "Bearer k"}
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    async with engine(falls_silent(byte_level_tokenizer)) as fake:
+        await settled(lambda: all(one.streams.fleet.engines for one in gateways))
+        for at in gateways:
+            found = await events(gateways[0].session, "/v1/completions", body, most=3, **key, **{"X-Resumable": "1"})
+            last = found[-1][0]
+            request_id = last.split(":")[0]
+            async with at.session.delete(f"/v1/streams/{request_id}", headers={"Authorization": "Bearer other"}) as no:
+                assert (no.status, (await no.json())["error"]["code"]) == (404, "stream_not_found")
+            assert fake.busy
+            async with at.session.delete(f"/v1/streams/{last}", headers=key) as response:
+                assert response.status == 204
+            await settled(lambda: not fake.busy)
+            assert any(order.startswith(request_id) for order in fake.aborted)
+        async with gateways[0].session.delete("/v1/streams/cmpl-1", headers=key) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_event_id")
+
+
+async def test_other_readers_of_a_request_that_was_ended_get_an_error(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    async with engine(falls_silent(byte_level_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        found: list[Event] = []
+        headers = {"X-Resumable": "1"}
+        reading = asyncio.create_task(events(served.session, "/v1/completions", body, found=found, **headers))
+        await settled(lambda: len(found) > 3)
+        async with served.session.delete(f"/v1/streams/{found[0][0]}") as response:
+            assert response.status == 204
+        await reading
+        assert found[-1][1] == "[DONE]"
+        assert found[-2][1]["error"]["code"] == "cancelled"
+        await settled(lambda: not fake.busy)

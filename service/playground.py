@@ -1,0 +1,84 @@
+"""The playground: a page to chat, and to watch the engines, at `/` of the gateway.
+
+    GET /             web/index.html
+    GET /web/{name}   the other files of web/: plain ES modules, styles, the icon
+
+The files are read once, at start.  The page names them by relative addresses, so it works under any path prefix.  A
+browser asks again each time and gets a 304 while a file is the same.  The policy lets the page load and reach nothing
+but this server, and it lets no string become a script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from aiohttp import web
+
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Every source is 'self'.  lit-html and dompurify are the only modules that may turn a string into markup.
+POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'; trusted-types lit-html dompurify"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # a browser may keep a file, and asks whether it is the same
+}
+
+
+class Playground:
+    """The files of the page, in memory."""
+
+    def __init__(self, prefix: str = "") -> None:
+        """`prefix`: what paths may begin with, without a slash at its end."""
+        self._prefix = prefix
+        self._files = {
+            name: (found.read_bytes(), TYPES[name.rpartition(".")[2]])
+            for name, found in _files(resources.files("service") / "web")
+            if not name.endswith(".md")
+        }
+        self._tags = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, (body, _) in self._files.items()}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of the page, without the prefix."""
+        return [web.get("/", self.index), web.get("/web/{name:.+}", self.file)]
+
+    async def index(self, request: web.Request) -> web.Response:
+        """GET /."""
+        return self._answer(request, "index.html")
+
+    async def file(self, request: web.Request) -> web.Response:
+        """GET /web/{name}.  Raises HTTPNotFound."""
+        if (name := request.match_info["name"]) not in self._files:
+            raise web.HTTPNotFound
+        return self._answer(request, name)
+
+    async def slash(self, request: web.Request) -> web.Response:
+        """Redirect the bare prefix to the page: relative addresses need the slash."""
+        return web.Response(status=307, headers={"Location": f"{self._prefix}/"})
+
+    def _answer(self, request: web.Request, name: str) -> web.Response:
+        tag = self._tags[name]
+        headers = {**HEADERS, "ETag": tag}
+        known = request.headers.get("If-None-Match", "")
+        if known == "*" or tag in [one.strip().removeprefix("W/") for one in known.split(",")]:
+            return web.Response(status=304, headers=headers)
+        body, kind = self._files[name]
+        return web.Response(body=body, headers={**headers, "Content-Type": kind})
+
+
+def _files(folder: Traversable, prefix: str = "") -> list[tuple[str, Traversable]]:
+    """Return the name and content of each file below a folder; names have slashes."""
+    found = []
+    for one in folder.iterdir():
+        found += _files(one, f"{prefix}{one.name}/") if one.is_dir() else [(prefix + one.name, one)]
+    return found

@@ -1,0 +1,190 @@
+/**
+ * One answer: asks for it, reads its stream, and resumes it wherever it broke off.
+ *
+ *     waiting -> streaming <-> paused -> done | stopped | failed
+ *
+ * The state of an answer is plain data, so that it can be stored together with the id of the last event. After a reload
+ * `follow` continues from exactly there. Times are unix milliseconds.
+ */
+
+import { ApiError, begin, cancel, resume } from "./api.js";
+import { events } from "./sse.js";
+
+const QUIET_MS = 1000; // a shorter silence is no pause
+const QUIET_GAPS = 8; // on a slow model: how many usual gaps a pause is
+const GIVE_UP_MS = 60_000; // the server keeps an ended answer for a minute
+const RETRY_MS = [100, 300, 1000, 2000];
+
+/** Returns an answer that was not asked for yet. */
+export function newAnswer(body) {
+	return {
+		body,
+		key: crypto.getRandomValues(new Uint32Array(4)).join("-"), // randomUUID exists on https and localhost only
+		requestId: null,
+		last: null, // id of the last event
+		state: "waiting",
+		began: Date.now(),
+		heard: Date.now(), // the last event
+		queue: null, // {lane, place, until}
+		error: null, // {status, code, message, retryAt}
+		usage: null,
+		choices: Array.from({ length: body.n ?? 1 }, () => ({
+			text: "",
+			reasoning: "",
+			calls: [],
+			logprobs: [],
+			finish: null,
+			tokens: 0,
+			first: null,
+			last: null,
+			pauses: [], // {at: characters of text before it, ms, why}
+		})),
+	};
+}
+
+export const isRunning = (answer) => ["waiting", "streaming", "paused"].includes(answer.state);
+
+/** How long a silence of this answer counts as a pause. */
+function quietMs(answer) {
+	const tokens = Math.max(...answer.choices.map((choice) => choice.tokens));
+	const first = Math.min(...answer.choices.map((choice) => choice.first ?? Infinity));
+	const gap = tokens > 1 ? (answer.heard - first) / (tokens - 1) : 0;
+	return Math.max(QUIET_MS, QUIET_GAPS * gap);
+}
+
+/** Reads the answer to its end. Calls `changed` after each change. `abort` ends the reading at once. */
+export async function follow(answer, changed, abort) {
+	let why = answer.last ? "page reloaded" : null; // why the next silence was one
+	let lostAt = 0;
+	let tries = 0;
+	const clock = setInterval(() => {
+		if (answer.state === "streaming" && Date.now() - answer.heard > quietMs(answer)) answer.state = "paused";
+		changed(); // what counts down
+	}, 250);
+	try {
+		for (;;) {
+			try {
+				const response = await (answer.last ? resume(answer.last, abort.signal) : begin(answer.body, answer.key, abort.signal));
+				takeHeaders(answer, response.headers);
+				for await (const event of events(response.body)) {
+					lostAt = tries = 0;
+					take(answer, event, why);
+					if (event.data !== undefined) why = null;
+					if (answer.state === "stopped") abandon(answer, abort); // it was stopped before its id was known
+					changed();
+					if (!isRunning(answer)) return;
+				}
+			} catch (error) {
+				if (abort.signal.aborted) return;
+				const began = answer.last !== null;
+				const passing = error instanceof ApiError ? error.status === 0 || (began && error.status === 503) : true;
+				if (!passing || (!began && error instanceof ApiError)) return fail(answer, error);
+			}
+			why = "connection lost";
+			lostAt ||= Date.now();
+			if (Date.now() - lostAt > GIVE_UP_MS) return fail(answer, new ApiError(0, "no_connection", "The connection was lost."));
+			await new Promise((done) => setTimeout(done, RETRY_MS[Math.min(tries++, RETRY_MS.length - 1)]));
+			if (abort.signal.aborted) return;
+		}
+	} finally {
+		clearInterval(clock);
+		changed();
+	}
+}
+
+/** Ends an answer at the reader's wish; the server computes it no further. */
+export function stop(answer, abort) {
+	answer.state = "stopped";
+	if (answer.requestId) abandon(answer, abort);
+}
+
+function abandon(answer, abort) {
+	abort.abort();
+	cancel(answer.requestId);
+}
+
+function fail(answer, { status, code, message, retryAfterS }) {
+	answer.state = "failed";
+	answer.error = { status, code, message, retryAt: retryAfterS ? Date.now() + retryAfterS * 1000 : null };
+}
+
+function takeHeaders(answer, headers) {
+	const place = headers.get("x-queue-place");
+	if (headers.get("x-queue-lane") === "late" && place !== null) {
+		setQueue(answer, Number(place), Number(headers.get("x-queue-wait")));
+	}
+}
+
+function setQueue(answer, place, waitS) {
+	answer.queue = { place, until: waitS ? Date.now() + waitS * 1000 : null };
+}
+
+/** Adds one event or comment. */
+function take(answer, event, why) {
+	if (event.comment !== undefined) {
+		const queued = /^queued place=(\d+)(?: wait_s=([\d.]+))?$/.exec(event.comment);
+		if (queued) setQueue(answer, Number(queued[1]), Number(queued[2]));
+		return;
+	}
+	if (event.data === "[DONE]") {
+		if (isRunning(answer)) answer.state = "done";
+		return;
+	}
+	const data = JSON.parse(event.data);
+	if (data.error) {
+		fail(answer, { status: "", retryAfterS: null, ...data.error });
+		return;
+	}
+	const now = Date.now();
+	if (answer.state !== "waiting") markPause(answer, now, why);
+	answer.requestId = data.id;
+	for (const choice of data.choices) takeDelta(answer, answer.choices[choice.index], choice, now);
+	if (data.usage) answer.usage = data.usage;
+	if (event.id) {
+		countTokens(answer, event.id);
+		answer.last = event.id;
+	}
+	answer.heard = now;
+}
+
+/** Notes a silence where it was: before the text that ended it. */
+function markPause(answer, now, why) {
+	const ms = now - answer.heard;
+	if (!why && ms <= quietMs(answer)) return;
+	for (const choice of answer.choices) {
+		if (!choice.finish && choice.first) choice.pauses.push({ at: choice.text.length, ms, why: why ?? "engine silent" });
+	}
+}
+
+function takeDelta(answer, into, { delta, logprobs, finish_reason: finish }, now) {
+	into.text += delta.content ?? "";
+	into.reasoning += delta.reasoning_content ?? "";
+	for (const call of delta.tool_calls ?? []) {
+		const known = (into.calls[call.index] ??= { id: call.id, name: "", arguments: "" });
+		known.name += call.function?.name ?? "";
+		known.arguments += call.function?.arguments ?? "";
+	}
+	for (const { token, logprob, top_logprobs: top } of logprobs?.content ?? []) {
+		into.logprobs.push({ token, logprob, top: top.map((other) => [other.token, other.logprob]) });
+	}
+	if (finish) into.finish = finish;
+	const said = delta.content || delta.reasoning_content || delta.tool_calls;
+	if (said) {
+		into.first ??= now;
+		into.last = now;
+		if (answer.state !== "stopped") answer.state = "streaming";
+		answer.queue = null;
+	}
+}
+
+/** An event's id counts the tokens of each choice: `ID:17,,20`, and what has ended after a second colon. */
+function countTokens(answer, id) {
+	const counts = id.split(":")[1].split(",");
+	answer.choices.forEach((choice, at) => (choice.tokens = Number(counts[at]) || choice.tokens));
+}
+
+/** Tokens a second after the first one; null while it cannot be known. */
+export function tokensPerSecond(choice) {
+	const ms = choice.last - choice.first;
+	return choice.tokens > 1 && ms > 0 ? ((choice.tokens - 1) * 1000) / ms : null;
+}

@@ -1,0 +1,109 @@
+/**
+ * Chats as trees: every edit and every new answer is a branch, and nothing is overwritten.
+ *
+ *     root ─ "Hello" ─┬─ answer
+ *                     └─ answer (regenerated) ─ "And then?" ─ answer
+ *          └ "Hi" (edited) ─ answer
+ *
+ * A node is {id, parent, role, text} or {id, parent, role, answer, picked}. `chosen` says which child of a node the
+ * page shows. Chats live in sessionStorage, one entry each, so they survive a reload and end with the tab.
+ */
+
+const LIST = "quire.chats";
+const CHAT = "quire.chat.";
+const SAVE_MS = 250;
+
+let counter = 0;
+const newId = () => `${Date.now().toString(36)}${(counter++).toString(36)}`;
+
+export const newChat = () => ({ id: newId(), nodes: {}, chosen: {} });
+
+/** Adds a node under `parent` ("" is the root) and shows it. */
+export function add(chat, parent, fields) {
+	const node = { id: newId(), parent, ...fields };
+	chat.nodes[node.id] = node;
+	chat.chosen[parent] = node.id;
+	return node;
+}
+
+/** Returns the nodes that the page shows, oldest first. */
+export function path(chat) {
+	const found = [];
+	for (let id = chat.chosen[""]; id; id = chat.chosen[id]) found.push(chat.nodes[id]);
+	return found;
+}
+
+/** Returns a node and its alternatives, oldest first. */
+export const siblings = (chat, node) => Object.values(chat.nodes).filter((other) => other.parent === node.parent);
+
+export const title = (chat) => Object.values(chat.nodes)[0]?.text.slice(0, 60) || "New chat";
+
+/** Returns the chat up to and including the node `last`, as the API takes it. */
+export function messages(chat, last, systemPrompt) {
+	const found = [];
+	for (let node = chat.nodes[last]; node; node = chat.nodes[node.parent]) {
+		if (node.role === "user") found.unshift({ role: "user", content: node.text });
+		else found.unshift(answerMessage(node.answer.choices[node.picked]));
+	}
+	return systemPrompt ? [{ role: "system", content: systemPrompt }, ...found] : found;
+}
+
+function answerMessage({ text, reasoning, calls }) {
+	const message = { role: "assistant", content: text };
+	if (reasoning) message.reasoning_content = reasoning;
+	if (calls.length) {
+		message.tool_calls = calls.map((call) => ({
+			id: call.id,
+			type: "function",
+			function: { name: call.name, arguments: call.arguments },
+		}));
+	}
+	return message;
+}
+
+/** Returns the stored chats, the newest first, and the id of the one that was open. */
+export function restore() {
+	try {
+		const { ids, open } = JSON.parse(sessionStorage.getItem(LIST)) ?? { ids: [], open: null };
+		return { chats: ids.map((id) => JSON.parse(sessionStorage.getItem(CHAT + id))).filter(Boolean), open };
+	} catch {
+		return { chats: [], open: null }; // another version of this page wrote them
+	}
+}
+
+const unsaved = new Set();
+let timer = 0;
+
+/** Stores a chat soon. Writes of the next quarter of a second become one. */
+export function save(chat) {
+	unsaved.add(chat);
+	timer ||= setTimeout(flush, SAVE_MS);
+}
+
+/** Stores what is not stored yet. */
+export function flush() {
+	clearTimeout(timer);
+	timer = 0;
+	for (const chat of unsaved) write(CHAT + chat.id, chat);
+	unsaved.clear();
+}
+
+/** Stores which chats there are. */
+export const saveList = (chats, open) => write(LIST, { ids: chats.map((chat) => chat.id), open });
+
+/** Where the browser's room ends, token probabilities are left out; where that is not enough, the entry stays old. */
+function write(name, value) {
+	for (const replacer of [null, (key, part) => (key === "logprobs" ? [] : part)]) {
+		try {
+			return sessionStorage.setItem(name, JSON.stringify(value, replacer));
+		} catch {
+			continue;
+		}
+	}
+}
+
+/** Forgets a stored chat. */
+export function forget(chat) {
+	unsaved.delete(chat);
+	sessionStorage.removeItem(CHAT + chat.id);
+}

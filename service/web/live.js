@@ -1,0 +1,98 @@
+/**
+ * The engines' state as the server streams it: blocks of each pool, running sequences, queue lanes. Whole states and
+ * changes become the same arrays. The stream is open only while the panel is shown in a visible tab.
+ */
+
+import { engineState } from "./api.js";
+import { events } from "./sse.js";
+
+export const KINDS = ["free", "cached", "owned", "shared"];
+const KEEP_S = 300; // of tokens/s
+const AGAIN_MS = 2000;
+
+/** What is known: engines by name, lanes, [unix s, tokens] once a second, and why nothing is, an ApiError. */
+export const live = { engines: new Map(), lanes: {}, history: [], error: null };
+
+let abort = null;
+
+/** Opens or closes the stream. Calls `changed` after each event. */
+export function watch(wanted, changed) {
+	abort?.abort();
+	abort = null;
+	if (!wanted || document.hidden) return;
+	abort = new AbortController();
+	follow(abort.signal, changed);
+}
+
+async function follow(signal, changed) {
+	while (!signal.aborted) {
+		try {
+			const response = await engineState(signal);
+			for await (const { data } of events(response.body)) {
+				if (signal.aborted) return;
+				live.error = null;
+				if (data) apply(JSON.parse(data));
+				changed();
+			}
+		} catch (error) {
+			if (signal.aborted) return;
+			live.error = error;
+			changed();
+			if (error.status >= 400 && error.status < 429) return; // it would be refused again; another key begins anew
+		}
+		await new Promise((done) => setTimeout(done, AGAIN_MS));
+	}
+}
+
+/** Takes one event in. A full one replaces everything; fields that a change leaves out keep their values. */
+export function apply({ t, engines = [], lanes, full }) {
+	if (full) live.engines.clear();
+	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {
+		const engine = { kinds: [], refs: [], seqs: new Map(), ...live.engines.get(fields.engine), ...fields };
+		if (cells) {
+			const size = cells.reduce((sum, [length]) => sum + length, 0);
+			Object.assign(engine, { kinds: new Uint8Array(size), refs: new Uint8Array(size) });
+			let first = 0;
+			for (const [length, kind, refs] of cells) first = fill(engine, first, length, kind, refs);
+		}
+		for (const patch of changed) fill(engine, ...patch);
+		for (const name of gone) engine.seqs.delete(name);
+		for (const [name, ...rest] of seqs) {
+			const [keep, runs] = full ? [0, ...rest] : rest; // how many known runs stay
+			engine.seqs.set(name, [...(engine.seqs.get(name) ?? []).slice(0, keep), ...runs]);
+		}
+		live.engines.set(engine.engine, engine);
+	}
+	live.lanes = lanes ?? live.lanes;
+	remember(t / 1000);
+}
+
+function fill({ kinds, refs }, first, length, kind, count) {
+	kinds.fill(kind, first, first + length);
+	refs.fill(count, first, first + length);
+	return first + length;
+}
+
+function remember(now) {
+	const tokens = [...live.engines.values()].reduce((sum, one) => sum + (one.tokens ?? 0), 0);
+	const last = live.history.at(-1);
+	if (last && now - last[0] < 1) return;
+	live.history.push([now, tokens]);
+	while (now - live.history[0][0] > KEEP_S) live.history.shift();
+}
+
+/** Returns [seconds ago, tokens a second], oldest first. An engine that restarted counts anew, so no rate is negative. */
+export function rates() {
+	const end = live.history.at(-1)?.[0];
+	return live.history.slice(1).map(([at, tokens], before) => {
+		const [from, had] = live.history[before];
+		return [end - at, Math.max(0, tokens - had) / (at - from)];
+	});
+}
+
+/** Returns the names of the sequences that hold blocks of a cell. */
+export function holders({ seqs, per_cell: perCell = 1 }, cell) {
+	const [from, to] = [cell * perCell, (cell + 1) * perCell];
+	const holds = ([first, count]) => first < to && first + count > from;
+	return [...seqs].filter(([, runs]) => runs.some(holds)).map(([name]) => name);
+}

@@ -1,0 +1,59 @@
+/** The token view: each token of an answer, coloured by its surprise, with what else the model might have said. */
+
+import { html } from "./vendor/lit-html-3.3.3.js";
+
+const BITS = 6; // surprises beyond so many bits look alike
+
+/** Surprise in whole bits: 0 for a probability over one half, 1 for over a quarter, and so on. */
+const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
+
+const percent = (logprob) => {
+	const value = Math.exp(logprob) * 100;
+	return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
+};
+
+/** White space has no shape of its own. */
+const visible = (token) => token.replace(/ /g, "\u2423").replace(/\n/g, "\u21B5").replace(/\t/g, "\u21E5") || "\u2205";
+
+const at = (event) => {
+	const index = event.target.closest("[data-at]")?.dataset.at;
+	return index === undefined ? null : Number(index);
+};
+
+/** Draws the tokens of one choice. `shown`: index of the token whose alternatives are listed; `show(index)` changes it. */
+export function tokenView({ logprobs }, shown, show) {
+	const move = (event) => {
+		const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+		const next = step && event.target.parentElement.querySelector(`[data-at="${(at(event) ?? 0) + step}"]`);
+		if (!next) return;
+		event.preventDefault();
+		next.focus();
+	};
+	const select = (event) => at(event) !== null && show(at(event));
+	const detail = logprobs[shown];
+	return html`
+		<div class="tokens" role="group" aria-label="Tokens" @mouseover=${select} @focusin=${select} @keydown=${move}
+			>${logprobs.map(
+				({ token, logprob }, index) => html`<span class="token s${bits(logprob)}" data-at=${index} role="button"
+					tabindex=${index === (shown ?? 0) ? 0 : -1} aria-label="${visible(token)}, ${percent(logprob)}"
+					>${token.replace(/\n/g, "\u21B5")}</span>${token.includes("\n") ? html`<br />` : ""}`,
+			)}</div>
+		${detail
+			? html`<table class="alternatives">
+					<caption>
+						<code>${visible(detail.token)}</code> ${percent(detail.logprob)}, ${(-detail.logprob / Math.LN2).toFixed(1)} bits of
+						surprise
+					</caption>
+					<tbody>
+						${detail.top.map(
+							([token, logprob]) => html`<tr class=${token === detail.token ? "picked" : ""}>
+								<td><code>${visible(token)}</code></td>
+								<td><meter min="0" max="1" .value=${Math.exp(logprob)} aria-label="Probability of ${visible(token)}"></meter></td>
+								<td>${percent(logprob)}</td>
+							</tr>`,
+						)}
+					</tbody>
+				</table>`
+			: html`<p class="note">Point at a token, or move with the arrow keys, to see its alternatives.</p>`}
+	`;
+}
