@@ -19,16 +19,17 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 
 from aiohttp import web
 
-from engine.common import logs, open_files, readiness, settings
+from engine.common import histograms, logs, open_files, readiness, settings
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Sampling
-from service import api, generation_config, memory
+from service import api, generation_config, memory, openapi
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
@@ -75,7 +76,8 @@ class Gateway:
             config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
         )
         root = served_name(config.model)
-        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity)
+        document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
+        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity, document)
         self._middleware = Middleware(
             telemetry,
             tenants,
@@ -118,6 +120,7 @@ class Gateway:
             web.get("/ping", status.ping),
             web.get("/load", status.load),
             web.get("/version", status.version),
+            web.get("/openapi.json", status.openapi),
             web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
         ]
         for prefix in dict.fromkeys(["", self._config.path_prefix]):

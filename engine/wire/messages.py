@@ -39,6 +39,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; k >= 0: of the chosen token and the k likeliest
     prompt_logprobs: int = -1  # the same for every prompt token except the first; switches prefix reuse off
+    # What the output must match, as llguidance reads it: its JSON form or a Lark grammar.  "": anything.  The gateway
+    # has checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
+    grammar: str = ""
 
 
 FOREVER_MS = 2**60  # a deadline that never comes
@@ -148,6 +151,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     # Prompt tokens of other tenants that could start at once, if the crowd's newest sequences were preempted.
     yield_tokens: int = 0
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
+    grammars: bool = False  # it honours Sampling.grammar
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
