@@ -32,14 +32,14 @@ class Operation(NamedTuple):
     summary: str
     body: type[msgspec.Struct] | None = None
     endpoint: fields.Endpoint | None = None  # in `fields.py`
-    answers: tuple[str, ...] = (JSON,)  # content types of a 200
+    answers: tuple[str, ...] = (JSON,)  # content types of a 200; empty: the answer is a 204
 
 
 OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts", api.CompletionBody, "completions", (JSON, EVENTS)),
     Operation("post", "/v1/chat/completions", "Answer a chat", api.ChatBody, "chat", (JSON, EVENTS)),
     Operation("get", "/v1/streams/{id}", "Repeat or resume an answer", answers=(JSON, EVENTS)),
-    Operation("delete", "/v1/streams/{id}", "Cancel an answer"),
+    Operation("delete", "/v1/streams/{id}", "Cancel an answer", answers=()),
     Operation("post", "/tokenize", "Turn text into token ids", api.TokenizeBody, "tokenize"),
     Operation("post", "/detokenize", "Turn token ids into text", api.DetokenizeBody, "detokenize"),
     Operation("get", "/tokenizer_info", "Describe the tokenizer"),
@@ -99,11 +99,12 @@ def document(config: GatewayConfig, version: str, *, guarded: bool) -> dict[str,
 
 def _operation(operation: Operation, *, guarded: bool) -> dict[str, Any]:
     refusal = {"description": "An error, as OpenAI words it", "content": {JSON: {"schema": _reference("Error")}}}
+    answered: dict[str, Any] = {"description": "The answer", "content": {kind: {} for kind in operation.answers}}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path.title()}".translate({ord(char): None for char in "/_.{}"}),
         "responses": {
-            "200": {"description": "The answer", "content": {kind: {} for kind in operation.answers}},
+            **({"200": answered} if operation.answers else {"204": {"description": "It is done"}}),
             "default": refusal,
         },
     }
