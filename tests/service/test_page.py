@@ -27,10 +27,9 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.service.browser import Browser, chromium, missing
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=f"the playground needs {missing()}"),
-    pytest.mark.timeout(300),  # a hang: every wait has a limit of its own
-]
+if missing():
+    pytest.skip(f"the playground's tests need {missing()}", allow_module_level=True)
+pytestmark = pytest.mark.timeout(300)  # a hang: every wait has a limit of its own
 
 KEY = "sesame"
 MARKDOWN = """# A title
