@@ -30,13 +30,14 @@ const PAUSE = /\uE000(\d+)\uE001/g;
 const ASIDE = /\uE002(\d+)\uE003/g;
 const clean = (text) => text.replace(/[\uE000-\uE003]/g, "\uFFFD");
 
-/** Returns the text with a sign where the answer paused. */
+/** Returns the text with a sign where the answer paused: behind the word, so that it cuts neither a word nor a mark. */
 function withPauses(text, pauses) {
 	let found = "";
 	let from = 0;
 	pauses.forEach(({ at }, number) => {
-		found += `${clean(text.slice(from, at))}\uE000${number}\uE001`;
-		from = at;
+		const [end] = /^[^ \n]* */.exec(text.slice(at));
+		found += clean(text.slice(from, at + end.length)).replace(/(\n\s*)?$/, (lines) => `\uE000${number}\uE001${lines}`);
+		from = at + end.length;
 	});
 	return found + clean(text.slice(from));
 }
@@ -53,7 +54,9 @@ export function showMarkdown(container, text, pauses = []) {
 	blocks.forEach((block, at) => {
 		if (before[at] === block) return;
 		const node = document.createElement("div");
-		const html = toHtml(block).replace(PAUSE, (_, number) => showPause(pauses[number]));
+		let html = toHtml(block);
+		for (const sign of block.match(PAUSE) ?? []) if (!html.includes(sign)) html += sign; // its line is not shown
+		html = html.replace(PAUSE, (_, number) => showPause(pauses[number]));
 		node.append(DOMPurify.sanitize(html, ALLOWED));
 		if (at < container.childElementCount) container.children[at].replaceWith(node);
 		else container.append(node);
@@ -114,7 +117,7 @@ function toHtml(block) {
 		} else if (ITEM.test(lines[at])) {
 			taken = length(/^(\s+\S|\s*([-*+]|\d{1,9}[.)])\s)/);
 			html += list(rest.slice(0, taken));
-		} else if (/\|/.test(lines[at]) && /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/.test(rest[1]?.trim())) {
+		} else if (/\|/.test(lines[at]) && /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/.test(rest[1]?.replace(PAUSE, "").trim())) {
 			taken = length(/\|/);
 			html += table(rest.slice(0, taken));
 		} else {
@@ -154,7 +157,7 @@ function list(lines) {
 
 function table([head, , ...rest]) {
 	const row = (line, tag) => {
-		const cells = line.trim().replace(/^\||\|$/g, "").split("|");
+		const cells = line.trim().replace(/^\||\|(?=(\uE000\d+\uE001)*$)/g, "").split("|");
 		return `<tr>${cells.map((cell) => `<${tag}>${inline(cell.trim())}</${tag}>`).join("")}</tr>`;
 	};
 	return `<table><thead>${row(head, "th")}</thead><tbody>${rest.map((line) => row(line, "td")).join("")}</tbody></table>`;

@@ -78,14 +78,5 @@ export function settingsPanel(changed) {
 			<input type="checkbox" name="logprobs" .checked=${settings.logprobs} @change=${input("logprobs")} />
 			Token probabilities
 		</label>
-		<button class="plain" @click=${(event) => reset(event, changed)}>Reset to defaults</button>
 	`;
-}
-
-function reset(event, changed) {
-	for (const name of Object.keys(settings)) delete settings[name];
-	Object.assign(settings, EMPTY);
-	set("system", "");
-	for (const field of event.target.closest("aside").querySelectorAll("input, textarea")) field.value = "";
-	changed();
 }

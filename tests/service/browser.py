@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -62,10 +63,11 @@ class Browser:
         return self.until(lambda: self.driver.execute_script(script, within, name))
 
     def text(self, selector: str) -> str:
-        """Return the text of all elements of a selector."""
+        """Return the text of all elements of a selector, without the marks where an answer paused.
+
+        A machine that stops for a second makes a mark anywhere."""
         script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText).join('\\n')"
-        found: str = self.driver.execute_script(script, selector)
-        return found
+        return re.sub(r"paused [\d.]+ s", "", self.driver.execute_script(script, selector))
 
     def until(self, holds: Callable[[], T]) -> T:
         """Return the first true value of `holds`.  Fails after HANG_S, with what the page shows."""

@@ -27,10 +27,9 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.service.browser import Browser, chromium, missing
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=f"the playground needs {missing()}"),
-    pytest.mark.timeout(300),  # a hang: every wait has a limit of its own
-]
+if missing():
+    pytest.skip(f"the playground's tests need {missing()}", allow_module_level=True)
+pytestmark = pytest.mark.timeout(300)  # a hang: every wait has a limit of its own
 
 KEY = "sesame"
 MARKDOWN = """# A title
@@ -240,6 +239,31 @@ def test_a_lost_connection_is_resumed(page: Browser, site: Site) -> None:
     page.until(lambda: "connection lost" in (page.one(".pause").get_attribute("title") or ""))
     site.engine.fake.step_s = 0.001
     assert last_answer(page)["choices"][0]["text"] == SAYS["long"]
+
+
+AT_EVERY_PLACE = """
+const [text, done] = arguments;
+import(new URL('web/markdown.js', document.baseURI)).then(({ showMarkdown }) => {
+  const shown = (pauses) => {
+    const box = document.createElement('div');
+    showMarkdown(box, text, pauses);
+    const marks = [...box.querySelectorAll('.pause')];
+    marks.forEach((mark) => mark.remove());
+    return [marks.length, box.innerHTML.replace(/\\s+/g, ' ').replace(/ (?=<)/g, '').trim()];
+  };
+  const wanted = shown([])[1];
+  const wrong = [];
+  for (let at = 0; at <= text.length; at++) {
+    const [marks, found] = shown([{ at, ms: 1500, why: 'engine silent' }]);
+    if (marks !== 1 || found !== wanted) wrong.push([at, marks, found]);
+  }
+  done(wrong);
+}, (error) => done(String(error)));
+"""
+
+
+def test_a_pause_at_any_place_changes_nothing_else(page: Browser) -> None:
+    assert page.driver.execute_async_script(AT_EVERY_PLACE, MARKDOWN) == []
 
 
 def test_regenerate_and_edit_make_branches(page: Browser) -> None:
