@@ -106,6 +106,8 @@ class Gateway:
         routes = [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat),
+            web.post("/v1/messages", handlers.messages),
+            web.post("/v1/messages/count_tokens", handlers.count_tokens),
             web.get("/v1/streams/{id}", handlers.stream),
             web.post("/tokenize", handlers.tokenize),
             web.post("/detokenize", handlers.detokenize),

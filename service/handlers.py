@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -28,18 +28,19 @@ from aiohttp import web
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Generate
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
-from service import admission, api, resume, sse
+from service import admission, api, messages, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
-from service.format import Format, Position
+from service.format import AnswerFormat, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
+from service.refusal import renamed
 from service.streams import AlreadySubmitted, Streams
 from service.text_stream import decode, reasoning_tokens
 from service.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ class Prepared(NamedTuple):
     valid: api.ValidRequest
     orders: list[Generate]
     cost: admission.Cost
-    form: Format
+    form: AnswerFormat
     record: bytes  # for a client that resumes: see resume.Record
 
 
@@ -103,6 +104,26 @@ class Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         return await self.answer(request, api.parse_chat, "chatcmpl-")
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        with _renaming(messages.NAMES):
+            return await self.answer(request, messages.parse, messages.PREFIX)
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
+        config = self._config
+        with _renaming(messages.NAMES), self._capacity.occupy():
+            async with self.bodies.read(request) as body:
+                size = len(body.data)
+                parse = messages.parse_count
+                valid = await self._offload(
+                    size, parse, body.data, config, self._model, config.default_timeout_s, self._served
+                )
+                request[METER].record_unknown(valid.unknown)
+                [ids] = await self._tokenizer.encode(valid, size, total=self._max_tokens())
+            async with self._cut_after(config.default_timeout_s):
+                return await self._write(request, [msgspec.json.encode({"input_tokens": len(ids)})])
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
@@ -358,11 +379,11 @@ class Handlers:
             raise NoAnswer from None
 
     async def _deliver(
-        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
+        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: AnswerFormat
     ) -> web.StreamResponse:
         """Write the answer, streamed or whole, and record how much of it was sent."""
         meter = request[METER]
-        async with contextlib.aclosing(decode(opened, valid, self._tokenizer)) as pieces:
+        async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
             if valid.stream:
                 return await sse.write(request, pieces, form, meter, opened.record_sent, opened.waiting)
             answered = []
@@ -415,3 +436,12 @@ class Handlers:
     def _max_tokens(self) -> int:
         """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
         return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
+
+
+@contextlib.contextmanager
+def _renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """A context whose refusals name fields as another format does."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise renamed(refusal, names) from None
