@@ -183,7 +183,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
-    shown: dict[str, Any] = {}  # fields of the request that the answer repeats; /v1/responses
+    shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
+    items: list[dict[str, Any]] = []  # /v1/responses: its input
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""

@@ -21,13 +21,13 @@ Step = Literal["open", "grow", "close"]
 class Block:
     """One run of text, of reasoning, or one tool call, as far as it was written."""
 
-    __slots__ = ("call", "complete", "index", "kind", "name", "parts")
+    __slots__ = ("call", "complete", "followed", "index", "kind", "name", "parts")
 
     def __init__(self, index: int, kind: Kind, call: int = -1, name: str = "") -> None:
         """`index` counts the blocks of an answer.  `call` counts its tool calls, `name` is the tool's."""
         self.index, self.kind, self.call, self.name = index, kind, call, name
         self.parts: list[str] = []
-        self.complete = False  # the next block, or the end of the answer, followed
+        self.complete = self.followed = False  # it is closed; by the next block, not by the end of the answer
 
     @property
     def text(self) -> str:
@@ -51,7 +51,7 @@ class Blocks:
                 kind, text = "reasoning" if part.reasoning else "text", part.text
                 begins = self._open is None or self._open.kind != kind
             if begins:
-                yield from self._close()
+                yield from self._close(followed=True)
                 self.found.append(Block(len(self.found), kind))
                 if isinstance(part, CallDelta):
                     self.found[-1].call, self.found[-1].name = part.index, part.name or ""
@@ -66,7 +66,7 @@ class Blocks:
     def _open(self) -> Block | None:
         return self.found[-1] if self.found and not self.found[-1].complete else None
 
-    def _close(self) -> Iterator[tuple[Step, Block, str]]:
+    def _close(self, *, followed: bool = False) -> Iterator[tuple[Step, Block, str]]:
         if (block := self._open) is not None:
-            block.complete = True
+            block.complete, block.followed = True, followed
             yield "close", block, ""

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -28,19 +28,21 @@ from aiohttp import web
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Generate
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
-from service import admission, api, messages, resume, sse
+from service import admission, api, messages, responses, resume, sse
 from service.api import Refusal
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
-from service.format import AnswerFormat, Position
+from service.format import AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
 from service.refusal import renamed
+from service.responses import ResponseFormat
+from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
 from service.text_stream import decode, reasoning_tokens
 from service.tokenizer import Tokenizer
@@ -94,6 +96,7 @@ class Handlers:
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
         self._grammars = Grammars()
+        self._stored = StoredResponses(config, streams)
 
     # -- endpoints
 
@@ -109,6 +112,27 @@ class Handlers:
         """POST /v1/messages."""
         with _renaming(messages.NAMES):
             return await self.answer(request, messages.parse, messages.PREFIX)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        with _renaming(responses.NAMES):
+            return await self.answer(request, responses.parse, responses.PREFIX)
+
+    async def response(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{id}: a stored response."""
+        found = await self._stored.load(holder_of(request), request.match_info["id"])
+        return await self._write(request, [found.body])
+
+    async def delete_response(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v1/responses/{id}."""
+        response_id = request.match_info["id"]
+        await self._stored.drop(holder_of(request), response_id)
+        gone = {"id": response_id, "object": "response", "deleted": True}
+        return await self._write(request, [msgspec.json.encode(gone)])
+
+    async def input_items(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{id}/input_items: what a stored response was asked, without what it continues."""
+        return await self._write(request, [await self._stored.input_items(request)])
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
@@ -262,6 +286,9 @@ class Handlers:
         config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
+        if prefix == responses.PREFIX:
+            previous = await self._offload(size, responses.previous_of, body.data, config)
+            parse = partial(responses.parse, history=await self._stored.history(holder_of(request), previous))
         valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
@@ -353,7 +380,7 @@ class Handlers:
             for choice in had.ended:
                 opened.end(choice)
             try:
-                return await self._deliver(request, valid, opened, form)
+                return await self._deliver(request, valid, opened, form, resumed=True)
             except Refusal as refusal:
                 if refusal.code == "cancelled":  # because its client left
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
@@ -379,13 +406,23 @@ class Handlers:
             raise NoAnswer from None
 
     async def _deliver(
-        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: AnswerFormat
+        self,
+        request: web.Request,
+        valid: api.ValidRequest,
+        opened: OpenRequest,
+        form: AnswerFormat,
+        *,
+        resumed: bool = False,
     ) -> web.StreamResponse:
         """Write the answer, streamed or whole, and record how much of it was sent."""
         meter = request[METER]
+        save = None
+        if isinstance(form, ResponseFormat) and not resumed:
+            save = partial(self._stored.save, holder_of(request), valid, form)
         async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
             if valid.stream:
-                return await sse.write(request, pieces, form, meter, opened.record_sent, opened.waiting)
+                async with contextlib.aclosing(_ending_with(pieces, save)) as saved:
+                    return await sse.write(request, saved, form, meter, opened.record_sent, opened.waiting)
             answered = []
             try:
                 async for changed in pieces:
@@ -395,7 +432,11 @@ class Handlers:
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
         headers = opened.waiting.headers() if opened.waiting is not None else None
-        response = await self._write(request, await form.whole(answered), headers)
+        parts = await form.whole(answered)
+        if save is not None and isinstance(form, ResponseFormat):
+            await save()
+            parts = [form.body()]  # it says whether it was stored
+        response = await self._write(request, parts, headers)
         opened.record_sent(form.tokens)
         return response
 
@@ -436,6 +477,16 @@ class Handlers:
     def _max_tokens(self) -> int:
         """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
         return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
+
+
+async def _ending_with(
+    pieces: AsyncIterator[list[Piece]], last: Callable[[], Awaitable[None]] | None
+) -> AsyncGenerator[list[Piece], None]:
+    """Yield all pieces; call `last` once their reader has asked for more than there are."""
+    async for changed in pieces:
+        yield changed
+    if last is not None:
+        await last()
 
 
 @contextlib.contextmanager

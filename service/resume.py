@@ -25,6 +25,8 @@ from service.format import AnswerFormat, Format, Prompted
 from service.limits import KEY_CHARS
 from service.messages import PREFIX as MESSAGE
 from service.messages import MessageFormat
+from service.responses import PREFIX as RESPONSE
+from service.responses import ResponseFormat
 from service.tools import ChatOptions
 
 _ID_DIGITS = 32  # of a request id, after its prefix
@@ -46,13 +48,17 @@ class Record(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
-        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], options=ChatOptions())
+        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], items=[], options=ChatOptions())
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
     def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:
         """Return a writer of the answer, at its start.  `ids`: its reader uses event ids, if the format has any."""
         if request_id.startswith(MESSAGE):
             return MessageFormat(self.valid, request_id=request_id, model=self.model, prompt=self.prompts[0])
+        if request_id.startswith(RESPONSE):
+            return ResponseFormat(
+                self.valid, request_id=request_id, model=self.model, created=self.created, prompt=self.prompts[0]
+            )
         return Format(
             self.valid,
             request_id=request_id,

@@ -27,6 +27,7 @@ from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
+from engine.wire.response_store import ResponseStore
 from service import admission
 from service.admission import Decision
 from service.api import Refusal, limit_refusal
@@ -312,6 +313,13 @@ class Streams:
                 self._troubles[part] = str(error)
             raise unavailable() from None
 
+    def cancel(self, order_id: str) -> None:
+        """End all readers of an order here, and with the last one the order."""
+        order = self._orders.get(order_id)
+        for reader, _ in list(order.readers) if order is not None else ():
+            reader.resumable = False
+            reader.end_all(Finish("cancelled"))
+
     def stop_one(self, order: Order, index: int) -> None:
         """Stop one continuation that no client reads any more."""
         if index in order.running:
@@ -428,6 +436,11 @@ class Streams:
             self._kept = now
             if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
                 await self._bus.keep(over)
+
+    @property
+    def responses(self) -> ResponseStore:
+        """Stored responses in Redis."""
+        return self._bus.responses
 
     @property
     def quotas(self) -> QuotaStore:
