@@ -49,7 +49,7 @@ class Cors:
         response = web.Response(status=204)
         wanted = request.headers.get("Access-Control-Request-Headers", "")
         if "Access-Control-Allow-Origin" in self.headers(request):
-            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST"
+            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE"
             response.headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
             if re.fullmatch(r"[\w\-, ]{1,4096}", wanted, re.ASCII):
                 response.headers["Access-Control-Allow-Headers"] = wanted

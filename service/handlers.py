@@ -30,6 +30,7 @@ from engine.wire.messages import Generate
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service import admission, api, messages, responses, resume, sse
 from service.api import Refusal
+from service.background import Background, Job
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.fields import Endpoint
@@ -37,6 +38,7 @@ from service.format import REQUEST_ID as ANSWER_ID
 from service.format import AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
+from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
@@ -84,6 +86,7 @@ class Handlers:
         streams: Streams,
         capacity: Capacity,
         quotas: Quotas,
+        telemetry: Telemetry,
         *,
         model: str,
         gateway: str,
@@ -97,6 +100,11 @@ class Handlers:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
         self._grammars = Grammars()
         self._stored = StoredResponses(config, streams)
+        self._background = Background(config, tokenizer, streams, self._stored, capacity, telemetry)
+
+    def background(self, app: web.Application) -> AsyncIterator[None]:
+        """Return what `app` runs besides requests."""
+        return self._background.serve(app)
 
     # -- endpoints
 
@@ -119,14 +127,32 @@ class Handlers:
             return await self.answer(request, responses.parse, responses.PREFIX)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/responses/{id}: a stored response."""
-        found = await self._stored.load(holder_of(request), request.match_info["id"])
-        return await self._write(request, [found.body])
+        """GET /v1/responses/{id}: a stored response, or with `stream=true` its events after `starting_after`."""
+        response_id, query = request.match_info["id"], request.query
+        if query.get("stream", "false") == "false":
+            found = await self._stored.load(holder_of(request), response_id)
+            return await self._write(request, [found.body])
+        after = query.get("starting_after", "-1")
+        if not re.fullmatch("-1|[0-9]{1,9}", after, re.ASCII):
+            message = "starting_after: must be the number of an event"
+            raise Refusal(400, "invalid_value", message, param="starting_after", limit=">= 0", given=after[:64])
+        if not re.fullmatch(responses.PREFIX + "[0-9a-f]{32}", response_id):
+            raise Refusal(404, "stream_not_found", "no answer with this id", given=response_id[:64])
+        with self._capacity.occupy():
+            return await self.resume(request, response_id, None, int(after))
+
+    async def cancel_response(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/{id}/cancel: end a response that runs in the background."""
+        response_id, holder = request.match_info["id"], holder_of(request)
+        cancelled = await self._stored.cancel(holder, response_id)
+        self._background.cancel(response_id)
+        return await self._write(request, [cancelled])
 
     async def delete_response(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{id}."""
         response_id = request.match_info["id"]
         await self._stored.drop(holder_of(request), response_id)
+        self._background.cancel(response_id)
         gone = {"id": response_id, "object": "response", "deleted": True}
         return await self._write(request, [msgspec.json.encode(gone)])
 
@@ -263,23 +289,55 @@ class Handlers:
 
         Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
         prepared = await self._prepare(request, body, parse, prefix)
-        timeout_s, bounded = prepared.valid.timeout_s, prepared.valid.max_tokens is not None
-        async with (
-            self._cut_after(timeout_s),
-            self._quotas.hold(request, request[TENANT], prepared.orders, bounded=bounded) as held,
-            self._streams.open(
-                prepared.orders,
-                timeout_s,
-                partial(self._admit, prepared.cost),
-                record=prepared.record,
-                idempotency_key=key,
-                resumable=resume.resumable(request.headers),
-            ) as opened,
-        ):
-            held.queued = True
+        running = self._running(request, prepared, key)
+        if prepared.valid.shown.get("background"):
+            return await self._begin_background(request, body, prepared, running)
+        async with self._cut_after(prepared.valid.timeout_s), running as opened:
             request[METER].admit(opened.waiting)
             body.release()
             return await self._deliver(request, prepared.valid, opened, prepared.form)
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, request: web.Request, prepared: Prepared, key: IdempotencyKey | None
+    ) -> AsyncIterator[OpenRequest]:
+        """A context in which a request is queued and computed.  Raises Refusal and AlreadySubmitted as `begin` does."""
+        valid = prepared.valid
+        background = bool(valid.shown.get("background"))
+        async with (
+            self._quotas.hold(request, request[TENANT], prepared.orders, bounded=valid.max_tokens is not None) as held,
+            self._streams.open(
+                prepared.orders,
+                valid.timeout_s,
+                partial(self._admit, prepared.cost),
+                record=prepared.record,
+                idempotency_key=key,
+                resumable=background or resume.resumable(request.headers),
+            ) as opened,
+        ):
+            held.queued = True
+            yield opened
+
+    async def _begin_background(
+        self,
+        request: web.Request,
+        body: Body,
+        prepared: Prepared,
+        running: contextlib.AbstractAsyncContextManager[OpenRequest],
+    ) -> web.StreamResponse:
+        """Begin a response that goes on without its client, and answer with its state or its events."""
+        valid, form = prepared.valid, prepared.form
+        assert isinstance(form, ResponseFormat)
+        response_id = prepared.orders[0].id.rpartition(".")[0]
+        meter, request[METER] = request[METER], request[METER].fresh()  # the job's ends with the answer
+        queued = msgspec.json.encode(form.response("queued"))
+        try:
+            await self._background.start(Job(response_id, holder_of(request), valid, form, meter), running)
+        finally:
+            body.release()
+        if valid.stream:
+            return await self.resume(request, response_id, None)
+        return await self._write(request, [queued])
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
@@ -348,8 +406,12 @@ class Handlers:
         """Call admission.decide with this process's clock and random numbers."""
         return admission.decide(cost, fleet, steady_ms(), self._config, random.random())
 
-    async def resume(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
-        """Continue an answer after what the client already has; None: from its start.  Raises Refusal."""
+    async def resume(
+        self, request: web.Request, request_id: str, had: Position | None, after: int | None = None
+    ) -> web.StreamResponse:
+        """Continue an answer after what the client already has; None: from its start.  Raises Refusal.
+
+        `after`: as a stream of a response's events after this one; -1: all of them."""
         if had is not None and had.done:
             return web.Response(status=204)  # it tells EventSource to stop asking
         streams = self._streams
@@ -357,6 +419,11 @@ class Handlers:
         record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
         valid = record.valid
         form = record.form(request_id, self._tokenizer.table, ids=True)
+        if isinstance(form, ResponseFormat):
+            if after is not None:
+                form.after, valid = after, msgspec.structs.replace(valid, stream=True)
+            elif valid.shown.get("background") and not valid.stream:  # again under its idempotency key
+                return await self._write(request, [(await self._stored.load(holder_of(request), request_id)).body])
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
         if len(had.tokens) != prompts * n:
@@ -377,6 +444,8 @@ class Handlers:
             cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
             reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
             form.skip(had, cached, reasoning)
+            if valid.shown.get("background"):
+                opened.announce()  # its first events do not wait for tokens
             for choice in had.ended:
                 opened.end(choice)
             try:

@@ -103,22 +103,22 @@ class Middleware:
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical.removeprefix(self._root) if resource is not None else "other"
-        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
+        request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = CLIENT_LEFT  # unless something below gets so far as to answer
         connection = self._connections.of(request)
         if connection is not None:
             connection.begin_request()
         try:
-            status, response = await self._respond(request, handler, meter)
+            status, response = await self._respond(request, handler)
         finally:
-            meter.close(endpoint, status)
+            request[METER].close(endpoint, status)  # it may be another one by now: see Handlers.begin
             if connection is not None:
                 connection.end_request()
         if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):
             response.force_close()
         return response
 
-    async def _respond(self, request: web.Request, handler: Handler, meter: Meter) -> tuple[int, web.StreamResponse]:
+    async def _respond(self, request: web.Request, handler: Handler) -> tuple[int, web.StreamResponse]:
         """Return the status to record, and the response."""
         try:
             self._connections.check(request, request[PATH])
@@ -128,12 +128,12 @@ class Middleware:
             response = await handler(request)
             return response.status, response
         except Refusal as refusal:
-            return refusal.status, refuse(refusal, meter, request)
+            return refusal.status, refuse(refusal, request)
         except web.HTTPException as error:
             if error.status == 404 and (location := await self._without_slash(request)):
                 return 307, web.Response(status=307, headers={"Location": location})
             code, message = f"http_{error.status}", f"{request.method} {request.path}: {error.reason}"
-            refused = refuse(Refusal(error.status, code, message), meter, request)
+            refused = refuse(Refusal(error.status, code, message), request)
             if "Allow" in error.headers:
                 refused.headers["Allow"] = error.headers["Allow"]
             return error.status, refused
@@ -145,7 +145,7 @@ class Middleware:
         except Exception:
             log.exception("request %s failed; its client gets status 500", request[REQUEST_ID])
             failure = Refusal(500, "internal_error", "the gateway failed on this request")
-            return failure.status, refuse(failure, meter, request)
+            return failure.status, refuse(failure, request)
 
     async def _without_slash(self, request: web.Request) -> str:
         """Return the address of an endpoint that a client asked for with a slash at its end; "" if there is none."""
@@ -180,9 +180,9 @@ class Middleware:
             response.headers.update(await self._quotas.headers(request, request.get(TENANT)))
 
 
-def refuse(refusal: Refusal, meter: Meter, request: web.Request) -> web.Response:
+def refuse(refusal: Refusal, request: web.Request) -> web.Response:
     """Record a refusal and return it as a response, in the format of the request's endpoint."""
-    meter.fail(refusal)
+    request[METER].fail(refusal)
     foreign = request[PATH].startswith(MESSAGES)
     body = error_body(refusal, request[REQUEST_ID]) if foreign else refusal.body()
     return web.Response(body=body, status=refusal.status, headers=refusal.headers(), content_type="application/json")

@@ -71,7 +71,7 @@ class Record(msgspec.Struct, frozen=True):
         )
 
 
-_decode = msgspec.msgpack.Decoder(Record).decode
+decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
@@ -79,7 +79,7 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 
     Raises the same Refusal for a record that is gone and for one of another owner.  It is 410 if the answer may have
     expired: its id is older than the time that every answer is kept.  Else it is 404."""
-    found = _decode(record) if record else None
+    found = decode(record) if record else None
     if found is not None and found.owner == owner:
         return found
     made_ms = int(request_id[-_ID_DIGITS:][:_ID_TIME], 16)

@@ -105,6 +105,18 @@ class StoredResponses:
             return await self.update(holder, failed, ended=True)
         return outcome >= 0
 
+    async def cancel(self, holder: str, response_id: str) -> bytes:
+        """End a response that runs in the background as cancelled; return how it ended.  Raises Refusal."""
+        found = await self.load(holder, response_id)
+        response = msgspec.json.decode(found.body)
+        if not response["background"]:
+            message = "background: only a response that runs in the background can be cancelled"
+            raise Refusal(400, "invalid_value", message, param="background", limit=True, given=False)
+        if found.ended:
+            return found.body
+        await _ask(self.update(holder, {**response, "status": "cancelled"}, ended=True))
+        return (await self.load(holder, response_id)).body
+
     # -- reading
 
     async def load(self, holder: str, response_id: str) -> StoredResponse:

@@ -284,7 +284,7 @@ async def test_a_failure_within_a_stream_is_its_last_event(
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
 
 
-# --------------------------------------------------------------------------------------------------------------- any cut
+# ------------------------------------------------------------------------------------------------------------- any cut
 
 
 @given(st.data())
@@ -326,7 +326,7 @@ async def whole_of(
     return body
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "invalid_type"),
