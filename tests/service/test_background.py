@@ -1,4 +1,4 @@
-"""Background responses: computed without a client, resumed by event number, cancelled, and taken over by a live gateway."""
+"""Background responses: computed without a client, resumed by event number, cancelled, taken over by a live gateway."""
 
 from __future__ import annotations
 
@@ -34,15 +34,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RENEW_S", 0.05)
 
 
-async def ended(session: ClientSession, response_id: str) -> dict[str, Any]:
-    """A background response, once it has ended."""
+async def state(session: ClientSession, response_id: str, *wanted: str) -> dict[str, Any]:
+    """A background response, once it has one of the wanted states."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             status, found = await get(session, f"{PATH}/{response_id}")
             assert status == 200
-            if found["status"] not in ("queued", "in_progress"):
+            if found["status"] in wanted:
                 return dict(found)
             await asyncio.sleep(0.02)
+
+
+async def ended(session: ClientSession, response_id: str) -> dict[str, Any]:
+    """A background response, once it has ended."""
+    return await state(session, response_id, "completed", "incomplete", "failed", "cancelled")
 
 
 async def begin(served: Served, fields: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -86,9 +91,7 @@ async def test_the_official_client_polls_and_cancels(
     ):
         await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
         made = await client.responses.create(model="tiny", input="Rain?", background=True)
-        async with asyncio.timeout(LIMIT_S):
-            while (await elsewhere.responses.retrieve(made.id)).status != "in_progress":
-                await asyncio.sleep(0.02)
+        await state(other.session, made.id, "in_progress")
         cancelled = await elsewhere.responses.cancel(made.id)
         assert cancelled.status == "cancelled"
         await settled(lambda: bool(fake.aborted))
@@ -202,7 +205,7 @@ async def test_a_gateway_that_drains_hands_it_over(
 
 async def test_one_whose_tokens_are_gone_is_reported_as_failed(serve: Serve, tools_tokenizer: Tokenizer) -> None:
     served = await serve(tools_tokenizer)
-    made = {"id": f"resp_{1:032x}", "status": "in_progress", "output": []}
+    made: dict[str, Any] = {"id": f"resp_{1:032x}", "status": "in_progress", "output": []}
     await served.streams.responses.put(
         "key ", made["id"], json.dumps(made).encode(), ended=False, ttl_ms=60_000, most_bytes=2**20, given=b"[]",
         lease_ms=1,
@@ -218,7 +221,6 @@ async def test_the_response_of_a_killed_gateway_is_taken_over(
     launch: Launch,
     byte_level_tokenizer: Tokenizer,
     port: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = byte_level_tokenizer._encode("One request down, one token up. " * 8, special=False)
     process = launch()
@@ -226,11 +228,10 @@ async def test_the_response_of_a_killed_gateway_is_taken_over(
         fake.step_s = 0.02
         await up(client)
         _, made = await post(client, {"input": "Go", "background": True, "max_output_tokens": 400})
-        async with asyncio.timeout(LIMIT_S):
-            while (await get(client, f"{PATH}/{made['id']}"))[1]["status"] != "in_progress":
-                await asyncio.sleep(0.02)
+        await state(client, made["id"], "in_progress")
         process.send_signal(signal.SIGKILL)
         served = await serve()
+        await served.streams.responses.renew(0, [made["id"]], 0)  # its lease, of 6 s, has lapsed
         found = await ended(served.session, made["id"])
     assert found["status"] == "completed"
     assert found["output"][0]["content"][0]["text"] == byte_level_tokenizer.text_of(tokens)
