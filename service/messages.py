@@ -45,7 +45,6 @@ NAMES = (
     (r"continue_final_message", "messages"),
 )
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo")
 UNSERVED = {
     "mcp_servers": "tools of other servers",
     "container": "code execution",
