@@ -71,6 +71,7 @@ class Background:
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._stored, self._capacity, self._telemetry = stored, capacity, telemetry
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._leased: set[str] = set()  # those of them that Redis knows as running here
 
     async def serve(self, _: web.Application) -> AsyncIterator[None]:
         """Renew leases, and take over responses of dead gateways, as long as the app is served (`cleanup_ctx`)."""
@@ -106,6 +107,7 @@ class Background:
                 async with running as opened:
                     job.meter.admit(opened.waiting)
                     await self._begin(job, opened)
+                    self._leased.add(job.id)
                     accepted.set_result(None)
                     status = await self._answer(job, opened)
         except Exception as error:
@@ -114,9 +116,13 @@ class Background:
             else:
                 accepted.set_exception(error)
         finally:
-            accepted.cancel()
-            self._jobs.pop(job.id, None)
-            job.meter.close(ENDPOINT, status)
+            self._forget(job.id)
+            if not accepted.cancel() and accepted.exception() is None:  # else its client's request is recorded
+                job.meter.close(ENDPOINT, status)
+
+    def _forget(self, response_id: str) -> None:
+        self._jobs.pop(response_id, None)
+        self._leased.discard(response_id)
 
     async def _begin(self, job: Job, opened: OpenRequest) -> None:
         try:
@@ -157,6 +163,7 @@ class Background:
                         await self._stored.update(job.holder, job.form.response("in_progress"), ended=False)
 
     async def _end(self, job: Job, response: dict[str, Any]) -> None:
+        self._leased.discard(job.id)
         for _ in range(STORE_TRIES):
             try:
                 await self._stored.update(job.holder, response, ended=True)
@@ -168,6 +175,7 @@ class Background:
 
     async def _release(self, job: Job) -> None:
         """Let another gateway take a response over at once."""
+        self._leased.discard(job.id)
         with contextlib.suppress(BusDown):
             await self._streams.responses.renew(0, [job.id], 0)
 
@@ -182,11 +190,12 @@ class Background:
     async def renew(self) -> None:
         """Renew the leases of this gateway's responses, and take over those whose lease has lapsed.  Raises BusDown."""
         most = 0 if self._capacity.draining else TAKEN
-        leases = await self._streams.responses.renew(LEASE_MS, list(self._jobs), most)
-        for response_id in leases.lost:
+        leases = await self._streams.responses.renew(LEASE_MS, list(self._leased), most)
+        for response_id in self._leased.intersection(leases.lost):
             self.cancel(response_id)
         for response_id, holder in leases.taken:
             if response_id not in self._jobs:
+                self._leased.add(response_id)
                 self._jobs[response_id] = asyncio.create_task(self._take_over(response_id, holder))
 
     async def _take_over(self, response_id: str, holder: str) -> None:
@@ -203,7 +212,7 @@ class Background:
         except BusDown as error:
             log.warning("the background response %s cannot be taken over now: %s", response_id, error)
         finally:
-            self._jobs.pop(response_id, None)
+            self._forget(response_id)
 
     async def _continue(self, response_id: str, holder: str, record: resume.Record) -> None:
         form = record.form(response_id, self._tokenizer.table, ids=False)

@@ -333,6 +333,9 @@ class Handlers:
         queued = msgspec.json.encode(form.response("queued"))
         try:
             await self._background.start(Job(response_id, holder_of(request), valid, form, meter), running)
+        except Exception:
+            request[METER] = meter
+            raise
         finally:
             body.release()
         if valid.stream:
@@ -346,7 +349,9 @@ class Handlers:
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
         if prefix == responses.PREFIX:
             previous = await self._offload(size, responses.previous_of, body.data, config)
-            parse = partial(responses.parse, history=await self._stored.history(holder_of(request), previous))
+            history = await self._stored.history(holder_of(request), previous)
+            size += sum(len(given) + len(answered) for given, answered in history)
+            parse = partial(responses.parse, history=history)
         valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())

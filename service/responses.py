@@ -12,6 +12,7 @@ alone, and any gateway can send those after a given number.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from service.refusal import bad_request, check
 PREFIX = "resp_"
 CALL_PREFIX = "call_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
 Item = dict[str, Any]  # of an input or an output, as JSON
+Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON
 
 # Fields of a chat, as refusals of the chat path name them -> fields of this format.
 NAMES = (
@@ -123,16 +125,18 @@ def parse(
     served_name: str,
     timeout_s: float,
     served: Served = NO_DEFAULTS,
-    history: list[Item] | None = None,
+    history: Sequence[Turn] = (),
 ) -> ValidRequest:
-    """Parse the body of POST /v1/responses.  `history`: items of earlier responses, oldest first.  Raises Refusal."""
+    """Parse the body of POST /v1/responses.  `history`: what it continues, oldest first.  Raises Refusal."""
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
     items = _given(asked.input)
     stored = _stored(asked, config)
-    chat = chat_of(asked, [*(history or ()), *items], config)
+    earlier: list[Item] = []
+    for given, answered in history:  # one after the other: decoding holds the interpreter
+        earlier += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
+    chat = chat_of(asked, [*earlier, *items], config)
     valid = chat_request(chat, config, served_name, timeout_s, served, unknown)
-    given = {"store": stored, **_shown(asked, valid)}
-    return msgspec.structs.replace(valid, shown=given, items=items)
+    return msgspec.structs.replace(valid, shown={"store": stored, **_shown(asked, valid)}, items=items)
 
 
 # ------------------------------------------------------------------------------------------------------------- requests

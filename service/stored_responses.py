@@ -22,7 +22,7 @@ from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.limits import shown
 from service.middleware import OWNER, TENANT
-from service.responses import Item, ResponseFormat
+from service.responses import ResponseFormat, Turn
 from service.streams import Streams, unavailable
 
 log = logging.getLogger("quire.gateway")
@@ -126,8 +126,10 @@ class StoredResponses:
             raise _missing(response_id)
         return found
 
-    async def history(self, holder: str, response_id: str | None) -> list[Item]:
-        """Return the items of a response and of those that it continues, oldest first.  Raises Refusal."""
+    async def history(self, holder: str, response_id: str | None) -> list[Turn]:
+        """Return input and response, as JSON, of a response and of those that it continues, oldest first.
+
+        Raises Refusal."""
         if not response_id:
             return []
         field = "previous_response_id"
@@ -145,10 +147,7 @@ class StoredResponses:
         if not all(one.ended for one in chain.found):
             message = f"{field}: '{shown(response_id)}' has not ended"
             raise Refusal(400, "invalid_value", message, param=field)
-        items: list[Item] = []
-        for one in reversed(chain.found):
-            items += msgspec.json.decode(one.input) + msgspec.json.decode(one.body)["output"]
-        return items
+        return [(one.input, one.body) for one in reversed(chain.found)]
 
     async def drop(self, holder: str, response_id: str) -> None:
         """Delete a response.  Raises Refusal: 404 if there is none of this holder."""

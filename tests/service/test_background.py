@@ -16,6 +16,7 @@ from aiohttp import ClientSession
 
 from engine.wire.messages import Finish
 from service import background
+from service.stored_responses import StoredResponses
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_responses import ASK, PATH, bare, events, folded, get, post
@@ -145,6 +146,26 @@ async def test_its_events_continue_after_any_number_at_any_gateway(
             assert (await get(first.session, f"{PATH}/{unknown}?stream=true&{query}"))[0] == status
 
 
+async def test_a_renewal_while_it_begins_does_not_stop_it(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis does not know it as running before it is stored."""
+    monkeypatch.setattr(background, "RENEW_S", 3600)
+    served = await serve(tools_tokenizer)
+    jobs = served.gateway.handlers._background
+    begin_storing = StoredResponses.begin
+
+    async def begin_late(*given: Any) -> None:
+        await jobs.renew()
+        await begin_storing(*given)
+
+    monkeypatch.setattr(StoredResponses, "begin", begin_late)
+    async with model(engine, says(tools_tokenizer)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        found = await ended(served.session, (await begin(served))["id"])
+    assert found["status"] == "completed"
+
+
 async def test_it_may_fail(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
     served = await serve(tools_tokenizer)
     async with model(engine, lambda *_: ([5, 6], Finish("error", message="it broke"))):
@@ -168,6 +189,10 @@ async def test_one_that_is_refused_is_no_response(
             error = await response.json()
         assert (response.status, error["error"]["code"]) == (400, "too_long")
         await settled(lambda: not served.gateway.capacity.answering and not fake.busy)
+        async with served.session.get("/metrics") as page:
+            counted = await page.text()
+    assert 'quire_requests_total{endpoint="/v1/responses",gateway="g0",status="400"} 2.0' in counted
+    assert "in the background" not in counted  # each refused request is counted once
 
 
 async def test_a_retry_under_an_idempotency_key_is_the_same_response(
