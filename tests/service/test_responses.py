@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -207,6 +209,26 @@ async def test_only_its_own_key_sees_a_response(serve: Serve, engine: EngineMake
         status, error = await post(served.session, {**ASK, "previous_response_id": made["id"]}, **other)
         assert (status, error["error"]["param"]) == (404, "previous_response_id")
         assert (await get(served.session, path))[0] == 401
+
+
+async def test_all_keys_of_a_tenant_see_its_responses(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    def digest(key: str) -> str:
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f'[acme]\nweight = 1.0\nkey_sha256 = ["{digest("k")}", "{digest("l")}"]\n'
+        f'[other]\nweight = 1.0\nkey_sha256 = ["{digest("m")}"]\n'
+    )
+    served = await serve(tools_tokenizer, tenants=str(file))
+    async with model(engine, says(tools_tokenizer, "No.")):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, made = await post(served.session, ASK, **{"x-api-key": "k"})
+        found = [await get(served.session, f"{PATH}/{made['id']}", **{"x-api-key": key}) for key in "klm"]
+    assert [status for status, _ in found] == [200, 200, 404]
+    assert found[0][1] == found[1][1] == made
 
 
 async def test_what_is_not_stored_says_so(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
