@@ -191,7 +191,7 @@ class Background:
         """Renew the leases of this gateway's responses, and take over those whose lease has lapsed.  Raises BusDown."""
         most = 0 if self._capacity.draining else TAKEN
         leases = await self._streams.responses.renew(LEASE_MS, list(self._leased), most)
-        for response_id in self._leased.intersection(leases.lost):
+        for response_id in self._leased.intersection(leases.stopped):
             self.cancel(response_id)
         for response_id, holder in leases.taken:
             if response_id not in self._jobs:

@@ -325,7 +325,7 @@ class Handlers:
         prepared: Prepared,
         running: contextlib.AbstractAsyncContextManager[OpenRequest],
     ) -> web.StreamResponse:
-        """Begin a response that goes on without its client, and answer with its state or its events."""
+        """Begin a response that is computed without its client, and answer with its state or its events."""
         valid, form = prepared.valid, prepared.form
         assert isinstance(form, ResponseFormat)
         response_id = prepared.orders[0].id.rpartition(".")[0]

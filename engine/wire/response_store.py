@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 class Leases(NamedTuple):
     """The outcome of a renewal."""
 
-    lost: list[str]  # ids that do not run any more: deleted, cancelled or ended
+    stopped: list[str]  # ids that do not run any more: deleted, cancelled or ended
     taken: list[tuple[str, str]]  # (id, holder) of those that the caller answers for from now on
 
 
@@ -88,8 +88,8 @@ class ResponseStore:
         """Renew the leases of `running`, and take over at most `most` responses whose lease has lapsed.
 
         With `lease_ms` 0 and `most` 0 another gateway may take over those in `running` at once."""
-        lost, taken = await self._run(RESPONSE_LEASE, lease_ms, most, *running)
-        return Leases([one.decode() for one in lost], [(one.decode(), holder.decode()) for one, holder in taken])
+        stopped, taken = await self._run(RESPONSE_LEASE, lease_ms, most, *running)
+        return Leases([one.decode() for one in stopped], [(one.decode(), holder.decode()) for one, holder in taken])
 
 
 def _read(entry: list[bytes]) -> StoredResponse:

@@ -3,13 +3,13 @@
 -- The further arguments are the ids that the caller answers for.
 -- Returns {ids of those that do not run any more, {{id, holder} of each that the caller answers for from now on}}.
 local lease, most = unpack(ARGV)
-local running, now, lost, taken = P .. 'responses_running', now_ms(), {}, {}
+local running, now, stopped, taken = P .. 'responses_running', now_ms(), {}, {}
 
 for at = 3, #ARGV do
   if call('ZSCORE', running, ARGV[at]) then
     call('ZADD', running, now + lease, ARGV[at])
   else
-    lost[#lost + 1] = ARGV[at]
+    stopped[#stopped + 1] = ARGV[at]
   end
 end
 for _, id in ipairs(call('ZRANGEBYSCORE', running, '-inf', now, 'LIMIT', 0, most)) do
@@ -21,4 +21,4 @@ for _, id in ipairs(call('ZRANGEBYSCORE', running, '-inf', now, 'LIMIT', 0, most
     call('ZREM', running, id)
   end
 end
-return {lost, taken}
+return {stopped, taken}
