@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "calls"]
 
 TOO_LARGE = LIMITS["grammar"].code
 # An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
@@ -84,7 +84,24 @@ class Constraint(msgspec.Struct, frozen=True):
 
     param: str  # the path of the field that holds `value`
     kind: Kind
-    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts
+    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """The arguments that a tool takes."""
+
+    param: str  # the path of `schema`
+    schema: dict[str, Any]
+    strict: bool  # else a schema that is not served stands for any arguments
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """An answer that makes tool calls, or may make them."""
+
+    grammar: str  # Lark; @tool0 ... are the arguments of `tools`, @answer is `answer`
+    plain: str  # the same with special tokens written as text, for checks that need no model
+    tools: list[Parameters]
+    answer: Constraint | None = None  # of the kind json: what may stand there instead of calls
 
 
 # ------------------------------------------------------------------------------------------------- fields of a request
@@ -226,6 +243,11 @@ def _check_count(schema: dict[str, Any], at: str) -> None:
 
 
 def _json_grammar(constraint: Constraint) -> str:
+    return _of_schema(_checked_schema(constraint))
+
+
+def _checked_schema(constraint: Constraint) -> dict[str, Any]:
+    """Return a schema whose keywords are all served.  Raises NotServed."""
     schema = constraint.value
     if isinstance(schema, str):  # vLLM takes a schema as text too
         try:
@@ -235,11 +257,16 @@ def _json_grammar(constraint: Constraint) -> str:
     check_keywords(schema, constraint.param)
     if schema is False:
         raise NotServed(constraint.param, "the schema false allows no answer")
-    return _of_schema({} if schema is True else schema)
+    return {} if schema is True else schema
 
 
 def _of_schema(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(json.dumps(_spaced(schema)))
+
+
+def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with llguidance's word for the white space that may stand between its parts."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 # ------------------------------------------------------------------------------------------------- regex, choice, Lark
@@ -266,6 +293,38 @@ def _lark_grammar(constraint: Constraint) -> str:
         if re.search(pattern, text):
             raise NotServed(constraint.param, f"a Lark grammar is served without {what}", code="unsupported")
     return LLMatcher.grammar_from_lark(text)
+
+
+# --------------------------------------------------------------------------------------------------------- tool calls
+
+
+def _calls_grammar(constraint: Constraint) -> str:
+    """Return the grammar of an answer with calls, checked.  Raises NotServed."""
+    rules: CallRules = constraint.value
+    schemas = {f"tool{at}": _arguments(parameters) for at, parameters in enumerate(rules.tools)}
+    if rules.answer is not None:
+        schemas["answer"] = _checked_schema(rules.answer)
+
+    def grammar(lark: str) -> str:
+        inner = [{"name": name, "json_schema": _spaced(schema)} for name, schema in schemas.items()]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
+
+    if why := problem(grammar(rules.plain)):
+        raise NotServed(constraint.param, why, code="unsupported")
+    return grammar(rules.grammar)
+
+
+def _arguments(parameters: Parameters) -> dict[str, Any]:
+    """Return the schema to which arguments are held.  Raises NotServed where a strict one cannot be."""
+    try:
+        check_keywords(parameters.schema, parameters.param)
+        if why := problem(_of_schema(parameters.schema)):
+            raise NotServed(*_blame(Constraint(parameters.param, "json", parameters.schema), why), code="unsupported")
+    except NotServed:
+        if parameters.strict:
+            raise
+        return ANY_OBJECT
+    return parameters.schema
 
 
 # ---------------------------------------------------------------------------------------------------------- compiling
@@ -310,6 +369,8 @@ def compile_grammar(constraint: Constraint) -> str:
     if size > GRAMMAR_BYTES:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
         raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
+    if constraint.kind == "calls":
+        return _calls_grammar(constraint)
     grammar = MAKERS[constraint.kind](constraint)
     if why := problem(grammar):
         raise NotServed(*_blame(constraint, why), code="unsupported")

@@ -356,10 +356,9 @@ class Handlers:
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
         limits = admission.limits(streams.fleet)
-        valid = await self._constrain(valid)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
-        valid = msgspec.structs.replace(valid, reading=reading)
+        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading))
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
@@ -397,7 +396,7 @@ class Handlers:
 
     async def _constrain(self, valid: api.ValidRequest) -> api.ValidRequest:
         """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
-        if (constraint := valid.constraint) is None:
+        if (constraint := self._tokenizer.constraint(valid, valid.reading)) is None:
             return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:

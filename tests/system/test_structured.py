@@ -1,8 +1,11 @@
-"""Structured output over HTTP: the official client, whole and streamed, with a model of random weights."""
+"""Structured output over HTTP: the official client, whole and streamed, with a model of random weights.
+
+Its chat template knows tools, so that calls can be demanded of it too."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +17,7 @@ from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 from engine.common.embedded_redis import EmbeddedRedis
+from tests.service.fakes import TOOLS_TEMPLATE
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -27,6 +31,16 @@ SCHEMA = {
     "required": ["stars", "words"],
     "additionalProperties": False,
 }
+DAYS = {
+    "type": "object",
+    "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "rate", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "forecast", "parameters": DAYS, "strict": True}},
+]
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "rating", "strict": True, "schema": SCHEMA}}
 
 
@@ -44,8 +58,16 @@ class Rating(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def stack(redis_server: EmbeddedRedis, checkpoint: Callable[[str], Path]) -> Iterator[Stack]:
-    with Stack(redis_server.url, "structured", checkpoint("llama")) as made:
+def stack(
+    redis_server: EmbeddedRedis, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("tools") / "llama"
+    shutil.copytree(checkpoint("llama"), folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the end token that this vocabulary has
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    with Stack(redis_server.url, "structured", folder) as made:
         yield made
 
 
@@ -102,6 +124,62 @@ def test_any_object(client: openai.OpenAI) -> None:
         assert choice.message.content.startswith("{")
         if choice.finish_reason == "stop":
             assert isinstance(json.loads(choice.message.content), dict)
+        else:
+            assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_demanded_calls_are_made_and_fit_their_schemas(client: openai.OpenAI, choice: str) -> None:
+    asked: Any = "required" if choice == "required" else {"type": "function", "function": {"name": "rate"}}
+    for seed in range(4):
+        fields: dict[str, Any] = {
+            "model": "tiny",
+            "messages": SAID,
+            "tools": TOOLS,
+            "tool_choice": asked,
+            "parallel_tool_calls": False,
+            "seed": seed,
+            "max_tokens": 400,
+            # Random weights would think until max_tokens.
+            "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+        }
+        [whole] = client.chat.completions.create(**fields).choices
+        assert whole.finish_reason == "tool_calls"
+        assert not whole.message.content
+        [call] = whole.message.tool_calls or []
+        assert call.type == "function"
+        schemas = {"rate": SCHEMA, "forecast": DAYS} if choice == "required" else {"rate": SCHEMA}
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+        name, arguments = "", ""
+        for chunk in client.chat.completions.create(**fields, stream=True):
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                assert piece.function is not None
+                name += piece.function.name or ""
+                arguments += piece.function.arguments or ""
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+
+
+def test_strict_arguments_and_a_response_format_with_tools(client: openai.OpenAI) -> None:
+    """The answer is JSON of the schema, or calls; nothing else."""
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=SAID,
+            tools=TOOLS,
+            response_format=FORMAT,
+            seed=seed,
+            max_tokens=400,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+        [choice] = answer.choices
+        if choice.finish_reason == "tool_calls":
+            for call in choice.message.tool_calls or []:
+                assert call.type == "function"
+                schema = {"rate": SCHEMA, "forecast": DAYS}[call.function.name]
+                jsonschema.validate(json.loads(call.function.arguments), schema)
+        elif choice.finish_reason == "stop":
+            assert choice.message.content is not None
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
         else:
             assert choice.finish_reason == "length"
 
