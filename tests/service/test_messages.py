@@ -389,9 +389,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"input_schema": {}}]}, "tools[0].name", "invalid_type"),
     ({"tools": [{"name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "invalid_value"),
-    ({"tools": [{**WEATHER, "strict": True}]}, "tools[0].strict", "unsupported"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice", "unsupported"),
-    ({"tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice", "unsupported"),
     ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type", "invalid_value"),
     ({"thinking": {"type": "deeply"}}, "thinking.type", "invalid_value"),
@@ -437,6 +434,20 @@ def test_thinking_is_asked_of_models_that_think(tools_tokenizer: Tokenizer, byte
     with pytest.raises(Refusal) as caught:
         prompt(byte_level_tokenizer, "enabled")
     assert (caught.value.param, caught.value.code) == ("thinking", "unsupported")
+
+
+def test_calls_may_be_demanded() -> None:
+    for choice, demanded in (
+        ({"type": "auto"}, []),
+        ({"type": "none"}, []),
+        ({"type": "any"}, ["weather", "time"]),
+        ({"type": "tool", "name": "weather", "disable_parallel_tool_use": True}, ["weather"]),
+    ):
+        body = {**ASK, "tool_choice": choice, "tools": [{**WEATHER, "strict": True}, ASK["tools"][1]]}
+        options = parse(json.dumps(body).encode(), GatewayConfig(), "tiny", 600.0, NO_DEFAULTS).options
+        assert options.demanded == demanded
+        assert options.parallel == ("disable_parallel_tool_use" not in choice)
+        assert bool(options.strict) == (choice["type"] != "none")
 
 
 def test_a_count_needs_no_max_tokens() -> None:

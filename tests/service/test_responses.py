@@ -369,9 +369,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "invalid_value"),
-    ({"tools": [{**WEATHER, "strict": True}]}, "tools[0].strict", "unsupported"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported"),
-    ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice", "unsupported"),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "unsupported"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "unsupported"),
@@ -432,6 +429,21 @@ def test_items_become_messages() -> None:
     assert (found[2].reasoning_content, [call["id"] for call in found[2].tool_calls or ()]) == ("hm", ["1", "2"])
     assert (found[3].content, found[3].name, found[3].tool_call_id) == ("2", "g", "2")
     assert [found[4].content, found[5].content] == ["Yes", "and no"]
+
+
+def test_calls_may_be_demanded() -> None:
+    tools = [{**WEATHER, "strict": True}, ASK["tools"][1]]
+    choices: list[tuple[Any, list[str]]] = [
+        ("auto", []),
+        ("required", ["weather", "time"]),
+        ({"type": "function", "name": "weather"}, ["weather"]),
+    ]
+    for choice, demanded in choices:
+        body = json.dumps({**ASK, "tools": tools, "tool_choice": choice}).encode()
+        valid = parse(body, GatewayConfig(), "tiny", 600.0)
+        assert valid.options.demanded == demanded
+        assert valid.options.strict
+        assert valid.shown["tool_choice"] == choice
 
 
 async def test_answers_may_have_a_schema() -> None:
