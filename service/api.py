@@ -90,16 +90,7 @@ class _Common(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    # Not supported, and they would change the answer: refused, never silently ignored.
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
-    audio: Any = None
-    logits_processors: Any = None
     prompt_logprobs: int | None = None
-    add_special_tokens: bool | None = None
 
 
 class CompletionBody(_Common, kw_only=True):
@@ -108,8 +99,8 @@ class CompletionBody(_Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
-    suffix: Any = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatBody(_Common, kw_only=True):
@@ -119,10 +110,9 @@ class ChatBody(_Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # As in _Common: refused if the value would change the answer.
-    echo: bool | None = None
-    chat_template: Any = None
     # What the chat template gets: see tools.py.
+    tools: Any = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
     reasoning_effort: str | None = None
@@ -130,23 +120,6 @@ class ChatBody(_Common, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
-
-_UNSERVED = {
-    "functions": "the older form of tools",
-    "use_beam_search": "beam search",
-    "bad_words": "bad words",
-    "audio": "audio",
-    "suffix": "text insertion",
-    "logits_processors": "code of clients",
-    "chat_template": "a template of the client",
-}
-# field -> (its one allowed value, feature): any other value is refused, false ones included.
-_FIXED: dict[str, tuple[object, str]] = {}
-_FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
-    **_FIXED,
-    "add_special_tokens": (False, "a chat with special tokens beyond the template's"),
-    "echo": (False, "echo of a chat"),
-}
 
 Prompt = str | list[int]
 
@@ -328,17 +301,8 @@ def _priority(given: int | str, config: GatewayConfig) -> int:
     raise _bad("invalid_value", f"priority: must be one of {limit}, got {value!r}", "priority", limit, value)
 
 
-def _refuse_unserved(body: _Common) -> None:
-    """Raise Refusal for a field that would change the answer and is not supported."""
-    for name, feature in _UNSERVED.items():
-        if getattr(body, name, None) not in (None, False, [], {}, ""):
-            raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
-        if getattr(body, name, None) not in (None, only):
-            raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    for name in ("tools", "tool_choice"):
-        if not isinstance(body, ChatBody) and getattr(body, name) not in (None, [], "none", "auto"):
-            raise _bad("unsupported", f"{name}: tools are served by /v1/chat/completions only", name)
+def _refuse_combinations(body: _Common) -> None:
+    """Raise Refusal for fields that are not served together."""
     if body.prompt_logprobs is not None and body.stream:
         raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -419,7 +383,7 @@ def _constraint(body: _Common) -> Constraint | None:
 def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> dict[str, Any]:
     """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
     check_model(body.model, served_name, served)
-    _refuse_unserved(body)
+    _refuse_combinations(body)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check("stop", len(stop), config)
     for text in stop:

@@ -93,10 +93,12 @@ class Background:
         self._jobs[job.id] = asyncio.create_task(self._run(job, running, accepted))
         await asyncio.shield(accepted)
 
-    def cancel(self, response_id: str) -> None:
-        """Stop a response that was deleted or cancelled, if this gateway answers for it."""
-        if response_id in self._jobs:
-            self._streams.cancel(f"{response_id}.0")
+    async def cancel(self, response_id: str) -> None:
+        """Stop a response that was deleted or cancelled, at whichever gateway and engine it runs.
+
+        While Redis is away it continues: the next renewal at its gateway stops it."""
+        with contextlib.suppress(BusDown):
+            await self._streams.cancel([f"{response_id}.0"])
 
     # -- jobs
 
@@ -192,7 +194,7 @@ class Background:
         most = 0 if self._capacity.draining else TAKEN
         leases = await self._streams.responses.renew(LEASE_MS, list(self._leased), most)
         for response_id in self._leased.intersection(leases.stopped):
-            self.cancel(response_id)
+            await self.cancel(response_id)
         for response_id, holder in leases.taken:
             if response_id not in self._jobs:
                 self._leased.add(response_id)

@@ -60,6 +60,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
 _EVENT_ID = re.compile(
     rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
     re.ASCII,
@@ -100,6 +101,7 @@ class Piece(msgspec.Struct):
 class AnswerFormat(Protocol):
     """Writes one request's answer, whole or as the events of a stream."""
 
+    request_id: str
     ids: bool  # events have ids, and silence is filled with comments
     each_token: bool  # each piece must hold one token: see text_stream.decode
 
@@ -176,7 +178,7 @@ class Format:
     ) -> None:
         """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id, self._request_id, self.ids = request_id.encode(), request_id, ids
+        self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -325,7 +327,7 @@ class Format:
         for new in piece.calls:
             call = found.setdefault(new.index, {"index": new.index} if index else {})
             if new.name is not None:
-                call |= {"id": call_id(self._request_id, piece.choice, new.index), "type": "function"}
+                call |= {"id": call_id(self.request_id, piece.choice, new.index), "type": "function"}
                 call["function"] = {"name": new.name, "arguments": new.arguments}
             else:
                 function = call.setdefault("function", {"arguments": ""})

@@ -34,8 +34,7 @@ from service.background import Background, Job
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.fields import Endpoint
-from service.format import REQUEST_ID as ANSWER_ID
-from service.format import AnswerFormat, Piece, Position
+from service.format import ANSWER_ID, AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
 from service.metrics import Telemetry
@@ -145,14 +144,14 @@ class Handlers:
         """POST /v1/responses/{id}/cancel: end a response that runs in the background."""
         response_id, holder = request.match_info["id"], holder_of(request)
         cancelled = await self._stored.cancel(holder, response_id)
-        self._background.cancel(response_id)
+        await self._background.cancel(response_id)
         return await self._write(request, [cancelled])
 
     async def delete_response(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{id}."""
         response_id = request.match_info["id"]
         await self._stored.drop(holder_of(request), response_id)
-        self._background.cancel(response_id)
+        await self._background.cancel(response_id)
         gone = {"id": response_id, "object": "response", "deleted": True}
         return await self._write(request, [msgspec.json.encode(gone)])
 
@@ -188,6 +187,19 @@ class Handlers:
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
         with self._capacity.occupy():
             return await self.resume(request, request_id, had)
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v1/streams/{id}: end an answer as cancelled, although its client may resume it.
+
+        204, also where the answer is over; else as for a client that resumes."""
+        given = request.match_info["id"]
+        request_id = given if re.fullmatch(ANSWER_ID, given) else Position.parse(given).request_id
+        with self._capacity.occupy():
+            streams = self._streams
+            found = await streams.find(request_id)
+            record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
+            await streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
+        return web.Response(status=204)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""

@@ -34,6 +34,7 @@ METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a resp
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
 VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
+WATCHERS = 16  # of GET /engine/state, at one gateway
 # Of a schema, regex, list of choices or grammar, as JSON.  One of 64 KiB takes up to 0.3 s to compile, on a thread.
 GRAMMAR_BYTES = 65_536
 GRAMMAR_DEPTH = 64  # of schemas within schemas
@@ -236,6 +237,14 @@ LIMITS: dict[str, Limit] = {
         entries=True,
         code="too_many_open",
         status=503,
+    ),
+    "watchers": Limit(
+        "connection",
+        "clients of one gateway that watch the engines",
+        high=WATCHERS,
+        entries=True,
+        code="too_many_watchers",
+        status=429,
     ),
     "queued": Limit(
         "queue",

@@ -348,7 +348,7 @@ class MessageFormat:
     each_token = False
 
     def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
-        self._valid, self._id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
+        self._valid, self.request_id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
         self._blocks = Blocks()
         self._begun = False
         self._cached = 0  # prompt tokens found in the prefix cache
@@ -380,7 +380,7 @@ class MessageFormat:
         }
 
     def _frame(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": content} | stop | {"usage": self._usage()}
 
     def _stop(self, piece: Piece) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class MessageFormat:
             return {"type": "text", "text": text}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
-        call = TOOL_PREFIX + call_id(self._id, 0, block.call)
+        call = TOOL_PREFIX + call_id(self.request_id, 0, block.call)
         return {"type": "tool_use", "id": call, "name": block.name, "input": {} if empty else read_input(text)}
 
     # -- a stream
@@ -438,7 +438,7 @@ class MessageFormat:
 
     def failure(self, refusal: Refusal) -> bytes:
         """Return the last event of a stream that failed."""
-        return b"event: error\ndata: " + error_body(refusal, self._id) + b"\n\n"
+        return b"event: error\ndata: " + error_body(refusal, self.request_id) + b"\n\n"
 
     # -- the whole answer
 

@@ -377,7 +377,7 @@ class ResponseFormat:
         created: int,
         prompt: Prompted,
     ) -> None:
-        self._valid, self._id, self._model, self._created = valid, request_id, model, created
+        self._valid, self.request_id, self._model, self._created = valid, request_id, model, created
         self._prompt = len(prompt.token_ids)
         self._blocks = Blocks()
         self._number = 0  # of the next event
@@ -412,7 +412,7 @@ class ResponseFormat:
         cut = self._finish == "length"
         ended = not status
         return {
-            "id": self._id,
+            "id": self.request_id,
             "object": "response",
             "created_at": self._created,
             "status": status or ("incomplete" if cut else "completed"),
@@ -435,7 +435,7 @@ class ResponseFormat:
         }
 
     def _item_id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}{self._id.removeprefix(PREFIX)}{block.index:04x}"
+        return f"{PREFIXES[block.kind]}{self.request_id.removeprefix(PREFIX)}{block.index:04x}"
 
     def _item(self, block: Block, *, begun: bool = False) -> Item:
         """Return a block as an item of the output; `begun`: as it is announced, without content."""
@@ -443,7 +443,7 @@ class ResponseFormat:
         status = "in_progress" if begun else "completed" if whole else "incomplete"
         item: Item = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            call = CALL_PREFIX + call_id(self._id, 0, block.call)
+            call = CALL_PREFIX + call_id(self.request_id, 0, block.call)
             arguments = "" if begun else block.text
             return {"type": "function_call", **item, "call_id": call, "name": block.name, "arguments": arguments}
         parts = [] if begun else [self._part(block)]

@@ -25,6 +25,7 @@ from engine.wire.clock import steady_ms
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from engine.wire.response_store import ResponseStore
@@ -166,6 +167,10 @@ class Streams:
         Raises Refusal(503)."""
         found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
+
+    async def cancel(self, order_ids: list[str]) -> None:
+        """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
+        await self._bus.cancel_for_all(order_ids)
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
@@ -313,13 +318,6 @@ class Streams:
                 self._troubles[part] = str(error)
             raise unavailable() from None
 
-    def cancel(self, order_id: str) -> None:
-        """End all readers of an order here, and with the last one the order."""
-        order = self._orders.get(order_id)
-        for reader, _ in list(order.readers) if order is not None else ():
-            reader.resumable = False
-            reader.end_all(Finish("cancelled"))
-
     def stop_one(self, order: Order, index: int) -> None:
         """Stop one continuation that no client reads any more."""
         if index in order.running:
@@ -446,6 +444,11 @@ class Streams:
     def quotas(self) -> QuotaStore:
         """The quotas of tenants in Redis."""
         return self._bus.quotas
+
+    @property
+    def pool_states(self) -> PoolStateStore:
+        """What the blocks of each engine hold, in Redis."""
+        return self._bus.pool_states
 
     @property
     def fleet(self) -> Fleet:

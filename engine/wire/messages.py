@@ -174,3 +174,24 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
+
+
+class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The block table of one continuation, as runs of neighbouring blocks."""
+
+    id: str  # of its request
+    index: int  # which of the request's n continuations
+    runs: bytes  # first block and count of each run, 4 bytes each, little endian
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """What every block of an engine's pool holds, for clients that watch it.  Its size is bounded."""
+
+    engine: str
+    blocks: int
+    per_cell: int  # blocks that share a cell, which shows the greatest of their values
+    cells: bytes  # a byte each: 0 free, 1 cached without an owner, else 1 + tables that contain the block, 255 at most
+    sequences: list[SequenceBlocks] = []
+    left_out: int = 0  # sequences with blocks that are not among `sequences`
+    host_blocks: int = 0  # of the host's memory, for sequences that are swapped out
+    host_used: int = 0

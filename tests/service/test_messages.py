@@ -453,3 +453,17 @@ def test_calls_may_be_demanded() -> None:
 def test_a_count_needs_no_max_tokens() -> None:
     valid = parse_count(json.dumps({"messages": [USER]}).encode(), GatewayConfig(), "tiny", 600.0, NO_DEFAULTS)
     assert valid.messages == [USER]
+
+
+async def test_a_message_is_cancelled_by_its_id(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
+    served = await serve(tools_tokenizer)
+    async with model(engine, lambda *_: ([60] * 300, None), step_s=0.02) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        async with served.session.post("/v1/messages", json={**ASK, "stream": True}) as response:
+            path = f"/v1/streams/{response.headers['x-answer-id']}"
+            async with served.session.delete(path) as cancelled:
+                assert cancelled.status == 204
+            told = events(await response.read())
+        await settled(lambda: not fake.busy)
+    assert (told[0]["type"], told[-1]["type"]) == ("message_start", "error")
+    assert told[-1]["error"]["type"] == "overloaded_error"

@@ -14,7 +14,9 @@ from engine.wire.messages import (
     Finish,
     Generate,
     HotPrefix,
+    PoolState,
     Sampling,
+    SequenceBlocks,
     TokenBatch,
     TokenLogprob,
 )
@@ -69,6 +71,7 @@ LOAD = cast(Any, EngineLoad)(
 DELTA = Delta(
     "r1", 4, [5, 6], Finish("stop", 6, ""), 1, [TokenLogprob(-0.5, [(5, -0.5)]), TokenLogprob(-1.0)], 512, None
 )
+SEQUENCE_BLOCKS = SequenceBlocks("r1", 1, b"\x05\x00\x00\x00\x02\x00\x00\x00")
 BATCH = TokenBatch("e1", [DELTA, Delta("r2", 0, [9])], LOAD)
 
 GOLDEN: list[tuple[Any, str]] = [
@@ -124,6 +127,16 @@ GOLDEN: list[tuple[Any, str]] = [
     (
         HotPrefix(b"\x01\x00\x00\x00\x2c\x01\x00\x00", "tenant"),
         "92c408010000002c010000a674656e616e74",
+    ),
+    (
+        SEQUENCE_BLOCKS,
+        "93a2723101c4080500000002000000",
+    ),
+    (
+        PoolState("e1", 4, 1, b"\x00\x01\x02\x04", [SEQUENCE_BLOCKS], 1, 8, 2),
+        "88a6656e67696e65a26531a6626c6f636b7304a87065725f63656c6c01a563656c6c73c40400010204a973657175656e6365"
+        "739193a2723101c4080500000002000000a86c6566745f6f757401ab686f73745f626c6f636b7308a9686f73745f75736564"
+        "02",
     ),
     (
         TokenLogprob(-0.5, [(5, -0.5), (6, -2.0)]),
