@@ -5,6 +5,10 @@
 _.structured_outputs, _.guided_json, _.guided_regex, _.guided_choice, _.guided_grammar  # service/api.py: refused fields
 _.use_beam_search, _.bad_words, _.audio, _.logits_processors
 _.tool_call_id
+# service/messages.py, service/responses.py: harmless and refused fields of foreign formats.
+_.signature, _.cache_control, _.citations, _.service_tier, _.inference_geo, _.safety_identifier
+_.mcp_servers, _.container, _.context_management, _.speed, _.conversation, _.moderation, _.max_tool_calls
+_.prompt_cache_key, _.prompt_cache_retention, _.prompt_cache_options
 (
     _.max_messages,
     _.max_prompts,
@@ -52,6 +56,7 @@ _.AMNESTY_MS
 _.MAX_ATTEMPTS
 _.QUARANTINE
 _.QUARANTINED_MS
+_.RESPONSE_BYTES
 
 _.exit_status  # engine/common/errors.py
 _.logged_tokens  # engine/wire/records.py: a field of Quarantined

@@ -156,6 +156,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
+    shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
+    items: list[dict[str, Any]] = []  # /v1/responses: its input
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -501,6 +503,18 @@ def parse_chat(
 ) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked, unknown = decode_all(body, ChatBody, "chat", config)
+    return chat_request(asked, config, served_name, timeout_s, served, unknown)
+
+
+def chat_request(
+    asked: ChatBody,
+    config: GatewayConfig,
+    served_name: str,
+    timeout_s: float,
+    served: Served = NO_DEFAULTS,
+    unknown: tuple[str, ...] = (),
+) -> ValidRequest:
+    """Check a decoded chat.  `unknown`: fields of its body that nothing reads.  Raises Refusal."""
     fields = _common(asked, config, served_name, timeout_s, served)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)

@@ -75,7 +75,7 @@ class Gateway:
         self.capacity = Capacity(config)
         quotas = Quotas(streams, telemetry)
         self.handlers = Handlers(
-            config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
+            config, tokenizer, streams, self.capacity, quotas, telemetry, model=model, gateway=gateway, served=served
         )
         self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
@@ -107,10 +107,19 @@ class Gateway:
         """Return the routes of the API's port."""
         app = web.Application(middlewares=[self._middleware.handle])
         app.on_response_prepare.append(self._middleware.add_headers)
+        if self._config.responses_ttl_s:
+            app.cleanup_ctx.append(self.handlers.background)
         handlers, status = self.handlers, self._status
         routes = [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat),
+            web.post("/v1/messages", handlers.messages),
+            web.post("/v1/messages/count_tokens", handlers.count_tokens),
+            web.post("/v1/responses", handlers.responses),
+            web.get("/v1/responses/{id}", handlers.response),
+            web.delete("/v1/responses/{id}", handlers.delete_response),
+            web.post("/v1/responses/{id}/cancel", handlers.cancel_response),
+            web.get("/v1/responses/{id}/input_items", handlers.input_items),
             web.get("/v1/streams/{id}", handlers.stream),
             web.delete("/v1/streams/{id}", handlers.cancel),
             web.post("/tokenize", handlers.tokenize),

@@ -324,6 +324,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "if asked for. A request that never ends is removed a minute after its deadline.",
         ),
     ] = 60.0
+    responses_ttl_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a response of /v1/responses stays in Redis after its end, and after each request "
+            "that continues it, for retrieval and previous_response_id. 0: none is stored, and background responses "
+            "are refused. Same for all gateways.",
+        ),
+    ] = 3600.0
+    responses_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="MiB of stored responses of each tenant, or of each API key without a tenant. The oldest make "
+            "room for a new one. A response takes its input, its output, and at least 1 KiB.",
+        ),
+    ] = 64
 
     @property
     def path_prefix(self) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
-from service.regions import CallDelta
+from service.regions import CallDelta, Part, TextDelta
 
 TURN_ALTERNATIVES = 4096  # of logprobs, encoded before other requests run: about 3 ms
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
@@ -60,6 +60,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
 _EVENT_ID = re.compile(
     rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
     re.ASCII,
@@ -90,6 +91,47 @@ class Piece(msgspec.Struct):
     reasoning: str = ""  # text of that region
     calls: list[CallDelta] = []
     reasoning_tokens: int = 0  # of the choice so far
+    parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
+
+    def ordered(self) -> list[Part]:
+        """Return text, reasoning and calls in order, also for an answer without regions."""
+        return self.parts or ([TextDelta(self.text)] if self.text else [])
+
+
+class AnswerFormat(Protocol):
+    """Writes one request's answer, whole or as the events of a stream."""
+
+    request_id: str
+    ids: bool  # events have ids, and silence is filled with comments
+    each_token: bool  # each piece must hold one token: see text_stream.decode
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens of each choice that have been written."""
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Continue after what a client already has."""
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Do the slow part of a piece's `chunk`, while other requests run."""
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream; none: a keep-alive will do."""
+
+    def usage_chunk(self) -> bytes:
+        """Return the last event before `done`, if there is one."""
+
+    def done(self) -> bytes:
+        """Return the event that ends the stream."""
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last events of a stream that failed after its first event."""
+
+    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+        """Return the body of an answer that is not streamed, in parts, from all its pieces."""
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -166,6 +208,16 @@ class Format:
             b"}" if valid.chat else b"",
             self._no_usage,
         )
+
+    each_token = False
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream; none: a keep-alive will do."""
+        return b""
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last events of a stream that failed after its first event."""
+        return b"data: %s\n\ndata: [DONE]\n\n" % refusal.body()
 
     def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
         """Continue after what a client already has.

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -28,18 +28,22 @@ from aiohttp import web
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Generate
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
-from service import admission, api, resume, sse
+from service import admission, api, messages, responses, resume, sse
 from service.api import Refusal
+from service.background import Background, Job
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.fields import Endpoint
-from service.format import REQUEST_ID as ANSWER_ID
-from service.format import Format, Position
+from service.format import ANSWER_ID, AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
+from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
+from service.refusal import renamed
+from service.responses import ResponseFormat
+from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
 from service.text_stream import decode, reasoning_tokens
 from service.tokenizer import Tokenizer
@@ -67,7 +71,7 @@ class Prepared(NamedTuple):
     valid: api.ValidRequest
     orders: list[Generate]
     cost: admission.Cost
-    form: Format
+    form: AnswerFormat
     record: bytes  # for a client that resumes: see resume.Record
 
 
@@ -81,6 +85,7 @@ class Handlers:
         streams: Streams,
         capacity: Capacity,
         quotas: Quotas,
+        telemetry: Telemetry,
         *,
         model: str,
         gateway: str,
@@ -93,6 +98,12 @@ class Handlers:
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
         self._grammars = Grammars()
+        self._stored = StoredResponses(config, streams)
+        self._background = Background(config, tokenizer, streams, self._stored, capacity, telemetry)
+
+    def background(self, app: web.Application) -> AsyncIterator[None]:
+        """Return what `app` runs besides requests."""
+        return self._background.serve(app)
 
     # -- endpoints
 
@@ -103,6 +114,65 @@ class Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         return await self.answer(request, api.parse_chat, "chatcmpl-")
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages."""
+        with _renaming(messages.NAMES):
+            return await self.answer(request, messages.parse, messages.PREFIX)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        with _renaming(responses.NAMES):
+            return await self.answer(request, responses.parse, responses.PREFIX)
+
+    async def response(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{id}: a stored response, or with `stream=true` its events after `starting_after`."""
+        response_id, query = request.match_info["id"], request.query
+        if query.get("stream", "false") == "false":
+            found = await self._stored.load(holder_of(request), response_id)
+            return await self._write(request, [found.body])
+        after = query.get("starting_after", "-1")
+        if not re.fullmatch("-1|[0-9]{1,9}", after, re.ASCII):
+            message = "starting_after: must be the number of an event"
+            raise Refusal(400, "invalid_value", message, param="starting_after", limit=">= 0", given=after[:64])
+        if not re.fullmatch(responses.PREFIX + "[0-9a-f]{32}", response_id):
+            raise Refusal(404, "stream_not_found", "no answer with this id", given=response_id[:64])
+        with self._capacity.occupy():
+            return await self.resume(request, response_id, None, int(after))
+
+    async def cancel_response(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/{id}/cancel: end a response that runs in the background."""
+        response_id, holder = request.match_info["id"], holder_of(request)
+        cancelled = await self._stored.cancel(holder, response_id)
+        await self._background.cancel(response_id)
+        return await self._write(request, [cancelled])
+
+    async def delete_response(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v1/responses/{id}."""
+        response_id = request.match_info["id"]
+        await self._stored.drop(holder_of(request), response_id)
+        await self._background.cancel(response_id)
+        gone = {"id": response_id, "object": "response", "deleted": True}
+        return await self._write(request, [msgspec.json.encode(gone)])
+
+    async def input_items(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/responses/{id}/input_items: what a stored response was asked, without what it continues."""
+        return await self._write(request, [await self._stored.input_items(request)])
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
+        config = self._config
+        with _renaming(messages.NAMES), self._capacity.occupy():
+            async with self.bodies.read(request) as body:
+                size = len(body.data)
+                parse = messages.parse_count
+                valid = await self._offload(
+                    size, parse, body.data, config, self._model, config.default_timeout_s, self._served
+                )
+                request[METER].record_unknown(valid.unknown)
+                [ids] = await self._tokenizer.encode(valid, size, total=self._max_tokens())
+            async with self._cut_after(config.default_timeout_s):
+                return await self._write(request, [msgspec.json.encode({"input_tokens": len(ids)})])
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
@@ -231,29 +301,69 @@ class Handlers:
 
         Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
         prepared = await self._prepare(request, body, parse, prefix)
-        timeout_s, bounded = prepared.valid.timeout_s, prepared.valid.max_tokens is not None
-        async with (
-            self._cut_after(timeout_s),
-            self._quotas.hold(request, request[TENANT], prepared.orders, bounded=bounded) as held,
-            self._streams.open(
-                prepared.orders,
-                timeout_s,
-                partial(self._admit, prepared.cost),
-                record=prepared.record,
-                idempotency_key=key,
-                resumable=resume.resumable(request.headers),
-            ) as opened,
-        ):
-            held.queued = True
+        running = self._running(request, prepared, key)
+        if prepared.valid.shown.get("background"):
+            return await self._begin_background(request, body, prepared, running)
+        async with self._cut_after(prepared.valid.timeout_s), running as opened:
             request[METER].admit(opened.waiting)
             body.release()
             return await self._deliver(request, prepared.valid, opened, prepared.form)
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, request: web.Request, prepared: Prepared, key: IdempotencyKey | None
+    ) -> AsyncIterator[OpenRequest]:
+        """A context in which a request is queued and computed.  Raises Refusal and AlreadySubmitted as `begin` does."""
+        valid = prepared.valid
+        background = bool(valid.shown.get("background"))
+        async with (
+            self._quotas.hold(request, request[TENANT], prepared.orders, bounded=valid.max_tokens is not None) as held,
+            self._streams.open(
+                prepared.orders,
+                valid.timeout_s,
+                partial(self._admit, prepared.cost),
+                record=prepared.record,
+                idempotency_key=key,
+                resumable=background or resume.resumable(request.headers),
+            ) as opened,
+        ):
+            held.queued = True
+            yield opened
+
+    async def _begin_background(
+        self,
+        request: web.Request,
+        body: Body,
+        prepared: Prepared,
+        running: contextlib.AbstractAsyncContextManager[OpenRequest],
+    ) -> web.StreamResponse:
+        """Begin a response that is computed without its client, and answer with its state or its events."""
+        valid, form = prepared.valid, prepared.form
+        assert isinstance(form, ResponseFormat)
+        response_id = prepared.orders[0].id.rpartition(".")[0]
+        meter, request[METER] = request[METER], request[METER].fresh()  # the job's ends with the answer
+        queued = msgspec.json.encode(form.response("queued"))
+        try:
+            await self._background.start(Job(response_id, holder_of(request), valid, form, meter), running)
+        except Exception:
+            request[METER] = meter
+            raise
+        finally:
+            body.release()
+        if valid.stream:
+            return await self.resume(request, response_id, None)
+        return await self._write(request, [queued])
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
         config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
+        if prefix == responses.PREFIX:
+            previous = await self._offload(size, responses.previous_of, body.data, config)
+            history = await self._stored.history(holder_of(request), previous)
+            size += sum(len(given) + len(answered) for given, answered in history)
+            parse = partial(responses.parse, history=history)
         valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
@@ -312,8 +422,12 @@ class Handlers:
         """Call admission.decide with this process's clock and random numbers."""
         return admission.decide(cost, fleet, steady_ms(), self._config, random.random())
 
-    async def resume(self, request: web.Request, request_id: str, had: Position | None) -> web.StreamResponse:
-        """Continue an answer after what the client already has; None: from its start.  Raises Refusal."""
+    async def resume(
+        self, request: web.Request, request_id: str, had: Position | None, after: int | None = None
+    ) -> web.StreamResponse:
+        """Continue an answer after what the client already has; None: from its start.  Raises Refusal.
+
+        `after`: as a stream of a response's events after this one; -1: all of them."""
         if had is not None and had.done:
             return web.Response(status=204)  # it tells EventSource to stop asking
         streams = self._streams
@@ -321,6 +435,11 @@ class Handlers:
         record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
         valid = record.valid
         form = record.form(request_id, self._tokenizer.table, ids=True)
+        if isinstance(form, ResponseFormat):
+            if after is not None:
+                form.after, valid = after, msgspec.structs.replace(valid, stream=True)
+            elif valid.shown.get("background") and not valid.stream:  # again under its idempotency key
+                return await self._write(request, [(await self._stored.load(holder_of(request), request_id)).body])
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
         if len(had.tokens) != prompts * n:
@@ -341,10 +460,12 @@ class Handlers:
             cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
             reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
             form.skip(had, cached, reasoning)
+            if valid.shown.get("background"):
+                opened.announce()  # its first events do not wait for tokens
             for choice in had.ended:
                 opened.end(choice)
             try:
-                return await self._deliver(request, valid, opened, form)
+                return await self._deliver(request, valid, opened, form, resumed=True)
             except Refusal as refusal:
                 if refusal.code == "cancelled":  # because its client left
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
@@ -370,13 +491,23 @@ class Handlers:
             raise NoAnswer from None
 
     async def _deliver(
-        self, request: web.Request, valid: api.ValidRequest, opened: OpenRequest, form: Format
+        self,
+        request: web.Request,
+        valid: api.ValidRequest,
+        opened: OpenRequest,
+        form: AnswerFormat,
+        *,
+        resumed: bool = False,
     ) -> web.StreamResponse:
         """Write the answer, streamed or whole, and record how much of it was sent."""
         meter = request[METER]
-        async with contextlib.aclosing(decode(opened, valid, self._tokenizer)) as pieces:
+        save = None
+        if isinstance(form, ResponseFormat) and not resumed:
+            save = partial(self._stored.save, holder_of(request), valid, form)
+        async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
             if valid.stream:
-                return await sse.write(request, pieces, form, meter, opened.record_sent, opened.waiting)
+                async with contextlib.aclosing(_ending_with(pieces, save)) as saved:
+                    return await sse.write(request, saved, form, meter, opened.record_sent, opened.waiting)
             answered = []
             try:
                 async for changed in pieces:
@@ -386,7 +517,11 @@ class Handlers:
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
         headers = opened.waiting.headers() if opened.waiting is not None else None
-        response = await self._write(request, await form.whole(answered), headers)
+        parts = await form.whole(answered)
+        if save is not None and isinstance(form, ResponseFormat):
+            await save()
+            parts = [form.body()]  # it says whether it was stored
+        response = await self._write(request, parts, headers)
         opened.record_sent(form.tokens)
         return response
 
@@ -427,3 +562,22 @@ class Handlers:
     def _max_tokens(self) -> int:
         """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
         return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
+
+
+async def _ending_with(
+    pieces: AsyncIterator[list[Piece]], last: Callable[[], Awaitable[None]] | None
+) -> AsyncGenerator[list[Piece], None]:
+    """Yield all pieces; call `last` once their reader has asked for more than there are."""
+    async for changed in pieces:
+        yield changed
+    if last is not None:
+        await last()
+
+
+@contextlib.contextmanager
+def _renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """A context whose refusals name fields as another format does."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise renamed(refusal, names) from None

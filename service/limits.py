@@ -29,6 +29,7 @@ TOOL_NAME_CHARS = 64  # as at OpenAI
 TOOLS_BYTES = 256 * 1024  # of all tools as JSON: templates write them into the prompt in up to 5 ms
 TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
 DOCUMENTS = 1024
+METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a response, as at OpenAI
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
@@ -113,6 +114,15 @@ LIMITS: dict[str, Limit] = {
     "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
     "template arguments": Limit(
         "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
+    ),
+    "metadata entries": Limit(
+        "metadata", "entries of a response", high=METADATA_ENTRIES, entries=True, code="too_many"
+    ),
+    "metadata name": Limit(
+        "metadata", "characters of each name of a response", high=METADATA_NAME_CHARS, entries=True, code="too_long"
+    ),
+    "metadata": Limit(
+        "metadata", "characters of each value of a response", high=METADATA_CHARS, entries=True, code="too_long"
     ),
     "tokens": Limit(
         "prompt, messages, tokens",

@@ -61,6 +61,10 @@ class Meter:
         self.unknown_fields: tuple[str, ...] = ()
         self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
 
+    def fresh(self) -> Meter:
+        """Return a meter of the same arrival that has recorded nothing: another task ends this one."""
+        return Meter(self._telemetry, self._started, self._request_id)
+
     def describe(
         self,
         answer_id: str,

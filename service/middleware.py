@@ -21,6 +21,7 @@ from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
+from service.messages import REQUEST_ID_HEADER, error_body
 from service.meter import Meter
 from service.metrics import Telemetry
 from service.open_request import HandedOver
@@ -37,6 +38,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the API key that was given
+MESSAGES = "/v1/messages"  # its errors have Anthropic's format
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug/", "/engine/")  # paths that need a key
 CLIENT_LEFT = 499  # nginx's number
 UNREAD_BODY = (408, 413, 415)  # statuses that are sent before the body was read
@@ -101,22 +103,22 @@ class Middleware:
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical.removeprefix(self._root) if resource is not None else "other"
-        meter = request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
+        request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
         status = CLIENT_LEFT  # unless something below gets so far as to answer
         connection = self._connections.of(request)
         if connection is not None:
             connection.begin_request()
         try:
-            status, response = await self._respond(request, handler, meter)
+            status, response = await self._respond(request, handler)
         finally:
-            meter.close(endpoint, status)
+            request[METER].close(endpoint, status)  # it may be another one by now: see Handlers.begin
             if connection is not None:
                 connection.end_request()
         if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):
             response.force_close()
         return response
 
-    async def _respond(self, request: web.Request, handler: Handler, meter: Meter) -> tuple[int, web.StreamResponse]:
+    async def _respond(self, request: web.Request, handler: Handler) -> tuple[int, web.StreamResponse]:
         """Return the status to record, and the response."""
         try:
             self._connections.check(request, request[PATH])
@@ -126,12 +128,12 @@ class Middleware:
             response = await handler(request)
             return response.status, response
         except Refusal as refusal:
-            return refusal.status, refuse(refusal, meter)
+            return refusal.status, refuse(refusal, request)
         except web.HTTPException as error:
             if error.status == 404 and (location := await self._without_slash(request)):
                 return 307, web.Response(status=307, headers={"Location": location})
             code, message = f"http_{error.status}", f"{request.method} {request.path}: {error.reason}"
-            refused = refuse(Refusal(error.status, code, message), meter)
+            refused = refuse(Refusal(error.status, code, message), request)
             if "Allow" in error.headers:
                 refused.headers["Allow"] = error.headers["Allow"]
             return error.status, refused
@@ -143,7 +145,7 @@ class Middleware:
         except Exception:
             log.exception("request %s failed; its client gets status 500", request[REQUEST_ID])
             failure = Refusal(500, "internal_error", "the gateway failed on this request")
-            return failure.status, refuse(failure, meter)
+            return failure.status, refuse(failure, request)
 
     async def _without_slash(self, request: web.Request) -> str:
         """Return the address of an endpoint that a client asked for with a slash at its end; "" if there is none."""
@@ -160,6 +162,8 @@ class Middleware:
         """Find the tenant of the request's key.  Probes and metrics need no key.  Raises Refusal(401)."""
         if request[PATH].startswith(GUARDED):
             authorization = request.headers.get("Authorization", "")
+            if not authorization and (key := request.headers.get("X-Api-Key")):  # Anthropic's clients send it
+                authorization = f"Bearer {key}"
             request[TENANT] = self._tenants.of(authorization)
             request[OWNER] = self._tenants.owner(authorization)
 
@@ -167,6 +171,8 @@ class Middleware:
         """Add the headers that every response of the API has."""
         if (started := request.get(STARTED)) is not None:
             response.headers["x-request-id"] = request[REQUEST_ID]
+            if request[PATH].startswith(MESSAGES):
+                response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
             response.headers.update(self._cors.headers(request))
             response.headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
             if unknown := request[METER].unknown_fields:
@@ -174,12 +180,12 @@ class Middleware:
             response.headers.update(await self._quotas.headers(request, request.get(TENANT)))
 
 
-def refuse(refusal: Refusal, meter: Meter) -> web.Response:
-    """Record a refusal and return it as a response."""
-    meter.fail(refusal)
-    return web.Response(
-        body=refusal.body(), status=refusal.status, headers=refusal.headers(), content_type="application/json"
-    )
+def refuse(refusal: Refusal, request: web.Request) -> web.Response:
+    """Record a refusal and return it as a response, in the format of the request's endpoint."""
+    request[METER].fail(refusal)
+    foreign = request[PATH].startswith(MESSAGES)
+    body = error_body(refusal, request[REQUEST_ID]) if foreign else refusal.body()
+    return web.Response(body=body, status=refusal.status, headers=refusal.headers(), content_type="application/json")
 
 
 def drop_broken_http(record: logging.LogRecord) -> bool:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from service import api, fields
+from service import api, fields, messages, responses
 from service.config import GatewayConfig
 from service.limits import LIMITS
-from service.middleware import GUARDED
+from service.middleware import GUARDED, MESSAGES
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 HTML = "text/html"
@@ -38,6 +38,17 @@ class Operation(NamedTuple):
 OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts", api.CompletionBody, "completions", (JSON, EVENTS)),
     Operation("post", "/v1/chat/completions", "Answer a chat", api.ChatBody, "chat", (JSON, EVENTS)),
+    Operation(
+        "post", "/v1/messages", "Answer in Anthropic's format", messages.MessagesBody, "messages", (JSON, EVENTS)
+    ),
+    Operation("post", "/v1/messages/count_tokens", "Count prompt tokens", messages.CountBody, "messages"),
+    Operation(
+        "post", "/v1/responses", "Answer as OpenAI's responses", responses.ResponsesBody, "responses", (JSON, EVENTS)
+    ),
+    Operation("get", "/v1/responses/{id}", "A stored response, or its events", answers=(JSON, EVENTS)),
+    Operation("delete", "/v1/responses/{id}", "Delete a stored response"),
+    Operation("post", "/v1/responses/{id}/cancel", "End a background response"),
+    Operation("get", "/v1/responses/{id}/input_items", "What a stored response was asked"),
     Operation("get", "/v1/streams/{id}", "Repeat or resume an answer", answers=(JSON, EVENTS)),
     Operation("delete", "/v1/streams/{id}", "Cancel an answer", answers=()),
     Operation("post", "/tokenize", "Turn text into token ids", api.TokenizeBody, "tokenize"),
@@ -99,6 +110,8 @@ def document(config: GatewayConfig, version: str, *, guarded: bool) -> dict[str,
 
 def _operation(operation: Operation, *, guarded: bool) -> dict[str, Any]:
     refusal = {"description": "An error, as OpenAI words it", "content": {JSON: {"schema": _reference("Error")}}}
+    if operation.path.startswith(MESSAGES):
+        refusal = {"description": "An error, as Anthropic words it", "content": {JSON: {}}}
     answered: dict[str, Any] = {"description": "The answer", "content": {kind: {} for kind in operation.answers}}
     described: dict[str, Any] = {
         "summary": operation.summary,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -70,6 +71,20 @@ def _encodable(text: str) -> str:
 def bad_request(code: str, message: str, param: str | None, limit: Any = None, given: Any = None) -> Refusal:
     """Return a 400 for one field."""
     return Refusal(400, code, message, param=param, limit=limit, given=given)
+
+
+def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
+    """Return a refusal with its field as another format names it.
+
+    `names`: (pattern of the beginning of `param`, its replacement) pairs, of which the first that matches counts."""
+    given = refusal.param
+    for pattern, name in names if given is not None else ():
+        if given is not None and re.match(pattern, given):
+            refusal.param = re.sub(f"^(?:{pattern})", name, given, count=1)
+            if refusal.message.startswith(given):
+                refusal.message = refusal.param + refusal.message[len(given) :]
+            break
+    return refusal
 
 
 def check(key: str, value: float, config: GatewayConfig) -> None:

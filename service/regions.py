@@ -45,6 +45,16 @@ class CallDelta(msgspec.Struct):
     arguments: str  # a part of their JSON
 
 
+class TextDelta(msgspec.Struct):
+    """New text of the content or of the reasoning."""
+
+    text: str
+    reasoning: bool = False
+
+
+Part = TextDelta | CallDelta  # of an answer, in the order in which the model wrote them
+
+
 class Reading(msgspec.Struct, frozen=True):
     """How one chat answer is read.  It is stored with the request, so that any gateway continues the answer."""
 
@@ -318,16 +328,14 @@ class RegionReader:
     __slots__ = (
         "_after_marker",
         "_call",
-        "_calls",
-        "_content",
         "_dropped",
         "_ending",
         "_first",
         "_held",
         "_kind",
+        "_new",
         "_parallel",
         "_parser",
-        "_reasoning",
         "_strips",
         "_template",
         "calls",
@@ -346,10 +354,9 @@ class RegionReader:
         self._held = self._dropped = ""  # white space that a marker may follow, and that one has followed
         self._ending = ""  # how the answer ends, at its end
         self._call = _Call(None, {})
-        self._content = self._reasoning = ""
-        self._calls: list[CallDelta] = []
+        self._new: list[Part] = []
         self.push(reading.opening)
-        self.take()
+        self.take_parts()
         # All of that was in the prompt, which may even hold an earlier message with calls.
         self._held, self.calls, self.ended = "", 0, False
 
@@ -370,8 +377,11 @@ class RegionReader:
 
     def take(self) -> tuple[str, str, list[CallDelta]]:
         """Return content, reasoning and calls that are new since the last call."""
-        found = self._content, self._reasoning, self._calls
-        self._content, self._reasoning, self._calls = "", "", []
+        return split(self.take_parts())
+
+    def take_parts(self) -> list[Part]:
+        """Return the same in the order in which the model wrote it.  Text of one region is one part."""
+        found, self._new = self._new, []
         return found
 
     def _apply(self, event: dict[str, Any]) -> None:
@@ -412,19 +422,20 @@ class RegionReader:
             bare = text.rstrip()
             self._held, text = text[len(bare) :], bare
         self._after_marker = False
-        self._pass_on(text)
+        self._pass_on(text, reasoning=self._kind == "reasoning")
 
-    def _pass_on(self, text: str) -> None:
-        if self._kind == "reasoning":
-            self._reasoning += text
-        else:
-            self._content += text
+    def _pass_on(self, text: str, *, reasoning: bool = False) -> None:
+        last = self._new[-1] if self._new else None
+        if isinstance(last, TextDelta) and last.reasoning == reasoning:
+            last.text += text
+        elif text:
+            self._new.append(TextDelta(text, reasoning))
 
     def _close_text(self, marker: bool) -> None:
         if marker:
             self._dropped, self._after_marker = self._held, True
         else:
-            self._pass_on(self._held)
+            self._pass_on(self._held, reasoning=self._kind == "reasoning")
         self._held = ""
         self._kind, self.reasoning = "content", False
 
@@ -432,28 +443,36 @@ class RegionReader:
         call, known = self._call, bool(self._call.name)
         arguments = call.push(text)
         if call.name and not known:
-            self._calls.append(CallDelta(self.calls, call.name, arguments))
+            self._new.append(CallDelta(self.calls, call.name, arguments))
             self.calls += 1
         elif arguments:
-            self._calls.append(CallDelta(self.calls - 1, None, arguments))
+            self._new.append(CallDelta(self.calls - 1, None, arguments))
 
     def _close_call(self, event: dict[str, Any]) -> None:
         value, head = event["value"], self._call._head
         self._kind, self._after_marker = "content", event["marker"]
         if self._call.name:
             if value is None:  # more than the arguments was written, and it is no JSON
-                self._content += self._call.tail
+                self._pass_on(self._call.tail)
         else:
             incomplete = self._ending == "cut" and not event["marker"] and head is None
             found = None if incomplete else _calls_of(value)
             if found is None:
-                self._content += self._dropped + event["raw"]
+                self._pass_on(self._dropped + event["raw"])
                 self._after_marker = False
             for name, arguments in (found or [])[: None if self._parallel else 1]:
-                self._calls.append(CallDelta(self.calls, name, arguments))
+                self._new.append(CallDelta(self.calls, name, arguments))
                 self.calls += 1
         self._dropped = ""
         self.ended = self.calls > 0 and not self._parallel
+
+
+def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
+    """Return content, reasoning and calls of parts."""
+    texts = [part for part in parts if isinstance(part, TextDelta)]
+    content = "".join(part.text for part in texts if not part.reasoning)
+    reasoning = "".join(part.text for part in texts if part.reasoning)
+    return content, reasoning, [part for part in parts if isinstance(part, CallDelta)]
 
 
 def _calls_of(value: Any) -> list[tuple[str, str]] | None:

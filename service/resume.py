@@ -21,10 +21,15 @@ import msgspec
 
 from engine.wire.records import IdempotencyKey
 from service.api import Refusal, ValidRequest
-from service.format import Format, Prompted
+from service.format import AnswerFormat, Format, Prompted
 from service.limits import KEY_CHARS
+from service.messages import PREFIX as MESSAGE
+from service.messages import MessageFormat
+from service.responses import PREFIX as RESPONSE
+from service.responses import ResponseFormat
 from service.tools import ChatOptions
 
+_ID_DIGITS = 32  # of a request id, after its prefix
 _ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
 
 
@@ -43,11 +48,17 @@ class Record(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
-        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], options=ChatOptions())
+        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], items=[], options=ChatOptions())
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
-    def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> Format:
-        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids."""
+    def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:
+        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids, if the format has any."""
+        if request_id.startswith(MESSAGE):
+            return MessageFormat(self.valid, request_id=request_id, model=self.model, prompt=self.prompts[0])
+        if request_id.startswith(RESPONSE):
+            return ResponseFormat(
+                self.valid, request_id=request_id, model=self.model, created=self.created, prompt=self.prompts[0]
+            )
         return Format(
             self.valid,
             request_id=request_id,
@@ -60,7 +71,7 @@ class Record(msgspec.Struct, frozen=True):
         )
 
 
-_decode = msgspec.msgpack.Decoder(Record).decode
+decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
@@ -68,10 +79,10 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 
     Raises the same Refusal for a record that is gone and for one of another owner.  It is 410 if the answer may have
     expired: its id is older than the time that every answer is kept.  Else it is 404."""
-    found = _decode(record) if record else None
+    found = decode(record) if record else None
     if found is not None and found.owner == owner:
         return found
-    made_ms = int(request_id.rpartition("-")[2][:_ID_TIME], 16)
+    made_ms = int(request_id[-_ID_DIGITS:][:_ID_TIME], 16)
     if made_ms < now_ms - retain_s * 1000:
         raise Refusal(410, "stream_gone", "this answer is not kept any longer", given=request_id)
     raise Refusal(404, "stream_not_found", "no answer with this id", given=request_id)

@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 
 from service.api import Refusal
-from service.format import Format, Piece
+from service.format import AnswerFormat, Piece
 from service.meter import Meter
 from service.open_request import HandedOver
 from service.queue_updates import Waiting
@@ -57,7 +57,7 @@ HEADERS = {
 async def write(
     request: web.Request,
     pieces: AsyncIterator[list[Piece]],
-    form: Format,
+    form: AnswerFormat,
     meter: Meter,
     sent: Callable[[list[int]], None],
     waiting: Waiting | None = None,
@@ -76,7 +76,7 @@ async def write(
                 response = await begin(request, _headers(form, waiting))
             for piece in changed:
                 meter.record_piece(piece)
-            data = await _chunks(form, changed) if changed else _idle(waiting, comments=form.ids)
+            data = await _chunks(form, changed) if changed else form.idle() or _idle(waiting, comments=form.ids)
             if data:
                 sent(form.tokens)  # before the write: if it fails, a part may have arrived
                 await response.write(data)
@@ -98,13 +98,13 @@ async def write(
             log.exception("a stream failed; its client gets an error event")
             error = Refusal(500, "internal_error", "the gateway failed on this request")
         meter.fail(error)
-        last = b"data: %s\n\ndata: [DONE]\n\n" % error.body()
+        last = form.failure(error)
     await response.write(last)
     await response.write_eof()
     return response
 
 
-async def _chunks(form: Format, changed: list[Piece]) -> bytes:
+async def _chunks(form: AnswerFormat, changed: list[Piece]) -> bytes:
     """Return the events of what is new.  Other requests run after every TURN_BYTES."""
     chunks, waiting = [], 0
     for piece in changed:
@@ -124,7 +124,7 @@ def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
     return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
 
 
-def _headers(form: Format, waiting: Waiting | None) -> dict[str, str]:
+def _headers(form: AnswerFormat, waiting: Waiting | None) -> dict[str, str]:
     """Return the headers of an answer.
 
     Its id comes before the first event, so that a client can resume or cancel an answer that still waits."""

@@ -28,6 +28,7 @@ from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
+from engine.wire.response_store import ResponseStore
 from service import admission
 from service.admission import Decision
 from service.api import Refusal, limit_refusal
@@ -433,6 +434,11 @@ class Streams:
             self._kept = now
             if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
                 await self._bus.keep(over)
+
+    @property
+    def responses(self) -> ResponseStore:
+        """Stored responses in Redis."""
+        return self._bus.responses
 
     @property
     def quotas(self) -> QuotaStore:

@@ -21,10 +21,11 @@ from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.queue_updates import Waiting
-from service.regions import CallDelta, Reading, ResponseTemplate
+from service.regions import Part, Reading, ResponseTemplate, TextDelta, split
 from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
+Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
 TURN_TOKENS = 4096  # of one request, decoded before other requests run: about 2 ms
 
 
@@ -130,12 +131,11 @@ class TextStream:
 class RegionStream:
     """A `TextStream` whose text is cut into regions.  What it returns depends on the tokens, not on how they arrive."""
 
-    __slots__ = ("_reader", "_text", "calls", "reasoning", "reasoning_tokens")
+    __slots__ = ("_new", "_reader", "_text", "reasoning_tokens")
 
     def __init__(self, text: TextStream, template: ResponseTemplate, reading: Reading) -> None:
         self._text, self._reader = text, template.reader(reading)
-        self.reasoning = ""  # what is new, until `take`
-        self.calls: list[CallDelta] = []
+        self._new: list[Part] = []  # until `take`
         self.reasoning_tokens = 0  # consumed while the reasoning was open, its markers included
 
     @property
@@ -186,15 +186,13 @@ class RegionStream:
         return self._take()
 
     def _take(self) -> str:
-        content, reasoning, calls = self._reader.take()
-        self.reasoning += reasoning
-        self.calls += calls
-        return content
+        parts = self._reader.take_parts()
+        self._new += parts
+        return "".join(part.text for part in parts if isinstance(part, TextDelta) and not part.reasoning)
 
-    def take(self) -> tuple[str, list[CallDelta]]:
-        """Return reasoning and calls that are new since the last call."""
-        found = self.reasoning, self.calls
-        self.reasoning, self.calls = "", []
+    def take(self) -> list[Part]:
+        """Return what is new since the last call, content included, in the order in which the model wrote it."""
+        found, self._new = self._new, []
         return found
 
     def take_offsets(self) -> list[int]:
@@ -214,8 +212,13 @@ def _failure(finish: Finish, waiting: Waiting | None) -> Refusal:
     return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
 
 
-async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer) -> AsyncGenerator[list[Piece], None]:
+async def decode(
+    opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer, *, each_token: bool = False
+) -> AsyncGenerator[list[Piece], None]:
     """Yield lists of what is new for the client of an open request; an empty list is a heartbeat.
+
+    `each_token`: a piece holds one token, and the end is a piece of its own.  So the pieces depend on the tokens alone,
+    not on how they arrive.
 
     Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
     Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
@@ -223,15 +226,28 @@ async def decode(opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer)
     async for changed in opened:
         pieces, tokens = [], 0
         for mailbox in changed:
-            piece = _read(mailbox, streams[mailbox.choice], valid, opened.waiting)
-            if piece.finish is not None:
-                opened.end(mailbox.choice)
-            pieces.append(piece)
-            tokens += len(piece.token_ids)
+            taken = mailbox.take()
+            for one in _singly(taken, valid) if each_token else [taken]:
+                piece = _read(one, mailbox, streams[mailbox.choice], valid, opened.waiting)
+                pieces.append(piece)
+                tokens += len(piece.token_ids)
+                if piece.finish is not None:
+                    opened.end(mailbox.choice)
+                    break
             if tokens > TURN_TOKENS:  # of a request with many choices that lags behind
                 tokens = 0
                 await asyncio.sleep(0)
         yield pieces
+
+
+def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
+    """Return what was taken from a mailbox token by token, and its end by itself.  A hidden stop token is of the end.
+
+    Log probabilities are left out."""
+    tokens, _, finish = taken
+    shown = len(tokens) - (_hides_last(finish, valid) and bool(tokens))
+    found: list[Taken] = [([token], None, None) for token in tokens[:shown]]
+    return found if finish is None else [*found, (tokens[shown:], None, finish)]
 
 
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer) -> TextStream | RegionStream:
@@ -262,11 +278,13 @@ def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
     return finish is not None and finish.stop_token >= 0 and not valid.include_stop
 
 
-def _read(mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
-    """Take what waits in a mailbox, and decode it.  Raises Refusal when the continuation failed."""
+def _read(
+    taken: Taken, mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None
+) -> Piece:
+    """Decode what was taken from a mailbox.  Raises Refusal when the continuation failed."""
     if isinstance(stream, RegionStream):
-        return _read_regions(mailbox, stream, valid, waiting)
-    tokens, logprobs, finish = mailbox.take()
+        return _read_regions(taken, mailbox, stream, valid, waiting)
+    tokens, logprobs, finish = taken
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
     if stream.matched is not None:
@@ -299,9 +317,11 @@ def _drop_output(piece: Piece) -> None:
         piece.finish, piece.stop_reason = "length", None
 
 
-def _read_regions(mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None) -> Piece:
+def _read_regions(
+    taken: Taken, mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None
+) -> Piece:
     """The same for an answer with regions, which may also end with a tool call."""
-    tokens, logprobs, finish = mailbox.take()
+    tokens, logprobs, finish = taken
     hides_last = _hides_last(finish, valid)
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=hides_last)
@@ -323,7 +343,8 @@ def _read_regions(mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, w
             piece.stop_reason = finish.stop_token
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"
-    piece.reasoning, piece.calls = stream.take()
+    piece.parts = stream.take()
+    _, piece.reasoning, piece.calls = split(piece.parts)
     piece.reasoning_tokens = stream.reasoning_tokens
     _add_scores(piece, mailbox, stream, valid, logprobs)
     return piece

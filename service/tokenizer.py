@@ -261,6 +261,7 @@ class Tokenizer:
             raise Refusal(400, "no_chat_template", message, param="messages")
         options = options or ChatOptions()
         self._check_options(options)
+        variables = {**self._thinking(options), **options.arguments}
         messages = for_template(messages, self._dialect, self._template)
         if options.documents:  # they take part in the search for special tokens, like content
             messages = [*messages, {"role": "documents", "documents": options.documents}]
@@ -274,7 +275,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=options.generation_prompt,
                 continue_final_message=options.continue_final,
-                **options.arguments,
+                **variables,
             )
             return text
 
@@ -309,6 +310,18 @@ class Tokenizer:
             if not self._reads(name):
                 field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
                 raise _unsupported(field, "the model's chat template does not read it")
+
+    def _thinking(self, options: ChatOptions) -> dict[str, Any]:
+        """Return the template's variable for `options.thinking`.
+
+        A template without it is fine where the model thinks in any case, or shall not think.  Raises Refusal."""
+        if options.thinking is None:
+            return {}
+        if self._reads("enable_thinking"):
+            return {"enable_thinking": options.thinking}
+        if options.thinking and (self.responses is None or not self.responses.has_reasoning):
+            raise _unsupported("thinking", "no reasoning of this model is known")
+        return {}
 
     @property
     def knows_tools(self) -> bool:

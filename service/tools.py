@@ -37,6 +37,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}  # further variables
     generation_prompt: bool = True
     continue_final: bool = False
+    thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
 
 class Asked(Protocol):

@@ -36,6 +36,7 @@ from engine.wire.records import (
     TenantQueue,
     Usage,
 )
+from engine.wire.response_store import ResponseStore
 from engine.wire.scripts import (
     ADOPT,
     ATTACH,
@@ -78,6 +79,7 @@ class GatewaySide:
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
         self.quotas = QuotaStore(self._link.run_script)
+        self.responses = ResponseStore(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since

@@ -29,3 +29,4 @@ MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request, after wh
 QUARANTINE = 100  # most requests in the quarantine: the oldest leaves
 QUARANTINED_MS = 7 * 86_400_000  # how long one stays there
 QUOTA_MS = 60_000  # a quota's bucket fills in this time: quotas are per minute
+RESPONSE_BYTES = 1024  # that a stored response counts besides its input and output

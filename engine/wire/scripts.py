@@ -16,7 +16,7 @@ from engine.wire import layout
 
 FILES = resources.files("engine.wire") / "redis"
 # Each uses only those before it.
-SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "quotas")
+SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "quotas", "responses")
 
 
 def constants() -> dict[str, int]:
@@ -54,6 +54,8 @@ ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), l
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
 QUARANTINED = load("quarantined")
 QUOTA_TAKE, QUOTA_RETURN = load("quota_take"), load("quota_return")
+RESPONSE_PUT, RESPONSE_GET = load("response_put"), load("response_get")
+RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from service import api, fields
+from service import api, fields, messages, responses
 from service.api import Refusal
 from service.config import GatewayConfig
 from service.limits import LIMITS
@@ -254,3 +254,30 @@ def test_answer_fields_beyond_openais_are_listed() -> None:
     written = section("Answer fields")
     for field in ("stop_reason", "token_ids", "prompt_token_ids", "cached_tokens", "system_fingerprint"):
         assert f"{field}`" in written, field
+
+
+FOREIGN: dict[str, tuple[Any, dict[str, Any], type[msgspec.Struct]]] = {
+    "Messages": (
+        messages.parse,
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+        messages.MessagesBody,
+    ),
+    "Responses": (responses.parse, {"input": "x"}, responses.ResponsesBody),
+}
+
+
+@pytest.mark.parametrize("title", FOREIGN)
+def test_every_field_of_a_foreign_format_is_listed_and_served_as_it_says(title: str) -> None:
+    parse_body, needed, kind = FOREIGN[title]
+    table = [row for row in rows(section(title)) if len(row) == 5]
+    assert {row[0].strip("`") for row in table} == set(kind.__struct_fields__)
+    config = GatewayConfig(strict_fields=True)
+    for field, _, _, meaning, example in table:
+        assert field.strip("`") in example
+        data = json.dumps({**needed, **json.loads(example.strip("`"))}).encode()
+        if not meaning.startswith("refused"):
+            parse_body(data, config, "tiny", 600.0, api.NO_DEFAULTS)
+            continue
+        with pytest.raises(Refusal) as refused:
+            parse_body(data, config, "tiny", 600.0, api.NO_DEFAULTS)
+        assert (refused.value.code, refused.value.param) == ("unsupported", field.strip("`"))

@@ -118,6 +118,40 @@ def _fields(limit: int) -> Iterator[tuple[str, bytes]]:
     yield "null members", _filled(b'"z":[', b"null", b"]", limit, b",")
 
 
+def _foreign(limit: int) -> Iterator[Hostile]:
+    """Bodies of the formats that are translated into a chat."""
+    messages, responses = (
+        b'{"model":"tiny","max_tokens":1,"messages":[',
+        b'{"model":"tiny","max_output_tokens":1,"input":',
+    )
+    turn = b'{"role":"user","content":['
+    for name, item in (
+        ("blocks of text", b'{"type":"text","text":"a"}'),
+        ("results of tools", b'{"type":"tool_result","tool_use_id":"a","content":"b"}'),
+        ("unknown blocks", b'{"type":"x"}'),
+    ):
+        yield Hostile(name, "/v1/messages", _filled(messages + turn, item, b"]}]}", limit, b","))
+        yield Hostile(name, "/v1/messages/count_tokens", _filled(messages + turn, item, b"]}]}", limit, b","))
+    nested = b'{"type":"tool_result","tool_use_id":"a","content":['
+    deep = nested * (limit // 64) + b"]}" * (limit // 64)
+    yield Hostile("nested results", "/v1/messages", messages + turn + deep + b"]}]}")
+    yield Hostile("turns", "/v1/messages", _filled(messages, b'{"role":"user","content":"a"}', b"]}", limit, b","))
+    yield Hostile(
+        "one text", "/v1/messages", _filled(messages + b'{"role":"user","content":"', b"word ", b'"}]}', limit)
+    )
+    for name, item in (
+        ("messages", b'{"role":"user","content":"a"}'),
+        ("calls", b'{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'),
+        ("results of calls", b'{"type":"function_call_output","call_id":"a","output":"b"}'),
+        ("reasoning", b'{"type":"reasoning","content":[{"type":"reasoning_text","text":"a"}]}'),
+        ("empty items", b"{}"),
+    ):
+        yield Hostile(f"items: {name}", "/v1/responses", _filled(responses + b"[", item, b"]}", limit, b","))
+    yield Hostile("one text", "/v1/responses", _filled(responses + b'"', b"word ", b'"}', limit))
+    members = b'"a","metadata":{' + b",".join(b'"%d":""' % at for at in range(limit // 12)) + b"}}"
+    yield Hostile("metadata", "/v1/responses", responses + members)
+
+
 def _no_json(limit: int) -> Iterator[tuple[str, bytes]]:
     yield "spaces", b" " * limit
     yield "not UTF-8", b'{"model":"' + b"\xff" * (limit - 12) + b'"}'
@@ -160,6 +194,7 @@ def corpus(limit: int) -> Iterator[Hostile]:
     for path in ("/v1/completions", "/v1/chat/completions", "/detokenize"):
         for name, members in _fields(room):
             yield Hostile(f"field: {name}", path, _with(path, members))
+    yield from _foreign(room)
     for name, body in _no_json(limit):
         yield Hostile(f"no JSON: {name}", "/v1/completions", body)
     yield from _encoded(limit)

@@ -7,7 +7,7 @@ max_line_length = 120
 local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
-  "QUARANTINED_MS", "QUOTA_MS",
+  "QUARANTINED_MS", "QUOTA_MS", "RESPONSE_BYTES",
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
@@ -20,6 +20,7 @@ local shared = {
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
+  "forget_response", "keep_response",
 }
 
 read_globals = {"redis", "cmsgpack", "struct", "KEYS", "ARGV"}

@@ -1,0 +1,6 @@
+-- Delete a response of `holder`.  Returns 1 if there was one.
+local holder, id = unpack(ARGV)
+
+if call('HGET', P .. 'response:' .. id, 'holder') ~= holder then return 0 end
+forget_response(holder, id)
+return 1

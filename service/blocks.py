@@ -1,0 +1,72 @@
+"""The blocks of an answer: runs of text, reasoning and tool calls, in the order in which the model wrote them.
+
+    pieces --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
+
+The blocks of `/v1/messages` and the output items of `/v1/responses` are these.  They depend on what the model wrote,
+not on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from service.format import Piece
+from service.regions import CallDelta
+
+Kind = Literal["text", "reasoning", "call"]
+Step = Literal["open", "grow", "close"]
+
+
+class Block:
+    """One run of text, of reasoning, or one tool call, as far as it was written."""
+
+    __slots__ = ("call", "complete", "followed", "index", "kind", "name", "parts")
+
+    def __init__(self, index: int, kind: Kind, call: int = -1, name: str = "") -> None:
+        """`index` counts the blocks of an answer.  `call` counts its tool calls, `name` is the tool's."""
+        self.index, self.kind, self.call, self.name = index, kind, call, name
+        self.parts: list[str] = []
+        self.complete = self.followed = False  # it is closed; by the next block, not by the end of the answer
+
+    @property
+    def text(self) -> str:
+        """Its text; of a call its arguments, JSON unless the model erred or was cut."""
+        return "".join(self.parts)
+
+
+class Blocks:
+    """Collects the blocks of one answer.  At most one is open, the last one."""
+
+    def __init__(self) -> None:
+        self.found: list[Block] = []
+
+    def add(self, piece: Piece) -> Iterator[tuple[Step, Block, str]]:
+        """Yield what a piece adds: a block opens, grows by a text that is not empty, or closes."""
+        for part in piece.ordered():
+            if isinstance(part, CallDelta):
+                kind: Kind = "call"
+                text, begins = part.arguments, part.name is not None
+            else:
+                kind, text = "reasoning" if part.reasoning else "text", part.text
+                begins = self._open is None or self._open.kind != kind
+            if begins:
+                yield from self._close(followed=True)
+                self.found.append(Block(len(self.found), kind))
+                if isinstance(part, CallDelta):
+                    self.found[-1].call, self.found[-1].name = part.index, part.name or ""
+                yield "open", self.found[-1], ""
+            if text:
+                self.found[-1].parts.append(text)
+                yield "grow", self.found[-1], text
+        if piece.finish is not None:
+            yield from self._close()
+
+    @property
+    def _open(self) -> Block | None:
+        return self.found[-1] if self.found and not self.found[-1].complete else None
+
+    def _close(self, *, followed: bool = False) -> Iterator[tuple[Step, Block, str]]:
+        if (block := self._open) is not None:
+            block.complete, block.followed = True, followed
+            yield "close", block, ""

@@ -1,0 +1,473 @@
+"""Anthropic's format: POST /v1/messages and /v1/messages/count_tokens as requests of the chat path, and its answers.
+
+    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --the path of every chat--> pieces
+    pieces --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
+
+The chat path checks what both formats share.  A refusal names the field as this format does (`NAMES`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from service.api import ChatBody, Refusal, Served, ValidRequest, chat_request, decode_all
+from service.blocks import Block, Blocks
+from service.config import GatewayConfig
+from service.format import Piece, Position, Prompted, call_id
+from service.history import Message, Part
+from service.limits import shown
+from service.refusal import bad_request, check
+
+PREFIX = "msg_"
+TOOL_PREFIX = "toolu_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
+REQUEST_ID_HEADER = "request-id"  # Anthropic's name of x-request-id
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Fields of a chat, as refusals of the chat path name them -> fields of this format.
+NAMES = (
+    (r"stop(?=$|\W)", "stop_sequences"),
+    (r"tools\[(\d*)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d*)\]\.function", r"tools[\1]"),
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"response_format(\.json_schema)?", "output_config.format"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"continue_final_message", "messages"),
+)
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNSERVED = {
+    "mcp_servers": "tools of other servers",
+    "container": "code execution",
+    "context_management": "editing of the context",
+    "speed": "a choice of speed",
+}
+
+
+class ContentBlock(msgspec.Struct):
+    """One content block of a message, of a tool's result or of `system`."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+
+
+class Turn(msgspec.Struct):
+    """One message."""
+
+    role: str
+    content: str | list[ContentBlock]
+
+
+class CountBody(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/messages/count_tokens."""
+
+    messages: list[Turn]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    cache_control: Any = None
+    inference_geo: Any = None
+    mcp_servers: Any = None
+    container: Any = None
+    context_management: Any = None
+    speed: Any = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # Quire's own, as in a chat.
+    seed: int | None = None
+    priority: int | str | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+
+def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
+    """Parse the body of POST /v1/messages.  Raises Refusal."""
+    asked, unknown = decode_all(body, MessagesBody, "messages", config)
+    check("max_tokens", asked.max_tokens, config)
+    chat = chat_of(asked)
+    chat.max_tokens, chat.stream, chat.stop = asked.max_tokens, asked.stream, asked.stop_sequences
+    chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
+    chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
+    valid = chat_request(chat, config, served_name, timeout_s, served, unknown)
+    return _with_thinking(valid, asked)
+
+
+def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
+    """Parse the body of POST /v1/messages/count_tokens.  Raises Refusal."""
+    asked, unknown = decode_all(body, CountBody, "messages", config)
+    valid = chat_request(chat_of(asked), config, served_name, timeout_s, served, unknown)
+    return _with_thinking(valid, asked)
+
+
+def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
+    options = msgspec.structs.replace(valid.options, thinking=_thinking(asked.thinking))
+    return msgspec.structs.replace(valid, options=options)
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def chat_of(asked: CountBody) -> ChatBody:
+    """Return the chat that a body asks for, without what only an answer needs.  Raises Refusal."""
+    for name, feature in UNSERVED.items():
+        if getattr(asked, name) not in (None, [], {}):
+            raise _unsupported(name, f"{feature} is not served")
+    messages = _messages(asked.messages)
+    # An answer continues a last message of the assistant's, as at Anthropic.
+    continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    choice, parallel = _tool_choice(asked.tool_choice)
+    effort, form = _output_config(asked.output_config)
+    return ChatBody(
+        model=asked.model,
+        messages=[*_system(asked.system), *messages],
+        tools=[_tool(f"tools[{at}]", tool) for at, tool in enumerate(asked.tools or ())] or None,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        reasoning_effort=effort,
+        response_format=form,
+        continue_final_message=continued or None,
+    )
+
+
+def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
+    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
+
+
+def _wrong(param: str, wanted: str) -> Refusal:
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
+
+
+def _system(given: str | list[ContentBlock] | None) -> list[Message]:
+    if not given:
+        return []
+    return [Message("system", given if isinstance(given, str) else _texts("system", given))]
+
+
+def _texts(param: str, blocks: list[ContentBlock]) -> str | list[Part]:
+    """Return blocks that must be text, as the content of a chat message."""
+    found = [Part("text", _text(f"{param}[{at}]", block)) for at, block in enumerate(blocks)]
+    return _content(found)
+
+
+def _content(parts: list[Part]) -> str | list[Part]:
+    return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
+
+
+def _text(param: str, block: ContentBlock) -> str:
+    if block.type != "text":
+        raise _unsupported(f"{param}.type", "only blocks of text are served here", "text", str(shown(block.type)))
+    if block.text is None:
+        raise _wrong(f"{param}.text", "a string")
+    return block.text
+
+
+def _messages(turns: list[Turn]) -> list[Message]:
+    """Return the messages of a chat: a tool's result is one of its own there.  Turns of one role in a row are one."""
+    found: list[Message] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the call's id
+    for at, turn in enumerate(turns):
+        param = f"messages[{at}]"
+        if turn.role not in ("user", "assistant", "system"):
+            allowed, given = "user, assistant, system", str(shown(turn.role))
+            message = f"{param}.role: must be one of {allowed}, got '{given}'"
+            raise bad_request("invalid_value", message, f"{param}.role", allowed, given)
+        blocks = [ContentBlock("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        if turn.role == "assistant":
+            found.append(_answer(f"{param}.content", blocks, names))
+        else:
+            found += _question(f"{param}.content", turn.role, blocks, names)
+    return found
+
+
+def _question(param: str, role: str, blocks: list[ContentBlock], names: dict[str, str]) -> list[Message]:
+    """Return the messages of a user's turn: the results of tools, and text."""
+    found: list[Message] = []
+    texts: list[Part] = []
+
+    def flush() -> None:
+        if texts:
+            found.append(Message(role, _content(texts.copy())))
+            texts.clear()
+
+    for at, block in enumerate(blocks):
+        here = f"{param}[{at}]"
+        if block.type == "text":
+            texts.append(Part("text", _text(here, block)))
+        elif block.type == "tool_result":
+            flush()
+            if block.tool_use_id is None:
+                raise _wrong(f"{here}.tool_use_id", "a string")
+            inner = block.content or ""
+            content = inner if isinstance(inner, str) else _texts(f"{here}.content", inner)
+            name = names.get(block.tool_use_id)
+            found.append(Message("tool", content, name=name, tool_call_id=_bare(block.tool_use_id)))
+        else:
+            allowed = "text, tool_result"
+            raise _unsupported(f"{here}.type", f"only {allowed} are served", allowed, str(shown(block.type)))
+    flush()
+    return found
+
+
+def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str]) -> Message:
+    """Return the message of an assistant's turn: thinking, text and tool calls."""
+    texts: list[Part] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for at, block in enumerate(blocks):
+        here = f"{param}[{at}]"
+        if block.type == "text":
+            texts.append(Part("text", _text(here, block)))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type == "tool_use":
+            if block.id is None or block.name is None or not isinstance(block.input or {}, dict):
+                raise _wrong(here, "a tool_use with id, name and an object as input")
+            names[block.id] = block.name
+            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+            calls.append({"id": _bare(block.id), "type": "function", "function": function})
+        else:
+            allowed = "text, thinking, tool_use"
+            raise _unsupported(f"{here}.type", f"only {allowed} are served", allowed, str(shown(block.type)))
+    return Message(
+        "assistant", _content(texts), tool_calls=calls or None, reasoning_content="\n\n".join(thoughts) or None
+    )
+
+
+def _bare(tool_id: str) -> str:
+    return tool_id.removeprefix(TOOL_PREFIX)
+
+
+def _tool(param: str, tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise _unsupported(f"{param}.type", "only tools of the client are served", "custom", str(shown(str(kind))))
+    return function_tool(tool, tool.get("input_schema"))
+
+
+def function_tool(tool: dict[str, Any], parameters: Any) -> dict[str, Any]:
+    """Return a tool as a chat has it; other fields of `tool` change nothing."""
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
+    function["strict"] = tool.get("strict")
+    kept = {key: value for key, value in function.items() if value is not None or key == "name"}
+    return {"type": "function", "function": kept}
+
+
+def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
+    """Return `tool_choice` and `parallel_tool_calls` of the chat."""
+    if given is None:
+        return None, None
+    parallel = False if given.get("disable_parallel_tool_use") else None
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in choices:
+        allowed, value = "auto, any, tool, none", str(shown(str(kind)))
+        message = f"tool_choice.type: must be one of {allowed}, got '{value}'"
+        raise bad_request("invalid_value", message, "tool_choice.type", allowed, value)
+    return choices[str(kind)], parallel
+
+
+def _thinking(given: dict[str, Any] | None) -> bool | None:
+    """Return whether the model shall think; None: as its template has it."""
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "adaptive":
+        return None
+    if kind not in ("enabled", "disabled"):
+        allowed, value = "enabled, disabled, adaptive", str(shown(str(kind)))
+        message = f"thinking.type: must be one of {allowed}, got '{value}'"
+        raise bad_request("invalid_value", message, "thinking.type", allowed, value)
+    return bool(kind == "enabled")
+
+
+def _output_config(given: dict[str, Any] | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return `reasoning_effort` and `response_format` of the chat."""
+    given = given or {}
+    for name in given:
+        if name not in ("effort", "format"):
+            raise _unsupported(f"output_config.{shown(name)}", "there is no such setting", "effort, format")
+    effort, form = given.get("effort"), given.get("format")
+    if not isinstance(effort, str | None):
+        raise _wrong("output_config.effort", "a string")
+    if form is None:
+        return effort, None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise _unsupported("output_config.format.type", "only json_schema is served", "json_schema")
+    return effort, {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def error_body(refusal: Refusal, request_id: str) -> bytes:
+    """Return an error as Anthropic's JSON."""
+    message = refusal.message.encode("utf-8", "replace").decode()
+    kind = ERRORS.get(refusal.status, "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+
+
+class MessageFormat:
+    """Writes one answer in Anthropic's shape."""
+
+    ids = False  # events have none: there is no way to ask for the rest of such a stream
+    each_token = False
+
+    def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
+        self._valid, self.request_id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
+        self._blocks = Blocks()
+        self._begun = False
+        self._cached = 0  # prompt tokens found in the prefix cache
+        self._tokens = [0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens that have been written."""
+        return self._tokens
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Begin anew: a client that asks again under its idempotency key gets all of the answer."""
+        self._cached = max(cached)
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Do nothing: there are no log probabilities."""
+
+    def _count(self, piece: Piece) -> None:
+        self._tokens[0] += len(piece.token_ids)
+        self._cached = max(self._cached, piece.cached_tokens)
+
+    def _usage(self) -> dict[str, int]:
+        # Anthropic counts cached prompt tokens apart from the others.
+        return {
+            "input_tokens": self._prompt - self._cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._cached,
+            "output_tokens": self._tokens[0],
+        }
+
+    def _frame(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
+        return head | {"content": content} | stop | {"usage": self._usage()}
+
+    def _stop(self, piece: Piece) -> dict[str, Any]:
+        sequence = piece.stop_reason if isinstance(piece.stop_reason, str) and piece.finish == "stop" else None
+        reason = "stop_sequence" if sequence is not None else STOP_REASONS[piece.finish or "stop"]
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _content(self, block: Block, *, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
+        if block.kind == "text":
+            return {"type": "text", "text": text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        call = TOOL_PREFIX + call_id(self.request_id, 0, block.call)
+        return {"type": "tool_use", "id": call, "name": block.name, "input": {} if empty else read_input(text)}
+
+    # -- a stream
+
+    def _start(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        message = self._frame([], {"stop_reason": None, "stop_sequence": None})
+        return _event({"type": "message_start", "message": message})
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream."""
+        return self._start() + _event({"type": "ping"})
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Return the events of a piece."""
+        self._cached = max(self._cached, piece.cached_tokens)
+        events = [self._start()]
+        self._count(piece)
+        for step, block, text in self._blocks.add(piece):
+            event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
+            if step == "open":
+                event |= {"type": "content_block_start", "content_block": self._content(block, empty=True)}
+            elif step == "grow":
+                event |= {"type": "content_block_delta", "delta": _delta(block, text)}
+            else:
+                event["type"] = "content_block_stop"
+            events.append(_event(event))
+        if piece.finish is not None:
+            events.append(_event({"type": "message_delta", "delta": self._stop(piece), "usage": self._usage()}))
+        return b"".join(events)
+
+    def usage_chunk(self) -> bytes:
+        """Return nothing: `message_delta` has the usage."""
+        return b""
+
+    def done(self) -> bytes:
+        """Return the event that ends the stream."""
+        return _event({"type": "message_stop"})
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last event of a stream that failed."""
+        return b"event: error\ndata: " + error_body(refusal, self.request_id) + b"\n\n"
+
+    # -- the whole answer
+
+    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+        """Return the body of an answer that is not streamed."""
+        for piece in pieces:
+            self._count(piece)
+            for _ in self._blocks.add(piece):
+                pass
+        content = [self._content(block) for block in self._blocks.found]
+        return [msgspec.json.encode(self._frame(content, self._stop(pieces[-1])))]
+
+
+def read_input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object; {} if they are none, because the model erred or was cut."""
+    try:
+        found = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _delta(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text_delta", "text": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "input_json_delta", "partial_json": text}
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

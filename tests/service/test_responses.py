@@ -1,0 +1,454 @@
+"""OpenAI's responses over HTTP: requests translated, typed events, stored responses, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from aiohttp import ClientSession
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.wire.messages import Finish
+from service.api import Refusal, ValidRequest
+from service.config import GatewayConfig
+from service.format import Piece, Prompted
+from service.refusal import renamed
+from service.responses import NAMES, ResponseFormat, messages_of, parse
+from service.tokenizer import Tokenizer
+from tests.service.cuts import pieces_of
+from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.test_tools import ANSWER, BROKEN, model, says
+
+Serve = Callable[..., Awaitable[Served]]
+EngineMaker = Callable[..., FakeEngine]
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "max_output_tokens": 400,
+    "input": "Rain?",
+    "tools": [WEATHER, {"type": "function", "name": "time"}],
+}
+PATH = "/v1/responses"
+
+
+async def post(session: ClientSession, body: dict[str, Any], path: str = PATH, **headers: str) -> tuple[int, Any]:
+    async with session.post(path, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def get(session: ClientSession, path: str, **headers: str) -> tuple[int, Any]:
+    async with session.get(path, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def streamed(session: ClientSession, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
+    async with session.post(PATH, json={**body, "stream": True}, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        return events(await response.read())
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    """The events of a stream: each has its type twice, as the event's name and in its JSON."""
+    found = []
+    for frame in data.decode().split("\n\n"):
+        if frame.strip():
+            name, line = frame.strip().split("\n")
+            found.append(json.loads(line.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def folded(found: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
+    """The response that a stream tells: built from its deltas, and held against what its events repeat."""
+    assert [event["sequence_number"] for event in found] == list(range(first, first + len(found)))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    items: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
+    closed = True
+    for event in found[2:-1]:
+        _, kind, step = event["type"].split(".")
+        at = event["output_index"]
+        if (kind, step) == ("output_item", "added"):
+            assert closed
+            assert at == len(items)
+            items.append(event["item"])
+            assert event["item"]["status"] == "in_progress"
+            texts[at], closed = "", False
+            continue
+        assert at == len(items) - 1
+        assert not closed
+        if kind == "output_item":
+            assert event["item"]["id"] == items[at]["id"]
+            items[at], closed = event["item"], True
+            assert text_of(event["item"]) == texts[at]
+            continue
+        assert event["item_id"] == items[at]["id"]
+        if step == "delta":
+            assert event["delta"]
+            texts[at] += event["delta"]
+        elif kind != "content_part":
+            assert texts[at] == event.get("text", event.get("arguments"))
+    assert closed
+    last: dict[str, Any] = found[-1]["response"]
+    assert found[-1]["type"] == f"response.{last['status']}"
+    assert last["output"] == items
+    return last
+
+
+def text_of(item: dict[str, Any]) -> str:
+    return str(item["arguments"]) if item["type"] == "function_call" else str(item["content"][0]["text"])
+
+
+def bare(response: dict[str, Any]) -> dict[str, Any]:
+    """A response without what differs between two requests."""
+    gone = ("id", "created_at", "call_id")
+    output = [{key: value for key, value in item.items() if key not in gone} for item in response["output"]]
+    return {**{key: value for key, value in response.items() if key not in gone}, "output": output}
+
+
+async def test_a_stream_and_a_whole_answer_are_the_same_response(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    served = await serve(tools_tokenizer)
+    async with model(engine, says(tools_tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, whole = await post(served.session, ASK)
+        fake.burst = 5
+        told = folded(await streamed(served.session, ASK))
+    assert status == 200
+    assert bare(told) == bare(whole)
+    thought, text, weather, clock, broken = whole["output"]
+    assert (thought["type"], text_of(thought)) == ("reasoning", "They ask about rain 🙂.")
+    assert (text["type"], text["role"], text_of(text)) == ("message", "assistant", "I look.")
+    assert (weather["name"], json.loads(weather["arguments"])) == ("weather", {"city": 'Par"is'})
+    assert (clock["type"], clock["name"], clock["arguments"]) == ("function_call", "time", "{}")
+    assert text_of(broken).strip() == BROKEN
+    assert {item["status"] for item in whole["output"]} == {"completed"}
+    assert (whole["status"], whole["error"], whole["incomplete_details"]) == ("completed", None, None)
+    usage = whole["usage"]
+    assert usage["input_tokens"] == len(fake.seen[0].token_ids)
+    assert usage["output_tokens"] == len(tools_tokenizer._encode(ANSWER, special=False)) + 1
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    assert fake.seen[0].token_ids == fake.seen[1].token_ids
+
+
+async def test_the_official_client_creates_streams_and_continues(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    first, other = await serve(tools_tokenizer), await serve(tools_tokenizer)
+    tools: Any = ASK["tools"]
+    async with (
+        model(engine, says(tools_tokenizer)) as fake,
+        openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="x", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="x", max_retries=0) as elsewhere,
+    ):
+        await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
+        made = await client.responses.create(model="tiny", input="Rain?", tools=tools, instructions="Be brief.")
+        assert made.output_text == f"I look.{BROKEN}"
+        calls = [item for item in made.output if item.type == "function_call"]
+        results: Any = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"result {at}"}
+            for at, call in enumerate(calls)
+        ]
+        async with elsewhere.responses.stream(
+            model="tiny", input=results, tools=tools, previous_response_id=made.id
+        ) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        assert {"response.output_text.delta", "response.function_call_arguments.delta"} <= set(kinds)
+        assert final.output_text == made.output_text
+        assert final.previous_response_id == made.id
+        loaded = await client.responses.retrieve(final.id)
+        assert loaded.to_dict() == final.to_dict() | {"output": loaded.to_dict()["output"]}
+        assert [item.to_dict()["id"] for item in loaded.output] == [item.to_dict()["id"] for item in final.output]
+        listed = [item async for item in client.responses.input_items.list(made.id)]
+        assert [item.type for item in listed] == ["message"]
+        await client.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made.id)
+        with pytest.raises(openai.NotFoundError):  # its beginning is gone
+            await client.responses.create(model="tiny", input="x", previous_response_id=final.id)
+    prompt = tools_tokenizer.text_of(fake.seen[1].token_ids, skip_special=False)
+    assert "<|im_start|>system\nBe brief." in tools_tokenizer.text_of(fake.seen[0].token_ids, skip_special=False)
+    assert "Be brief." not in prompt  # instructions hold for one response
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Par\\"is"}}\n</tool_call>'
+    assert f"<think>\nThey ask about rain 🙂.\n</think>\n\nI look.{call}" in prompt
+    assert prompt.endswith(
+        "<|im_start|>tool\nresult 0<|im_end|>\n<|im_start|>tool\nresult 1<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_only_its_own_key_sees_a_response(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
+    served = await serve(tools_tokenizer, api_keys=["k", "l"])
+    mine, other = {"Authorization": "Bearer k"}, {"x-api-key": "l"}
+    async with model(engine, says(tools_tokenizer, "No.")):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, made = await post(served.session, ASK, **mine)
+        path = f"{PATH}/{made['id']}"
+        assert (await get(served.session, path, **mine))[1] == made
+        assert (await get(served.session, path, **other))[0] == 404
+        assert (await get(served.session, f"{path}/input_items", **other))[0] == 404
+        async with served.session.delete(path, headers=other) as response:
+            assert response.status == 404
+        status, error = await post(served.session, {**ASK, "previous_response_id": made["id"]}, **other)
+        assert (status, error["error"]["param"]) == (404, "previous_response_id")
+        assert (await get(served.session, path))[0] == 401
+
+
+async def test_all_keys_of_a_tenant_see_its_responses(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    def digest(key: str) -> str:
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f'[acme]\nweight = 1.0\nkey_sha256 = ["{digest("k")}", "{digest("l")}"]\n'
+        f'[other]\nweight = 1.0\nkey_sha256 = ["{digest("m")}"]\n'
+    )
+    served = await serve(tools_tokenizer, tenants=str(file))
+    async with model(engine, says(tools_tokenizer, "No.")):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, made = await post(served.session, ASK, **{"x-api-key": "k"})
+        found = [await get(served.session, f"{PATH}/{made['id']}", **{"x-api-key": key}) for key in "klm"]
+    assert [status for status, _ in found] == [200, 200, 404]
+    assert found[0][1] == found[1][1] == made
+
+
+async def test_what_is_not_stored_says_so(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
+    on, off = await serve(tools_tokenizer, responses_mib=1), await serve(tools_tokenizer, responses_ttl_s=0)
+    async with model(engine, says(tools_tokenizer, "No.")):
+        await settled(lambda: bool(on.streams.fleet.engines) and bool(off.streams.fleet.engines))
+        cases: list[tuple[Served, dict[str, Any]]] = [
+            (on, {"store": False}),
+            (off, {}),
+            (on, {"metadata": {"a": "b"}}),
+        ]
+        for served, fields in cases:
+            for made in (
+                (await post(served.session, {**ASK, **fields}))[1],
+                folded(await streamed(served.session, {**ASK, **fields})),
+            ):
+                stored = "metadata" in fields
+                assert made["store"] is stored
+                status, found = await get(served.session, f"{PATH}/{made['id']}")
+                assert (status, found == made) == (200 if stored else 404, stored)
+        for fields, param in (  # what needs a store
+            ({"store": True}, "store"),
+            ({"background": True}, "background"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ):
+            status, error = await post(off.session, {**ASK, **fields})
+            assert (status, error["error"]["param"], error["error"]["code"]) == (400, param, "unsupported")
+
+
+async def test_pages_of_the_input(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
+    served = await serve(tools_tokenizer)
+    given_items = [{"role": "user", "content": text} for text in "abc"]
+    async with model(engine, says(tools_tokenizer, "No.")):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, made = await post(served.session, {**ASK, "input": given_items})
+        path = f"{PATH}/{made['id']}/input_items"
+        _, page = await get(served.session, f"{path}?limit=2&order=asc")
+        assert ([item["content"] for item in page["data"]], page["has_more"]) == (["a", "b"], True)
+        _, rest = await get(served.session, f"{path}?order=asc&after={page['last_id']}")
+        assert ([item["content"] for item in rest["data"]], rest["has_more"]) == (["c"], False)
+        _, newest = await get(served.session, path)
+        assert [item["content"] for item in newest["data"]] == ["c", "b", "a"]
+        for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+            status, error = await get(served.session, f"{path}?{query}")
+            assert (status, error["error"]["param"]) == (400, param)
+
+
+async def test_an_answer_that_is_cut_is_incomplete(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    served = await serve(tools_tokenizer)
+    async with model(engine, lambda *_: (tools_tokenizer._encode("<think>\n" + "hm " * 99, special=False), None)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        body = {**ASK, "max_output_tokens": 12}
+        _, whole = await post(served.session, body)
+        told = folded(await streamed(served.session, body))
+    assert bare(told) == bare(whole)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    [item] = whole["output"]
+    assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+
+
+async def test_a_failure_within_a_stream_is_its_last_event(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    served = await serve(tools_tokenizer)
+    async with model(engine, lambda *_: ([5, 6, 7], Finish("error", message="it broke"))):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        found = await streamed(served.session, ASK)
+        status, error = await post(served.session, ASK)
+    assert (status, error["error"]["code"]) == (500, "engine_error")
+    last = found[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": "engine_error: it broke"}
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+
+
+# ------------------------------------------------------------------------------------------------------------- any cut
+
+
+@given(st.data())
+def test_any_cut_gives_the_same_events_and_the_same_response(tools_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([ANSWER, ANSWER.replace("</tool_call>\n", "</tool_call> then "), "Text. 🙂", ""]))
+    finish = data.draw(st.sampled_from([Finish("stop"), Finish("length")]))
+    stop = data.draw(st.sampled_from([None, "Par"]))
+    body = json.dumps({**ASK, "stop": stop}).encode()
+    valid = parse(body, GatewayConfig(), "tiny", 600.0)
+    ids = tools_tokenizer._encode_chat(valid.messages, None, valid.options)
+    valid = msgspec.structs.replace(valid, reading=tools_tokenizer.reading(valid, ids))
+    tokens = tools_tokenizer._encode(text, special=False) or [5]
+    cuts = data.draw(st.lists(st.integers(1, max(1, len(tokens) - 1))))
+    whole = written(valid, pieces_of(tools_tokenizer, valid, tokens, finish, [], each_token=True))
+    cut = written(valid, pieces_of(tools_tokenizer, valid, tokens, finish, cuts, each_token=True))
+    assert cut == whole
+    assert folded(whole) == json.loads(asyncio.run(whole_of(valid, tools_tokenizer, tokens, finish, cuts)))
+    after = data.draw(st.integers(0, len(whole)))
+    rest = written(valid, pieces_of(tools_tokenizer, valid, tokens, finish, cuts, each_token=True), after)
+    assert rest == whole[after + 1 :]
+
+
+def form_of(valid: ValidRequest) -> ResponseFormat:
+    return ResponseFormat(
+        valid, request_id=f"resp_{0:032x}", model="tiny", created=1_700_000_000, prompt=Prompted([1] * 40)
+    )
+
+
+def written(valid: ValidRequest, pieces: list[Piece], after: int = -1) -> list[dict[str, Any]]:
+    form = form_of(valid)
+    form.after = after
+    return events(b"".join(map(form.chunk, pieces)) + form.usage_chunk() + form.done())
+
+
+async def whole_of(
+    valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int], finish: Finish, cuts: list[int]
+) -> bytes:
+    [body] = await form_of(valid).whole(pieces_of(tokenizer, valid, tokens, finish, cuts, each_token=True))
+    return body
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input", "invalid_type"),
+    ({"input": []}, "input", "empty_prompt"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid_value"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "invalid_type"),
+    ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]", "invalid_type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "invalid_type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "unsupported"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "unsupported"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "invalid_type"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_type"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "unsupported"),
+    ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "invalid_type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
+    ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "invalid_value"),
+    ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "unsupported"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "unsupported"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "invalid_type"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported"),
+    ({"text": {"colour": "red"}}, "text.colour", "unsupported"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported"),
+    ({"reasoning": {"effort": 3}}, "reasoning.effort", "invalid_type"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+    ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value"),
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "unsupported"),
+    ({"truncation": "auto"}, "truncation", "unsupported"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported"),
+    ({"metadata": {"a": "x" * 513}}, "metadata", "too_long"),
+    ({"metadata": {"x" * 65: "a"}}, "metadata", "too_long"),
+    ({"metadata": {f"x{at}": "a" for at in range(17)}}, "metadata", "too_many"),
+    ({"background": True, "store": False}, "background", "invalid_value"),
+    ({"prompt": {"id": "x"}}, "prompt", "unsupported"),
+    ({"conversation": "x"}, "conversation", "unsupported"),
+    ({"moderation": {"model": "x"}}, "moderation", "unsupported"),
+    ({"context_management": [{}]}, "context_management", "unsupported"),
+    ({"max_tool_calls": 2}, "max_tool_calls", "unsupported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=[param for _, param, _ in REFUSED])
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tools_tokenizer: Tokenizer, fields: dict[str, Any], param: str, code: str
+) -> None:
+    body = {name: value for name, value in {**ASK, **fields}.items() if value is not None}
+    with pytest.raises(Refusal) as caught:
+        prompt_of(tools_tokenizer, body)
+    refusal = renamed(caught.value, NAMES)
+    assert (refusal.status, refusal.param, refusal.code) == (400, param, code), refusal.message
+
+
+def prompt_of(tokenizer: Tokenizer, body: dict[str, Any]) -> str:
+    valid = parse(json.dumps(body).encode(), GatewayConfig(), "tiny", 600.0)
+    return tokenizer.text_of(tokenizer._encode_chat(valid.messages, None, valid.options), skip_special=False)
+
+
+def test_items_become_messages() -> None:
+    found = messages_of(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "content": []},
+            {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}", "id": "fc_1"},
+            {"type": "function_call", "call_id": "call_2", "name": "g", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "2"}]},
+            {"type": "reasoning", "summary": []},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Yes", "annotations": []}]},
+            {"role": "assistant", "content": "and no"},
+        ]
+    )
+    assert [one.role for one in found] == ["developer", "user", "assistant", "tool", "assistant", "assistant"]
+    assert (found[2].reasoning_content, [call["id"] for call in found[2].tool_calls or ()]) == ("hm", ["1", "2"])
+    assert (found[3].content, found[3].name, found[3].tool_call_id) == ("2", "g", "2")
+    assert [found[4].content, found[5].content] == ["Yes", "and no"]
+
+
+def test_calls_may_be_demanded() -> None:
+    tools = [{**WEATHER, "strict": True}, ASK["tools"][1]]
+    choices: list[tuple[Any, list[str]]] = [
+        ("auto", []),
+        ("required", ["weather", "time"]),
+        ({"type": "function", "name": "weather"}, ["weather"]),
+    ]
+    for choice, demanded in choices:
+        body = json.dumps({**ASK, "tools": tools, "tool_choice": choice}).encode()
+        valid = parse(body, GatewayConfig(), "tiny", 600.0)
+        assert valid.options.demanded == demanded
+        assert valid.options.strict
+        assert valid.shown["tool_choice"] == choice
+
+
+async def test_answers_may_have_a_schema() -> None:
+    form = {"type": "json_schema", "name": "a", "strict": True, "schema": {"type": "object"}}
+    valid = parse(json.dumps({"input": "x", "text": {"format": form}}).encode(), GatewayConfig(), "tiny", 600.0)
+    assert valid.constraint is not None
+    assert (valid.constraint.kind, valid.constraint.value) == ("json", {"type": "object"})
+    assert valid.shown["text"]["format"] == form
