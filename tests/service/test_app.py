@@ -545,7 +545,7 @@ async def send_raw(url: str, request: bytes) -> bytes:
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()

@@ -94,7 +94,7 @@ async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path
     gateway = launch("--uds", str(path))
     connector = aiohttp.UnixConnector(str(path))
     async with aiohttp.ClientSession("http://localhost", connector=connector) as session:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             while True:
                 try:
                     async with session.get("/ping") as response:

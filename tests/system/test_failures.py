@@ -39,7 +39,7 @@ def make(redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str]
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session:
         yield session
 
 

@@ -242,7 +242,7 @@ async def test_what_was_up_once_is_started_for_ever(
     child = cli.Child("engine", ["-c", code], 5.0)
     keeping = asyncio.create_task(child.keep())
     if was_up:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             while not starts.exists() or len(starts.read_text()) < 2 * cli.FAILURES:  # noqa: ASYNC110  (of other processes)
                 await asyncio.sleep(0.02)
         await child.stop()

@@ -49,7 +49,7 @@ async def take(
 
 async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
     found: list[TokenBatch] = []
-    async with asyncio.timeout(20), contextlib.aclosing(gateway.batches()) as batches:
+    async with asyncio.timeout(100), contextlib.aclosing(gateway.batches()) as batches:
         async for one in batches:
             found.append(one)
             if len(found) == count:

@@ -138,7 +138,7 @@ async def lapse(bus: Bus, gateway: GatewaySide, server: EmbeddedRedis, *, away: 
         await asyncio.sleep((AWAY_MS + 200) / 1000)
         server.start()
         await gateway.fleet()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while (await gateway.fleet()).engines:  # noqa: ASYNC110  (Redis' clock)
             await asyncio.sleep(0.05)
 
