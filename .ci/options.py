@@ -24,11 +24,13 @@ from engine.config import EngineConfig  # noqa: E402
 from service import limits  # noqa: E402
 from service.cli import ServeConfig  # noqa: E402
 from service.config import GatewayConfig  # noqa: E402
+from service.terminal.options import BenchConfig, ChatConfig, TopConfig  # noqa: E402
 
 PAGE = ROOT / "service" / "OPTIONS.md"
 API = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- limits: written by .ci/options.py -->", "<!-- end of limits -->"  # around the generated part of API
 SCHEMA = ROOT / "helm" / "values.schema.json"
+CLIENT = "Of the environment it reads only the API key."
 SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "serve": (
         ServeConfig,
@@ -36,10 +38,13 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
     ),
     "gateway": (GatewayConfig, "`quire gateway`: HTTP in, server-sent events out."),
     "engine": (EngineConfig, "`quire engine`: the model."),
+    "top": (TopConfig, f"`quire top URL`: a running server's state, in a terminal. {CLIENT}"),
+    "chat": (ChatConfig, f"`quire chat URL`: talk to a model of any OpenAI-compatible server. {CLIENT}"),
+    "bench": (BenchConfig, f"`quire bench URL`: a small load on any OpenAI-compatible server. {CLIENT}"),
 }
 # Options that the chart sets itself, for one program or for both; in a values file they would contradict it.
 CHARTS_OWN = {
-    "gateway": {"host", "port", "uds", "drain_s", "gateway_id", "api_keys", "tenants", "trace_prompts"},
+    "gateway": {"host", "port", "uds", "drain_s", "gateway_id", "api_keys", "admin_keys", "tenants", "trace_prompts"},
     "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
 }
 OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}

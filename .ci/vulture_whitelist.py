@@ -58,6 +58,9 @@ _.logged_tokens  # engine/wire/records.py: a field of Quarantined
 # engine/wire/records.py: fields of QueueBounds, which submit passes on in their order.
 _.on_time_excess, _.late_excess, _.target_ms, _.most_requests, _.most_bytes
 
+# Fields that `service/grammar.py` reads by name, and what llguidance asks of a tokenizer.
+_.response_format, _.special_token_ids
+
 # For users of the offline API.
 _.finish_reason, _.prompt_token_ids
 

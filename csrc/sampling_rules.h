@@ -50,6 +50,12 @@ struct alignas(8) Settings {
 };
 static_assert(sizeof(Settings) == 64);
 
+// A row of `table` on a CPU, where a sequence may also follow a grammar.
+struct MaskedSettings : Settings {
+  const uint32_t* mask;  // [ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed; null: no grammar
+};
+static_assert(sizeof(MaskedSettings) == 72);
+
 // weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.
 // kRounding is a half less one bit.  So 2^-31 is the first w to be rounded up, even where the sum itself rounds.
 constexpr float kOne = 1 << 30;

@@ -29,6 +29,7 @@ from engine.hot_prefixes import warm
 from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
 from engine.metrics_page import Page
+from engine.pool_state import PoolObserver
 from engine.recorder import Recorder
 from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
@@ -127,6 +128,7 @@ class Server:
         self._telemetry.describe_model(self._executor.info, config)
         observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]
         self._engine = Engine(config, self._executor, self._bus, self._bus, observers=observers)
+        self._engine.observers.append(PoolObserver(self._engine.core, self._bus.pool))
         self._watch.lap("engine", self._executor.start_parts)
         if config.metrics_port:
             check = self._engine.checks.request_check

@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.metrics import Telemetry
 from engine.orders import Order, Report, Resume, merged, on_own_clock, without
+from engine.pool_state import PoolPublisher
 from engine.wire.engine_side import EngineSide
 from engine.wire.layout import STALE_MS
 from engine.wire.link import BusDown
@@ -64,6 +65,7 @@ class BusThread:
         self._died = False  # the engine failed: nothing more is claimed
         self._bus: EngineSide  # once it is open
         self._loop = asyncio.new_event_loop()
+        self.pool = PoolPublisher(config.engine_id, self._loop)
         self._wake = asyncio.Event()
         self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bus", daemon=True)
@@ -165,6 +167,7 @@ class BusThread:
         self._bus = bus
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
+        watched = asyncio.create_task(self.pool.run(bus.pool_states))
         writing = asyncio.create_task(self._write_hot(bus))  # alongside the exchanges, so that it never delays one
         try:
             while not (self._stopping and not self._outputs):
@@ -179,6 +182,7 @@ class BusThread:
             await self._write_hot(bus)
         finally:
             bell.cancel()
+            watched.cancel()
             writing.cancel()
             await bus.close(died=self._died or not self._stopping)  # a failure of this thread ends the engine, too
 
@@ -222,6 +226,7 @@ class BusThread:
         reply = await bus.exchange(batches, finished, load, room_tokens, room_requests)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self.queued = bus.queue_share > 0
+        self.pool.wanted = bus.watched
         self._telemetry.clock_skew_s = bus.clock.skew_s
         self._sent += count
         self._pass_on(reply, bus)

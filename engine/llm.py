@@ -106,7 +106,7 @@ class LLM:
         work = zip(prompts, sampling, max_new_tokens, strict=True)
         completions = [self.submit(prompt, how, max_new_tokens=limit, n=n) for prompt, how, limit in work]
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
-            while not self.engine.core.idle or self._box.orders:
+            while self.unfinished or not self.engine.core.idle:
                 self.step()
                 bar.update(len(completions) - len(self.unfinished) - bar.n)
         if self.tokenizer is not None:

@@ -116,4 +116,5 @@ class LoadReport:
             crowd=crowd,
             yield_tokens=yield_tokens,
             eos_ids=info.eos_ids,
+            grammars=info.grammars,
         )

@@ -29,6 +29,7 @@ from engine.core.limits import Limits
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
+from engine.grammar_gate import GrammarGate
 from engine.load_report import LoadReport
 from engine.orders import Inbox, Outbox, Report, Resume, apply_order
 from engine.turn_record import Observer, TurnRecord
@@ -70,6 +71,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         itl_stretch=config.itl_stretch,
         step_target_s=config.step_target_s,
         allocation=config.allocation,
+        grammars=info.grammars,
     )
     pool = BlockPool(
         executor.blocks,
@@ -104,7 +106,7 @@ class Engine:
         self.draining = False  # set by another thread: claim nothing more, and leave once no token would be lost
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
-        self._inbox, self._outbox = inbox, outbox
+        self._inbox, self._outbox = GrammarGate(inbox, executor.grammar_ready), outbox
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected
@@ -131,7 +133,7 @@ class Engine:
 
     def _accept(self, wait_s: float) -> TurnRecord:
         """Pass the orders that have arrived to the scheduler."""
-        orders = list(self._inbox.drain(wait_s))
+        orders = self._inbox.drain(wait_s)
         now = time.monotonic()
         for order in orders:
             apply_order(self.core, order)

@@ -79,6 +79,20 @@ def limits(fleet: Fleet) -> EngineLimits:
     )
 
 
+def require_grammars(fleet: Fleet, param: str) -> None:
+    """Raise Refusal unless every engine that may claim the request can hold its answer to a grammar.
+
+    400 where none can: to ask again would not help.  503 where some can, as during an upgrade."""
+    claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
+    unable = sum(not load.grammars for load in claiming)
+    if unable == len(claiming):
+        message = f"{param}: structured output is not served by the engines of this deployment"
+        raise Refusal(400, "unsupported", message, param=param)
+    if unable:
+        message = f"{param}: {unable} of {len(claiming)} engines cannot serve structured output, and any may take this"
+        raise Refusal(503, "no_engine", message, param=param, retry_after_s=5.0)
+
+
 def _starts(load: EngineLoad) -> float:
     """Return the prompt tokens per second that an engine with a queue starts.
 

@@ -20,6 +20,7 @@ import msgspec
 from engine.wire.messages import PRIORITIES, Generate, Sampling
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
+from service.grammar import Constraint, NotServed, asked
 from service.history import Message
 from service.history import plain_messages as plain_messages
 from service.limits import LIMITS, shown
@@ -82,22 +83,14 @@ class _Common(msgspec.Struct, kw_only=True):
     truncation_side: str | None = None
     timeout: float | None = None
     priority: int | str | None = None
-    # Not supported, and they would change the answer: refused, never silently ignored.
+    # At most one of these; `grammar.py` reads them.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    use_beam_search: Any = None
-    bad_words: Any = None
-    audio: Any = None
-    logits_processors: Any = None
     prompt_logprobs: int | None = None
-    add_special_tokens: bool | None = None
 
 
 class CompletionBody(_Common, kw_only=True):
@@ -106,8 +99,8 @@ class CompletionBody(_Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
-    suffix: Any = None
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatBody(_Common, kw_only=True):
@@ -117,10 +110,9 @@ class ChatBody(_Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # As in _Common: refused if the value would change the answer.
-    echo: bool | None = None
-    chat_template: Any = None
     # What the chat template gets: see tools.py.
+    tools: Any = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
     reasoning_effort: str | None = None
@@ -128,28 +120,6 @@ class ChatBody(_Common, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
-
-_UNSERVED = {
-    "structured_outputs": "structured output",
-    "guided_json": "structured output",
-    "guided_regex": "structured output",
-    "guided_choice": "structured output",
-    "guided_grammar": "structured output",
-    "functions": "the older form of tools",
-    "use_beam_search": "beam search",
-    "bad_words": "bad words",
-    "audio": "audio",
-    "suffix": "text insertion",
-    "logits_processors": "code of clients",
-    "chat_template": "a template of the client",
-}
-# field -> (its one allowed value, feature): any other value is refused, false ones included.
-_FIXED: dict[str, tuple[object, str]] = {}
-_FIXED_IN_CHAT: dict[str, tuple[object, str]] = {
-    **_FIXED,
-    "add_special_tokens": (False, "a chat with special tokens beyond the template's"),
-    "echo": (False, "echo of a chat"),
-}
 
 Prompt = str | list[int]
 
@@ -185,6 +155,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
+    constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -328,20 +299,8 @@ def _priority(given: int | str, config: GatewayConfig) -> int:
     raise _bad("invalid_value", f"priority: must be one of {limit}, got {value!r}", "priority", limit, value)
 
 
-def _refuse_unserved(body: _Common) -> None:
-    """Raise Refusal for a field that would change the answer and is not supported."""
-    for name, feature in _UNSERVED.items():
-        if getattr(body, name, None) not in (None, False, [], {}, ""):
-            raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    for name, (only, feature) in (_FIXED_IN_CHAT if isinstance(body, ChatBody) else _FIXED).items():
-        if getattr(body, name, None) not in (None, only):
-            raise _bad("unsupported", f"{name}: {feature} is not served", name)
-    form = body.response_format
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise _bad("unsupported", "response_format: only {'type': 'text'} is served", "response_format", "text")
-    for name in ("tools", "tool_choice"):
-        if not isinstance(body, ChatBody) and getattr(body, name) not in (None, [], "none", "auto"):
-            raise _bad("unsupported", f"{name}: tools are served by /v1/chat/completions only", name)
+def _refuse_combinations(body: _Common) -> None:
+    """Raise Refusal for fields that are not served together."""
     if body.prompt_logprobs is not None and body.stream:
         raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -402,10 +361,27 @@ def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampli
     )
 
 
+def not_served(error: NotServed) -> Refusal:
+    """Return the refusal of a grammar."""
+    return _bad(error.code, str(error), error.param, error.limit, error.given)
+
+
+def _constraint(body: _Common) -> Constraint | None:
+    """Return what the answer must match; None: anything.  Raises Refusal."""
+    try:
+        constraint = asked(msgspec.structs.asdict(body))
+    except NotServed as error:
+        raise not_served(error) from None
+    if constraint is not None and body.ignore_eos:
+        message = f"ignore_eos: with {constraint.param} an answer ends where its grammar does"
+        raise _bad("unsupported", message, "ignore_eos", "false")
+    return constraint
+
+
 def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> dict[str, Any]:
     """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
     check_model(body.model, served_name, served)
-    _refuse_unserved(body)
+    _refuse_combinations(body)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check("stop", len(stop), config)
     for text in stop:
@@ -438,6 +414,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal"), config),
+        "constraint": _constraint(body),
     }
 
 

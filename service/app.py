@@ -19,19 +19,21 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 
 from aiohttp import web
 
-from engine.common import logs, open_files, readiness, settings
+from engine.common import histograms, logs, open_files, readiness, settings
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Sampling
-from service import api, generation_config, memory
+from service import api, generation_config, memory, openapi
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
+from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
@@ -75,8 +77,10 @@ class Gateway:
         self.handlers = Handlers(
             config, tokenizer, streams, self.capacity, quotas, model=model, gateway=gateway, served=served
         )
+        self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
-        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity)
+        document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
+        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity, document)
         self._middleware = Middleware(
             telemetry,
             tenants,
@@ -114,11 +118,13 @@ class Gateway:
             web.get("/tokenizer_info", handlers.tokenizer_info),
             web.get("/v1/models", status.models),
             web.get("/v1/models/{id:.+}", status.model),
+            web.get("/engine/state", self.engine_state.stream),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/ping", status.ping),
             web.get("/load", status.load),
             web.get("/version", status.version),
+            web.get("/openapi.json", status.openapi),
             web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
         ]
         root = self._config.path_prefix
@@ -141,8 +147,9 @@ class Gateway:
     # -- shutdown
 
     def refuse_new(self) -> None:
-        """Refuse every new request from now on."""
+        """Refuse every new request from now on, and end the streams of the engines' state."""
         self.capacity.draining = True
+        self.engine_state.close()
 
     async def drain(self) -> None:
         """Let running answers finish for `drain_s`; then the rest is handed over, or ends in an error."""
@@ -179,7 +186,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     Raises StartError, and Unserviceable when it cannot read tokens or engines any more."""
     gateway_id = config.gateway_id or settings.process_name()
     try:
-        tenants = Tenants(config.api_keys, config.tenants)
+        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
         defaults = generation_config.read(config)
     except (TenantsError, ModelError) as error:

@@ -3,12 +3,14 @@
 quire serve [MODEL]   Redis, one engine and some gateways under one supervisor, for one machine
 quire gateway | engine   one process of a larger deployment, around a Redis of your own
 quire quarantine         requests that are held back because they killed their engine
+quire top | chat | bench   clients of a running server, for a terminal (service/terminal)
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -30,15 +32,21 @@ from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from service.config import GatewayConfig
+from service.terminal.options import ClientEnvironment
 from service.tokenizer import served_name
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
        quire gateway [MODEL] [options]  one gateway, around a Redis of your own
        quire engine [MODEL] [options]   one engine, around a Redis of your own
        quire quarantine list | show ID | drop ID   requests that killed their engine
+       quire top URL [options]          engines, queue, latencies and tenants of a running server
+       quire chat URL [options]         talk to a model
+       quire bench URL [options]        a small load, and a table of latencies
 Each says more with --help."""
 
 PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
+# command -> module.  They are clients: the packages that only they need are imported when one is started.
+CLIENTS = {name: f"service.terminal.{name}" for name in ("top", "chat", "bench")}
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 # Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
@@ -96,22 +104,39 @@ class GivenUp(OperatorError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console script.  Returns the exit status: 0 after a drain, 1 if it gave up, 2 for a bad command line."""
+    """Run the console script.
+
+    Returns the exit status: 0 after a drain, 1 if it gave up or a request failed, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
     if (command == "serve" or command in PROCESSES) and (
-        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig))
+        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig, ClientEnvironment))
     ):
         settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
     if command == "serve":
         return serve(rest)
     if command == "quarantine":
         return quarantine(rest)
+    if command in CLIENTS:
+        return client(command, rest)
     if command in PROCESSES:
         os.execv(sys.executable, [sys.executable, "-m", PROCESSES[command], *rest])
     asked = command in ("-h", "--help")
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+def client(command: str, words: Sequence[str]) -> int:
+    """Run `quire top`, `chat` or `bench`.  Returns the exit status; 2 where a package that it needs is missing."""
+    try:
+        module = importlib.import_module(CLIENTS[command])
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("service", "engine"):
+            raise
+        settings.stop(f"quire {command}", f"needs the package {missing}: pip install 'quire[cli]'", CONFIG_ERROR)
+    status: int = module.main(words, dict(os.environ))
+    return status
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

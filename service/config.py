@@ -101,6 +101,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "client may use them."
         ),
     ] = []
+    admin_keys: Annotated[
+        list[str],
+        Meta(
+            description="Bearer keys like those of --api-keys, with the admin scope: they may watch the engines "
+            "(GET /engine/state). A tenant's keys have it with `admin = true` in the tenants file."
+        ),
+    ] = []
     cors_origins: Annotated[
         list[str],
         Meta(

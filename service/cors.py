@@ -17,7 +17,7 @@ from aiohttp import web
 MAX_AGE_S = 600  # how long a browser may keep the answer to a preflight
 EXPOSED = (
     "x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, x-queue-lane, x-queue-place, "
-    "x-queue-wait, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-queue-wait, x-answer-id, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
     "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 

@@ -52,7 +52,20 @@ HARMLESS: dict[str, Harmless] = {
     "spaces_between_special_tokens": Harmless("only slow tokenizers know it"),
 }
 
+EMPTY: tuple[object, ...] = (False, [], {}, "")
+
 UNSERVED: dict[str, Unserved] = {
+    "tools": Unserved("a call of tools outside /v1/chat/completions", EMPTY, ("completions",)),
+    "tool_choice": Unserved("a call of tools outside /v1/chat/completions", ("none", "auto"), ("completions",)),
+    "functions": Unserved("the older form of tools", EMPTY),
+    "use_beam_search": Unserved("beam search", EMPTY),
+    "bad_words": Unserved("bad words", EMPTY),
+    "audio": Unserved("audio", EMPTY),
+    "logits_processors": Unserved("code of clients", EMPTY),
+    "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),
+    "suffix": Unserved("text insertion", EMPTY, ("completions",)),
+    "echo": Unserved("echo of a chat", (False,), ("chat",)),
+    "chat_template": Unserved("a template of the client", EMPTY, ("chat",)),
     "length_penalty": Unserved("beam search", (1,)),
     "early_stopping": Unserved("beam search", (False,)),
     "num_beams": Unserved("beam search", (1,)),

@@ -136,7 +136,7 @@ class Format:
     ) -> None:
         """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
         self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
-        self._id, self._request_id, self.ids = request_id.encode(), request_id, ids
+        self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
         self._started = [False] * choices
@@ -275,7 +275,7 @@ class Format:
         for new in piece.calls:
             call = found.setdefault(new.index, {"index": new.index} if index else {})
             if new.name is not None:
-                call |= {"id": call_id(self._request_id, piece.choice, new.index), "type": "function"}
+                call |= {"id": call_id(self.request_id, piece.choice, new.index), "type": "function"}
                 call["function"] = {"name": new.name, "arguments": new.arguments}
             else:
                 function = call.setdefault("function", {"arguments": ""})

@@ -35,6 +35,7 @@ from service.config import GatewayConfig
 from service.fields import Endpoint
 from service.format import REQUEST_ID as ANSWER_ID
 from service.format import Format, Position
+from service.grammar import Grammars, NotServed
 from service.limits import VALUES, shown
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
@@ -91,6 +92,7 @@ class Handlers:
         self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+        self._grammars = Grammars()
 
     # -- endpoints
 
@@ -117,15 +119,16 @@ class Handlers:
             return await self.resume(request, request_id, had)
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """DELETE /v1/streams/{id}: end a request whose client would not resume it.  `id` is as for `stream`."""
+        """DELETE /v1/streams/{id}: end an answer as cancelled, although its client may resume it.
+
+        204, also where the answer is over; else as for a client that resumes."""
         given = request.match_info["id"]
         request_id = given if re.fullmatch(ANSWER_ID, given) else Position.parse(given).request_id
-        streams = self._streams
         with self._capacity.occupy():
+            streams = self._streams
             found = await streams.find(request_id)
             record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
-            order_ids = [f"{request_id}.{prompt}" for prompt in range(len(record.prompts))]
-            await streams.cancel(order_ids, record.valid.n, record.tenant)
+            await streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
         return web.Response(status=204)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -257,7 +260,7 @@ class Handlers:
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
-        valid = msgspec.structs.replace(valid, reading=reading)
+        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading))
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
@@ -292,6 +295,18 @@ class Handlers:
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
+
+    async def _constrain(self, valid: api.ValidRequest) -> api.ValidRequest:
+        """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
+        if (constraint := self._tokenizer.constraint(valid, valid.reading)) is None:
+            return valid
+        admission.require_grammars(self._streams.fleet, constraint.param)
+        try:
+            grammar = await self._grammars.compile(constraint)
+        except NotServed as error:
+            raise api.not_served(error) from None
+        sampling = msgspec.structs.replace(valid.sampling, grammar=grammar)
+        return msgspec.structs.replace(valid, sampling=sampling, constraint=None)
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
         """Call admission.decide with this process's clock and random numbers."""

@@ -33,6 +33,13 @@ DOCUMENTS = 1024
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
 VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
+WATCHERS = 16  # of GET /engine/state, at one gateway
+# Of a schema, regex, list of choices or grammar, as JSON.  One of 64 KiB takes up to 0.3 s to compile, on a thread.
+GRAMMAR_BYTES = 65_536
+GRAMMAR_DEPTH = 64  # of schemas within schemas
+# To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
+REGEX_CHARS = 4096
+LARK_CHARS = 16_384
 LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
 
 
@@ -153,6 +160,34 @@ LIMITS: dict[str, Limit] = {
     "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
     "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
     "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "grammar": Limit(
+        "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
+        "bytes of JSON of the schema, regex, choices or grammar",
+        high=GRAMMAR_BYTES,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "regex": Limit(
+        "structured_outputs, guided_regex, pattern, patternProperties",
+        "characters of each regular expression",
+        high=REGEX_CHARS,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "lark": Limit(
+        "structured_outputs, guided_grammar",
+        "characters of a Lark grammar",
+        high=LARK_CHARS,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "grammar depth": Limit(
+        "response_format, structured_outputs, guided_json",
+        "schemas within schemas",
+        high=GRAMMAR_DEPTH,
+        entries=True,
+        code="grammar_too_large",
+    ),
     "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
     "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
     "cache_salt": Limit("cache_salt", "characters", high=SALT_CHARS, entries=True, code="too_long"),
@@ -192,6 +227,14 @@ LIMITS: dict[str, Limit] = {
         entries=True,
         code="too_many_open",
         status=503,
+    ),
+    "watchers": Limit(
+        "connection",
+        "clients of one gateway that watch the engines",
+        high=WATCHERS,
+        entries=True,
+        code="too_many_watchers",
+        status=429,
     ),
     "queued": Limit(
         "queue",

@@ -157,7 +157,7 @@ _gauge(
     "Prompt tokens that the engines would claim at once.",
     of_fleet=lambda fleet: fleet.room_tokens,
 )
-_gauge(
+QUARANTINED = _gauge(
     "quire_quarantined_requests",
     "Requests in quarantine, because they killed their engines.",
     of_fleet=lambda fleet: fleet.quarantined,
@@ -175,17 +175,37 @@ ENGINE_INFO = _gauge(
     "fingerprint",
 )
 ENGINE_AGE = _engine_gauge("quire_engine_age_seconds", "Seconds since the engine's last exchange.")
-_engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)
-_engine_gauge(
+ENGINE_BLOCKS = _engine_gauge("quire_engine_kv_blocks", "KV blocks in the pool.", lambda load: load.total_blocks)
+ENGINE_FREE = _engine_gauge(
     "quire_engine_kv_blocks_free",
     "KV blocks that a new request can have, idle cached blocks included.",
     lambda load: load.free_blocks,
 )
-_engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)
-_engine_gauge(
+ENGINE_CACHED = _engine_gauge(
+    "quire_engine_kv_blocks_cached",
+    "Idle KV blocks that hold a reusable prefix; free ones, too.",
+    lambda load: load.cached_blocks,
+)
+ENGINE_RUNNING = _engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)
+ENGINE_WAITING = _engine_gauge(
     "quire_engine_requests_waiting", "Sequences that have not started or were preempted.", lambda load: load.waiting
 )
-_engine_gauge("quire_engine_preemptions", "Preemptions since the engine started.", lambda load: load.preemptions)
+ENGINE_GENERATED = _engine_gauge(
+    "quire_engine_generated_tokens", "Output tokens since the engine started.", lambda load: load.generated_tokens
+)
+ENGINE_PROMPT = _engine_gauge(
+    "quire_engine_prefix_query_tokens",
+    "Prompt tokens of requests started since the engine started.",
+    lambda load: load.prompt_tokens,
+)
+ENGINE_HITS = _engine_gauge(
+    "quire_engine_prefix_hit_tokens",
+    "Those of these prompt tokens that the prefix cache had.",
+    lambda load: load.cached_prompt_tokens,
+)
+ENGINE_PREEMPTIONS = _engine_gauge(
+    "quire_engine_preemptions", "Preemptions since the engine started.", lambda load: load.preemptions
+)
 _engine_gauge(
     "quire_engine_recomputed_tokens",
     "Tokens computed again after a preemption, since the engine started.",

@@ -37,7 +37,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the API key that was given
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug/")  # paths that need a key
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug/", "/engine/")  # paths that need a key
 CLIENT_LEFT = 499  # nginx's number
 UNREAD_BODY = (408, 413, 415)  # statuses that are sent before the body was read
 

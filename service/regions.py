@@ -152,6 +152,10 @@ class ResponseTemplate:
         self._first = {calls: _first_chars(described["fields"], calls) for calls in (True, False)}
         self.has_calls = len(rest) < len(fields)
         self.has_reasoning = any(KINDS.get(name) == "reasoning" for name in rest)
+        self.call_markers = [
+            text for name, field in fields.items() if KINDS.get(name) == "calls" for text in _texts(field, ("open",))
+        ]
+        self.reasoning_markers = _literal_markers(fields)
         self.heads = {name: _head(field) for name, field in fields.items() if KINDS.get(name) == "calls"}
         self.casts = None in self.heads.values()  # arguments that are no JSON get the types of their schema
         self.keeps_spaces = {
@@ -179,12 +183,13 @@ class ResponseTemplate:
         spec = self._full if reading.calls else self._without_calls
         return RegionReader(self, spec, self._first[reading.calls], reading)
 
-    def call_grammar(self, tools: list[dict[str, Any]], names: list[str]) -> str | None:
-        """Return the grammar of an answer that calls one of the tools `names`, with arguments by their schemas.
 
-        It is to be derived from this template's markers.  None: that is not there yet, so `tool_choice` "required", a
-        named tool and `strict` are refused."""
+def _literal_markers(fields: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the markers that open and close reasoning; None where there is no one pair of plain text."""
+    found = [field for name, field in fields.items() if KINDS.get(name) == "reasoning"]
+    if len(found) != 1 or not all(isinstance(found[0].get(key), str) for key in ("open", "close")):
         return None
+    return found[0]["open"], found[0]["close"]
 
 
 def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
@@ -73,7 +73,7 @@ async def write(
     try:
         async for changed in pieces:
             if response is None:
-                response = await _begin(request, waiting)
+                response = await begin(request, _headers(form, waiting))
             for piece in changed:
                 meter.record_piece(piece)
             data = await _chunks(form, changed) if changed else _idle(waiting, comments=form.ids)
@@ -82,7 +82,7 @@ async def write(
                 await response.write(data)
                 await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
-            response = await _begin(request, waiting)
+            response = await begin(request, _headers(form, waiting))
         last = form.usage_chunk() + form.done()
     except HandedOver:
         if response is None:
@@ -124,10 +124,18 @@ def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
     return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
 
 
-async def _begin(request: web.Request, waiting: Waiting | None) -> web.StreamResponse:
+def _headers(form: Format, waiting: Waiting | None) -> dict[str, str]:
+    """Return the headers of an answer.
+
+    Its id comes before the first event, so that a client can resume or cancel an answer that still waits."""
+    return {"x-answer-id": form.request_id, **(waiting.headers() if waiting is not None else {})}
+
+
+async def begin(request: web.Request, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
+    """Send the headers of a stream.  Its socket buffers no more than a slow reader needs."""
     if (transport := request.transport) is not None:
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    response = web.StreamResponse(headers=HEADERS | (waiting.headers() if waiting is not None else {}))
+    response = web.StreamResponse(headers={**HEADERS, **(headers or {})})
     await response.prepare(request)
     return response

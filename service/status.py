@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -27,8 +29,19 @@ def _json(body: object, status: int = 200) -> web.Response:
 class Status:
     """Handlers of the endpoints that report state and compute nothing."""
 
-    def __init__(self, names: list[str], root: str, streams: Streams, telemetry: Telemetry, capacity: Capacity) -> None:
-        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory."""
+    def __init__(
+        self,
+        names: list[str],
+        root: str,
+        streams: Streams,
+        telemetry: Telemetry,
+        capacity: Capacity,
+        document: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
+
+        `document`: returns the OpenAPI document."""
+        self._document = document
         self._names, self._root, self._streams = names, root, streams
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
@@ -110,6 +123,10 @@ class Status:
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""
         return _json({"version": histograms.build()["version"]})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return _json(self._document())
 
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics, in Prometheus' text format."""

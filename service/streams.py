@@ -25,6 +25,7 @@ from engine.wire.clock import steady_ms
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service import admission
@@ -166,6 +167,10 @@ class Streams:
         found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
+    async def cancel(self, order_ids: list[str]) -> None:
+        """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
+        await self._bus.cancel_for_all(order_ids)
+
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
         return await self._ask(self._bus.find_duplicate(key))
@@ -196,20 +201,6 @@ class Streams:
         finally:
             opened.stop()
             self._leave(opened, queued=True)
-
-    async def cancel(self, order_ids: list[str], n: int, tenant: str) -> None:
-        """End a request of any gateway at its client's wish.  Raises Refusal as `join` does.
-
-        `order_ids`: one for each prompt, of `n` continuations.  Other readers of the answer get the error `cancelled`.
-        The gateway that the client left still listens, so each continuation is ended by its index: see `withdraw`."""
-        async with self.join(order_ids, [[0] * n] * len(order_ids), tenant, 0.0) as opened:
-            for order in opened.orders:
-                for index in sorted(order.running):
-                    self.withdraw(order.id, index)
-                for reader, _ in order.readers:
-                    reader.resumable = False  # the last reader that leaves withdraws the order
-                    if reader is not opened:
-                        reader.end_all(Finish("cancelled"))
 
     async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
         """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
@@ -333,7 +324,7 @@ class Streams:
             self.withdraw(order.id, index if order.running else -1)
 
     def withdraw(self, order_id: str, index: int = -1) -> None:
-        """Stop an order, unless another gateway reads it, or one of its continuations.
+        """Stop an order, or one of its continuations, unless another gateway reads it.
 
         Never waits: the caller's task may be cancelled."""
         self._bus.withdraw(order_id, index)
@@ -447,6 +438,11 @@ class Streams:
     def quotas(self) -> QuotaStore:
         """The quotas of tenants in Redis."""
         return self._bus.quotas
+
+    @property
+    def pool_states(self) -> PoolStateStore:
+        """What the blocks of each engine hold, in Redis."""
+        return self._bus.pool_states
 
     @property
     def fleet(self) -> Fleet:

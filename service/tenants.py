@@ -4,6 +4,7 @@ A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests 
 
     [acme]
     weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
+    admin = true                    # its keys have the admin scope: they may watch the engines; false if left out
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
     requests_per_minute = 600       # quotas, shared by all gateways; leave one out and it is unlimited
     tokens_per_minute = 200000      # prompt and output tokens
@@ -27,7 +28,7 @@ from service.api import Refusal
 SALT_BYTES = 16  # of a salt's digest
 QUOTAS = Quota.__struct_fields__
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
-SETTINGS = ("weight", "key_sha256", *QUOTAS)
+SETTINGS = ("weight", "key_sha256", "admin", *QUOTAS)
 
 
 class TenantsError(OperatorError):
@@ -44,6 +45,7 @@ class Tenant(msgspec.Struct, frozen=True):
     name: str = ""  # "": keys that belong to no tenant
     weight: float = 1.0
     quota: Quota | None = None  # None: unlimited
+    admin: bool = False  # its keys have the admin scope
 
     def salt(self, asked: str) -> str:
         """Return the prefix-cache namespace for a client's own `cache_salt`.
@@ -59,11 +61,13 @@ class Tenant(msgspec.Struct, frozen=True):
 class Tenants:
     """All known keys.  Without any key, every client has access and shares one tenant."""
 
-    def __init__(self, api_keys: Iterable[str] = (), path: str = "") -> None:
-        """`api_keys` belong to the nameless tenant of weight 1.  `path` is a file as above, or "".
+    def __init__(self, api_keys: Iterable[str] = (), path: str = "", admin_keys: Iterable[str] = ()) -> None:
+        """`api_keys` and `admin_keys` belong to the nameless tenant of weight 1; the latter have the admin scope.
+        `path` is a file as above, or "".  Without any key, every client has the admin scope.
 
         Raises TenantsError: the file is unreadable, a name, weight, digest or field is invalid, a key occurs twice."""
         self._of = {_digest(key): Tenant() for key in api_keys if key}
+        self._of |= {_digest(key): Tenant(admin=True) for key in admin_keys if key}
         self._open = not self._of and not path
         if path:
             self._read(path)
@@ -95,7 +99,7 @@ class Tenants:
                 raise TenantsError(f"{where} has no weight; it must be a number > 0")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
-            quota = _quota(table, where)
+            quota, admin = _quota(table, where), _admin(table, where)
             if not isinstance(digests, list) or not digests:
                 raise TenantsError(f"{where}: key_sha256 must be a list of at least one digest")
             for digest in digests:
@@ -103,14 +107,14 @@ class Tenants:
                     raise TenantsError(f"{where}: key_sha256 holds {digest!r}; it must be 64 digits of 0-9a-f")
                 if digest in self._of:
                     raise TenantsError(f"{where}: the key with digest {digest[:8]}... is given twice")
-                self._of[digest] = Tenant(name, float(weight), quota)
+                self._of[digest] = Tenant(name, float(weight), quota, admin)
 
     def of(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
 
         Keys are looked up by digest, so the time taken does not reveal where a guess was wrong."""
         if self._open:
-            return Tenant()
+            return Tenant(admin=True)
         scheme, _, key = authorization.partition(" ")
         tenant = self._of.get(_digest(key.strip()))
         if scheme.lower() != "bearer" or tenant is None:
@@ -133,6 +137,14 @@ def _quota(table: dict[str, object], where: str) -> Quota | None:
             raise TenantsError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {MOST_QUOTA}")
         given[name] = value
     return Quota(**given) if given else None
+
+
+def _admin(table: dict[str, object], where: str) -> bool:
+    """Return whether a tenant's keys have the admin scope.  Raises TenantsError, whose text begins with `where`."""
+    admin = table.get("admin", False)
+    if not isinstance(admin, bool):
+        raise TenantsError(f"{where}: admin is {admin!r}; it must be true or false")
+    return admin
 
 
 def _digest(key: str) -> str:

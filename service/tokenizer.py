@@ -12,15 +12,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.call_grammar import CallForm, Reasoning, call_rules, form_of
 from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
+from service.grammar import Constraint
 from service.history import Dialect, dialect_of, for_template
 from service.literal import LiteralContent
 from service.regions import Reading, find
@@ -35,6 +37,7 @@ INLINE_BYTES = 4096
 LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
+NO_FORM = "the model's chat template does not show how calls are written in JSON"
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
@@ -292,16 +295,14 @@ class Tokenizer:
 
     def _check_options(self, options: ChatOptions) -> None:
         """Raise Refusal for what this model's chat template does not know, or its answers cannot keep."""
-        responses = self.responses
         if options.tools and not self._dialect.tools:
             raise _unsupported("tools", "the model's chat template knows no tools")
         if options.tools and not self.knows_tools:
             raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
-        if options.demanded and (responses is None or responses.call_grammar(options.tools, options.demanded) is None):
-            raise _unsupported("tool_choice", "a call cannot be demanded yet, only 'none' and 'auto' are served")
-        names = [tool["function"]["name"] for tool in options.tools]
-        if options.strict and (responses is None or responses.call_grammar(options.tools, names) is None):
-            raise _unsupported(options.strict, "arguments are not held to their schema yet")
+        if options.demanded and self.call_form is None:
+            raise _unsupported("tool_choice", f"{NO_FORM}, so only 'none' and 'auto' are served")
+        if options.strict and not options.demanded and (self.call_form is None or not self.call_form.marker):
+            raise _unsupported(options.strict, f"{NO_FORM}, so arguments are not held to their schema")
         if options.documents and not self._reads("documents"):
             raise _unsupported("documents", "the model's chat template does not read them")
         for name in options.arguments:
@@ -313,6 +314,46 @@ class Tokenizer:
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model, and calls in its answers can be read."""
         return self._dialect.tools and self.responses is not None and self.responses.has_calls
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How this model writes tool calls; None if its chat template does not show it.  Found out at the first use."""
+        if self.responses is None or not self.knows_tools:
+            return None
+        added = self._backend.get_added_tokens_decoder().values()
+        ends = frozenset(one.content for one in added if one.special and not self.responses.has_marker(one.content))
+        render = partial(self._hf.apply_chat_template, tokenize=False)
+        return form_of(render, self._dialect, self._template, self.responses, ends)
+
+    def constraint(self, valid: ValidRequest, reading: Reading | None) -> Constraint | None:
+        """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
+        options, asked = valid.options, valid.constraint
+        if not options.tools or not (options.demanded or options.strict or asked):
+            return asked
+        field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
+        if self.call_form is None or reading is None:
+            raise _unsupported(field, f"{NO_FORM}, so it is not served together with tools")
+        if asked is not None and asked.kind != "json":
+            raise _unsupported(asked.param, "with tools, only JSON schemas are served")
+        if valid.sampling.ignore_eos:
+            raise _unsupported("ignore_eos", f"with {field} an answer ends where its grammar does")
+        answer = None if options.demanded else asked
+        rules = call_rules(self.call_form, options, self._grammar_tokens, self._thinks(reading), answer)
+        return Constraint(field, "calls", rules)
+
+    @cached_property
+    def _grammar_tokens(self) -> dict[str, int]:
+        """Token ids of the added tokens that a grammar names by their id: llguidance takes none of them for text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {one.content: at for at, one in added.items() if one.special or re.fullmatch("<.*>", one.content)}
+
+    def _thinks(self, reading: Reading) -> Reasoning:
+        """Return whether reasoning may come before the rest of an answer."""
+        if self.responses is None or self.call_form is None or self.call_form.reasoning is None:
+            return ""
+        if self.responses.reader(reading).reasoning:
+            return "open"
+        return "" if self.call_form.reasoning[1] in reading.opening else "may"
 
     def _reads(self, name: str) -> bool:
         """Return whether the chat template names a variable."""

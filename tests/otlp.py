@@ -104,7 +104,7 @@ class Collector:
         """Return the spans of this name in the order of their start."""
         return sorted((span for span in list(self.spans) if span.name == name), key=lambda span: span.start_ns)
 
-    def wait_for(self, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, holds: Callable[[], bool], seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, self.spans

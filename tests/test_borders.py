@@ -17,6 +17,8 @@ MAY_SEE: dict[str, set[str]] = {
     "service": {"service", "engine.common", "engine.wire"},
     # The command line checks the options of every program it starts, before it starts any.
     "service.cli": {"service", "engine.common", "engine.wire", "engine.config"},
+    # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
+    "service.terminal": {"service.terminal", "service.metrics", "engine.common", "loadtest"},
     "engine.common": {"engine.common", "engine.wire.messages"},
     "engine.wire": {"engine.common", "engine.wire"},
     "engine.config": set(),

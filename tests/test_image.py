@@ -36,7 +36,7 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     for name in rooms:
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=100)
+    subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=250)
     (wheel,) = wheels.glob("quire-*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     ours = {

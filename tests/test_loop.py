@@ -231,7 +231,7 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     thread, sent = BusThread(CONFIG), []
 
     class Side:
-        queue_share = 0.5
+        queue_share, watched = 0.5, False
         clock = RedisClock()
 
         async def exchange(self, batches: Any, finished: Any, *_: Any) -> ExchangeReply:

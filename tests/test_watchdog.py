@@ -22,7 +22,7 @@ from engine.wire.records import ExchangeReply
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 
 
-def until(holds: object, seconds: float = 30.0) -> None:
+def until(holds: object, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
     sent = []
 
     class Side:
-        queue_share, clock = 0.0, RedisClock()
+        queue_share, watched, clock = 0.0, False, RedisClock()
 
         async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
             sent.append((finished, load.yield_tokens, room))

@@ -12,6 +12,7 @@
 namespace quire::cpu {
 namespace {
 
+using sampling::MaskedSettings;
 using sampling::Settings;
 
 constexpr int64_t kBlock = 1024;  // tokens whose kept weights are summed up before the draw walks through one block
@@ -29,9 +30,23 @@ Ints weight(Floats w) {
 
 uint64_t weight(float w) { return static_cast<uint64_t>(w * sampling::kOne + sampling::kRounding); }
 
+// x[i] = kNever for every token whose bit in the mask is 0.
+void forbid(const uint32_t* mask, int64_t size, std::vector<float>& x) {
+  for (int64_t first = 0; first < size; first += 32) {
+    const uint32_t word = mask[first / 32];
+    if (word == ~uint32_t{0}) continue;
+    const int64_t last = std::min(first + 32, size);
+    if (word == 0) {
+      std::fill(x.begin() + first, x.begin() + last, kNever);
+      continue;
+    }
+    for (int64_t i = first; i < last; ++i) x[i] = word >> (i - first) & 1 ? x[i] : kNever;
+  }
+}
+
 // x[0, size) = the adjusted logits, and kNever after them.
 template <class T>
-void adjust(const T* from, const Settings& settings, int64_t position, int64_t size, std::vector<float>& x) {
+void adjust(const T* from, const MaskedSettings& settings, int64_t position, int64_t size, std::vector<float>& x) {
   x.resize((size + kBlock - 1) / kBlock * kBlock);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: no -0
@@ -41,6 +56,7 @@ void adjust(const T* from, const Settings& settings, int64_t position, int64_t s
     store(&x[i], load(rest) + Floats{});
   }
   std::fill(x.begin() + size, x.end(), kNever);
+  if (settings.mask) forbid(settings.mask, size, x);
   if (!settings.marks && !settings.bias) return;
   const bool early = position < settings.min_tokens;
   for (i = 0; i < size; ++i) {
@@ -193,8 +209,8 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       a.tokens[row] = 0;
       a.outcome[row] = sampling::kChosen;
       if (a.slots[row] < 0) continue;
-      const Settings& settings = a.table[a.slots[row]];
-      if (settings.scale == 0 && !settings.marks && !settings.bias) {
+      const MaskedSettings& settings = a.table[a.slots[row]];
+      if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask) {
         plain(row, 1, 1);
         continue;
       }
@@ -203,7 +219,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
         plain(row, 1, 1);  // once more, raw: whose fault is it?
-        if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias))
+        if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;
         continue;

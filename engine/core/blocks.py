@@ -69,10 +69,11 @@ class BlockPool:
         self.caching = caching
         self.discarded: list[int] = []  # with note_discarded: blocks whose content became garbage, until taken
         self._note_discarded = note_discarded
-        self._refs = [0] * total
+        self._refs = array("i", bytes(total * array("i").itemsize))
         self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digest: list[bytes | None] = [None] * total
+        self._sealed = bytearray(total)  # 1 where `_digest` has one
         self._index: dict[bytes, int] = {}
         # Sums of the same, which each operation changes; balance() compares.
         self._held = 0
@@ -163,6 +164,11 @@ class BlockPool:
         """How many tables contain the block.  With more than one it must be copied before it is written."""
         return self._refs[block]
 
+    def views(self) -> tuple[memoryview, memoryview]:
+        """Read-only views of every block, without a copy: references (int32 each), and whether it is sealed (1 byte
+        each).  A sealed block without references is idle.  The next operation changes what they show."""
+        return memoryview(self._refs).toreadonly(), memoryview(self._sealed).toreadonly()
+
     def held_only_by(self, tables: Sequence[Sequence[int]], but: Sequence[int]) -> int:
         """Blocks, `but` these, that would be available if these tables were released.  O(their blocks)."""
         counts, others = Counter(chain.from_iterable(tables)), set(but)
@@ -181,6 +187,7 @@ class BlockPool:
         if self.caching and self._digest[block] is None and digest not in self._index:
             self._index[digest] = block
             self._digest[block] = digest
+            self._sealed[block] = 1
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the prefix index: their content is wrong.  Tables that hold them keep them."""
@@ -231,6 +238,8 @@ class BlockPool:
             raise kind(f"block {block} counts {refs} references, {named} tables name it")
         if refs and block in self._idle:
             raise DoubleFree(f"block {block} has {refs} references and is idle")
+        if self._sealed[block] != (digest is not None):
+            raise AccountingError(f"block {block} counts as {'' if self._sealed[block] else 'not '}sealed, wrongly")
         if digest is not None and self._index.get(digest) != block:
             raise AccountingError(f"block {block} is sealed under a digest that finds {self._index.get(digest)}")
         if digest is None and block in self._idle:
@@ -249,6 +258,7 @@ class BlockPool:
         if (digest := self._digest[block]) is not None:
             del self._index[digest]
             self._digest[block] = None
+            self._sealed[block] = 0
 
     def _discard(self, block: int) -> None:
         self._free.append(block)

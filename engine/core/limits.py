@@ -30,6 +30,7 @@ class Limits(msgspec.Struct, frozen=True):
     block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
     itl_stretch: float = 0.0  # longest step with prompts, relative to a decode-only step; 0: no bound
     step_target_s: float = 0.0  # longest step with prompts, seconds; 0: no bound
+    grammars: bool = False  # the executor honours Sampling.grammar
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]

@@ -103,6 +103,8 @@ def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: in
         return f"the prompt has {len(prompt)} tokens; this engine holds {room}, output included"
     if not prompt or max(map(max, tokens)) >= limits.vocab_size or min(map(min, tokens)) < 0:
         return f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
+    if request.sampling.grammar and not limits.grammars:
+        return "the answer must match a grammar, and this engine cannot enforce one"
     if request.n > limits.max_seqs:
         return f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
     return ""

@@ -243,7 +243,10 @@ def sampler_of(seq: Sequence) -> Sampler:
     """Return what the executor needs to sample for a sequence."""
     sampling = seq.request.sampling
     reads_history = (
-        sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
+        sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.repetition_penalty != 1
+        or sampling.grammar != ""
     )
     return Sampler(
         sampling,

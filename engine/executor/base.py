@@ -11,6 +11,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
+from engine.executor.grammars import FAILED, Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -22,6 +23,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens
     eos_ids: list[int]
     kv_bytes_per_token: int  # 2 x layers x KV heads x head size x bytes, all ranks together
+    grammars: bool = False  # it honours Sampling.grammar
 
 
 class StepError(Exception):
@@ -53,6 +55,9 @@ class Executor(Protocol):
 
         Raises ExecutorLost when no further step can run."""
 
+    def grammar_ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled, or can never be; else compile it on another thread.  Never blocks."""
+
     def catch_up(self) -> bool:
         """Do one piece of the work that the start put off, while no request is here.  Returns whether more is left."""
 
@@ -66,14 +71,25 @@ def scripted_token(seed: int, sibling: int, position: int, vocab_size: int) -> i
 
 
 class ScriptedExecutor:
-    """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else."""
+    """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else.
+
+    Where a grammar forbids the next token of that text, the first token that it allows takes its place."""
 
     depth = 2
     max_seqs, step_tokens = 256, 1024
     swap_bytes_per_s = 0.0
 
-    def __init__(self, info: ModelInfo, blocks: int, *, step_seconds: float = 0.0, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        blocks: int,
+        *,
+        step_seconds: float = 0.0,
+        host_blocks: int = 0,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.info = info
+        self._grammars = grammars
         self.blocks = blocks
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}
@@ -84,19 +100,27 @@ class ScriptedExecutor:
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
         """Take sizes from the checkpoint's config.json, if there is one; its tokenizer can then decode the script."""
-        path = Path(config.model) / "config.json"
+        directory = Path(config.model)
+        path = directory / "config.json"
         shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
+        eos_ids, vocab_size = [0], shape.get("vocab_size", 1000)
+        grammars = None
+        if config.model and Grammars.supported(directory, eos_ids):
+            max_seqs = config.max_seqs or cls.max_seqs
+            grammars = Grammars(directory, max_seqs=max_seqs, vocab_size=vocab_size, eos_ids=eos_ids)
         info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
             fingerprint="scripted",
-            vocab_size=shape.get("vocab_size", 1000),
+            vocab_size=vocab_size,
             max_model_len=config.max_model_len or shape.get("max_position_embeddings", 4096),
-            eos_ids=[0],
+            eos_ids=eos_ids,
             kv_bytes_per_token=0,
+            grammars=grammars is not None,
         )
         blocks = config.kv_blocks or 4096
         host_blocks = blocks if config.swap_memory_gib > 0 else 0  # a block is nothing here, so all fit
-        return cls(info, blocks, step_seconds=config.scripted_step_ms / 1000, host_blocks=host_blocks)
+        step_seconds = config.scripted_step_ms / 1000
+        return cls(info, blocks, step_seconds=step_seconds, host_blocks=host_blocks, grammars=grammars)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
@@ -107,22 +131,51 @@ class ScriptedExecutor:
             time.sleep(self.step_seconds)
         for slot in plan.freed_slots:
             self._decoding.pop(slot, None)
+            if self._grammars is not None:
+                self._grammars.free(slot)
         for piece in plan.slices:
             if piece.sampler is not None:
                 end = piece.start + len(piece.token_ids)
-                self._decoding[piece.slot] = piece.sampler, end - piece.sampler.prompt_len
+                self._begin(piece.slot, piece.sampler, end - piece.sampler.prompt_len)
         for fork in plan.forks:
-            self._decoding[fork.slot] = fork.sampler, self._decoding[fork.parent][1]
+            self._begin(fork.slot, fork.sampler, self._decoding[fork.parent][1])
         slots, tokens = [], []
         for slot, (sampler, position) in self._decoding.items():
             slots.append(slot)
             tokens.append(self.token(sampler, position))
             self._decoding[slot] = sampler, position + 1
-        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds)
+        impossible = self._follow_grammars(slots, tokens)
+        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible)
+
+    def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
+        self._decoding[slot] = sampler, position
+        if self._grammars is None:
+            return
+        self._grammars.free(slot)
+        if sampler.sampling.grammar:
+            self._grammars.assign(slot, sampler)
+
+    def _follow_grammars(self, slots: list[int], tokens: list[int]) -> dict[int, str]:
+        """Replace the tokens that a grammar forbids.  Returns why a slot has no token, by slot."""
+        grammars = self._grammars
+        if grammars is None or not grammars.active:
+            return {}
+        grammars.fill()
+        impossible = {}
+        for at, slot in enumerate(slots):
+            if grammars.constrains(slot):
+                tokens[at] = grammars.choose(slot, tokens[at])
+                if tokens[at] < 0:
+                    tokens[at], impossible[slot] = 0, FAILED
+        grammars.advance(slots, tokens)
+        return impossible | grammars.errors()
 
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
+
+    def grammar_ready(self, grammar: str) -> bool:
+        return self._grammars is None or self._grammars.ready(grammar)
 
     def catch_up(self) -> bool:
         return False

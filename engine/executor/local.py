@@ -79,6 +79,7 @@ class LocalExecutor:
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
+        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
@@ -86,8 +87,8 @@ class LocalExecutor:
             max_model_len=model.max_model_len,
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+            grammars=self._worker.grammars is not None,
         )
-        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         ended = time.monotonic()
@@ -158,6 +159,10 @@ class LocalExecutor:
             seconds = result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
+
+    def grammar_ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled, or can never be; else compile it on another thread."""
+        return self._worker is None or self._worker.grammars is None or self._worker.grammars.ready(grammar)
 
     def catch_up(self) -> bool:
         """Do one piece of the work that a takeover put off.  Returns whether more is left.  Only while no request is

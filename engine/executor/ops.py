@@ -300,7 +300,7 @@ def sample(
     csrc/sampling_rules.h has the rules.
 
     slots, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
-    table         [max_seqs, 8] int64: each slot's settings, and where its tokens are counted; `SamplerBank` owns it
+    table         [max_seqs, 8] int64, on a CPU [max_seqs, 9]: each slot's settings; `SamplerBank` owns it
     general       False: the likeliest token of each row, with one pass over the logits; `table` is not read
     tokens        [N] int64, out; 0 where none is chosen
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py

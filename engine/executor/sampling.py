@@ -3,7 +3,7 @@
 Order of operations on a row's logits (float32), the one transformers uses where it has the same control:
 
     raw logits ──────────────────────────────────────────────> log-softmax: the logprobs we report
-       └ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens (masks) = adjusted
+       └ grammar ─ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens (masks) = adjusted
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
@@ -16,9 +16,10 @@ which the running sum of w passes u * total.  Sums are of integers (csrc/samplin
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
-    table [max_seqs, 8] i64      a RECORD for each slot, on the device
+    table [max_seqs, 8] i64      a RECORD for each slot, on the device; on a CPU [max_seqs, 9], a CPU_RECORD
       slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
                        bias ───> line [V] f32   logit_bias, only where asked for
+                       mask ───> row [V / 32]   a bit for each token that the grammar allows: grammars.py
 
 Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
 the one table.
@@ -27,7 +28,7 @@ the one table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from engine.core.plan import Sampler
 from engine.executor import ops
+from engine.executor.grammars import Grammars
 from engine.wire.messages import Sampling, TokenLogprob
 
 # Prompt positions whose logits exist at one time, in the model's dtype and as a float32 log-softmax.  128 rows of 256k
@@ -61,7 +63,8 @@ RECORD = np.dtype(
         ("frequency", "<f4"),
     ]
 )
-WORDS = RECORD.itemsize // 8
+# sampling::MaskedSettings: on a CPU a sequence may also follow a grammar.
+CPU_RECORD = np.dtype([*RECORD.descr, ("mask", "<u8")])
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
 # What became of a row: as in csrc/sampling_rules.h.
@@ -108,18 +111,23 @@ def send(values: Tensor, to: Tensor) -> None:
 
 
 class SamplerBank:
-    """The sampling settings of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
+    """The sampling state of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `assign` and `free`, then `flush`, then `run`. `run` only launches, with sizes the host knows, so a CUDA
-    graph may record it.  There is one for `general` false and one for true, for each N.  A recorded graph also serves
-    slots that are filled later. `general` chooses between the two; where it is false, both give the same tokens.
+    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, and `advance` with its tokens. `run` only launches,
+    with sizes the host knows, so a CUDA graph may record it.  There is one for `general` false and one for true, for
+    each N.  A recorded graph also serves slots that are filled later. `general` chooses between the two; where it is
+    false, both give the same tokens.
     """
 
-    def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_seqs: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars`: None where no slot can follow one, as on every GPU."""
         self._vocab = vocab_size
         self._device = device
-        self._records = np.zeros(max_seqs, RECORD)
-        self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, WORDS))
+        self._grammars = grammars
+        self._records = np.zeros(max_seqs, CPU_RECORD if device.type == "cpu" else RECORD)
+        self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
         # On a CPU this is the same memory, and there is nothing to flush.
         self._table = self._words.to(device)
         self._marks = Lines(vocab_size, torch.int32, device)
@@ -131,6 +139,8 @@ class SamplerBank:
         """Free every slot."""
         for slot in list(self._held):
             self._give_back(slot)
+        if self._grammars is not None:
+            self._grammars.reset()
         self._general: set[int] = set()
         self._top_logprobs: dict[int, int] = {}
         self._changed: set[int] = set()
@@ -158,8 +168,15 @@ class SamplerBank:
         record["repetition"] = s.repetition_penalty
         record["presence"], record["frequency"] = s.presence_penalty, s.frequency_penalty
         record["marks"] = record["bias"] = 0
+        if self._grammars is not None:
+            record["mask"] = 0
+            if s.grammar:  # it holds back the stop tokens, too
+                self._grammars.assign(slot, sampler)
+                record["mask"] = self._grammars.address(slot)
+        elif s.grammar:
+            raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
         lines = []
-        if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids):
+        if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
             lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
             record["marks"] = lines[-1][1].data_ptr()
         if s.logit_bias:
@@ -170,7 +187,7 @@ class SamplerBank:
             record["bias"] = lines[-1][1].data_ptr()
         if lines:
             self._held[slot] = lines
-        if s.temperature > 0 or lines:
+        if s.temperature > 0 or lines or s.grammar:
             self._general.add(slot)
         if s.logprobs >= 0:
             self._top_logprobs[slot] = min(s.logprobs, self._vocab)
@@ -181,6 +198,8 @@ class SamplerBank:
         self._give_back(slot)
         self._general.discard(slot)
         self._top_logprobs.pop(slot, None)
+        if self._grammars is not None:
+            self._grammars.free(slot)
 
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):
@@ -197,7 +216,7 @@ class SamplerBank:
             forbidden = np.ones(self._vocab, bool)
             forbidden[s.allowed_token_ids] = False
             marks[forbidden] |= np.uint32(FORBIDDEN)
-        if s.min_tokens:
+        if s.min_tokens and not s.grammar:
             marks[sampler.stop_ids] |= np.uint32(STOP)
         return marks.view(np.int32)
 
@@ -205,10 +224,27 @@ class SamplerBank:
         """Copy what `assign` changed to the device: one copy and one scatter, if anything changed; never waits."""
         if self._changed and self._table.is_cuda:
             slots = torch.tensor(sorted(self._changed), dtype=torch.int64)
-            staged = torch.empty(len(slots), 1 + WORDS, dtype=torch.int64, device=self._device)
+            staged = torch.empty(len(slots), 1 + self._words.shape[1], dtype=torch.int64, device=self._device)
             send(torch.cat([slots[:, None], self._words[slots]], 1), staged)
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
+
+    def begin_masks(self) -> None:
+        """Begin to find out what each slot may sample now, while the model runs.  Needs all tokens before it."""
+        if self._grammars is not None and self._grammars.active:
+            self._grammars.begin_fill()
+
+    def fill_masks(self) -> None:
+        """Let the grammars say what each slot may sample now."""
+        if self._grammars is not None and self._grammars.active:
+            self._grammars.fill()
+
+    def advance(self, slots: Sequence[int], tokens: list[int]) -> dict[int, str]:
+        """Take in what a step sampled.  Returns why a grammar left no token, by slot."""
+        if self._grammars is None or not self._grammars.active:
+            return {}
+        self._grammars.advance(slots, tokens)
+        return self._grammars.errors()
 
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
+from engine.executor.grammars import Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from engine.executor.memory_plan import MemoryPlan
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 # Messages for clients.
 FAILED = "the model's logits for this token are not finite"
 IMPOSSIBLE = (
-    "no token is possible here: allowed_token_ids, min_tokens with its masked stop tokens, logit_bias and the "
-    "penalties leave none"
+    "no token is possible here: the grammar, allowed_token_ids, min_tokens with its masked stop tokens, logit_bias "
+    "and the penalties leave none"
 )
 MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
@@ -59,6 +60,16 @@ class Pending:
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose model is launched and whose sampling is not."""
+
+    step: int
+    logits: Tensor | None = None  # [N, V] of the slots that sample; None: nothing is computed
+    sample: Callable[[], None] | None = None  # launches their sampling; None: no slot samples
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
+
+
 class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
@@ -71,7 +82,15 @@ class Worker:
         self._gpu = device.type == "cuda"
         self._config, self._loaded, self._model = config, model, model.module
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
-        self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=model.vocab_size, device=device)
+        # On a GPU a step is launched before the tokens of the one before it are known: grammars need another order.
+        self.grammars: Grammars | None = None
+        if not self._gpu and Grammars.supported(model.directory, model.eos_ids):
+            self.grammars = Grammars(
+                model.directory, max_seqs=max_seqs, vocab_size=model.vocab_size, eos_ids=model.eos_ids
+            )
+        self._samplers = SamplerBank(
+            max_seqs=max_seqs, vocab_size=model.vocab_size, device=device, grammars=self.grammars
+        )
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
         # Written on the device by each step, then copied to one of the host's buffers.
@@ -172,9 +191,13 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- every step
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
+        return self.launch_sampling(self.launch_model(plan))
+
+    @torch.inference_mode()
+    def launch_model(self, plan: StepPlan) -> Launched:
+        """Apply the plan and start computing the step's logits."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
         self._clocks[self._next()].start()
         for slot in plan.freed_slots:
@@ -191,6 +214,8 @@ class Worker:
         staging.send()
 
         samplers.flush()
+        if not self._gpu:  # the step before has been collected
+            samplers.begin_masks()
         if plan.swap_out:
             self.swap.out(plan.swap_out)
         if poison is not None:
@@ -200,11 +225,21 @@ class Worker:
         if copies is not None:
             ops.block_copy(self._flat, copies)
         if staged is None:
-            return Pending(plan.step)
+            return Launched(plan.step)
         batch.apply_staged(staged)
         if staged.mixed is not None:
             return self._mixed(plan.step, staged.mixed)
-        return self._decode(plan.step) if batch.decoding_slots else Pending(plan.step)
+        return self._decode(plan.step) if batch.decoding_slots else Launched(plan.step)
+
+    @torch.inference_mode()
+    def launch_sampling(self, launched: Launched) -> Pending:
+        """Sample from the logits of a launched model.  With grammars: collect the step before first."""
+        if launched.logits is None:
+            return Pending(launched.step)
+        if launched.sample is not None:
+            self._samplers.fill_masks()
+            launched.sample()
+        return self._pending(launched.step, launched.logits, launched.prompt_logprobs)
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
@@ -218,10 +253,12 @@ class Worker:
         if outcomes.any():
             failed = {slots[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
             impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
+        sampled = tokens.tolist()
+        impossible |= self._samplers.advance(slots, sampled)
         return StepResult(
             pending.step,
             list(slots),
-            tokens.tolist(),
+            sampled,
             logprobs=pending.logprobs.by_slot() if pending.logprobs else {},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
@@ -229,33 +266,29 @@ class Worker:
             device_s=seconds,
         )
 
-    def _decode(self, number: int) -> Pending:
+    def _decode(self, number: int) -> Launched:
         """Compute one more token for every slot, with two graph launches where there are graphs."""
         size = self._padded(len(self._batch.decoding_slots))
         if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
-            self._sample_padded(size)
-            return self._pending(number, self._graph_logits)
+            return Launched(number, self._graph_logits, partial(self._sample_padded, size))
         step = self._batch.decode_step(size)
         self._batch.gather(step)
         logits = self._logits(Forward(self._model, step), step.logits_at)
-        self._sample(step, logits, self._samplers.general)
-        return self._pending(number, logits)
+        return Launched(number, logits, partial(self._sample, step, logits, self._samplers.general))
 
-    def _mixed(self, number: int, mixed: Mixed) -> Pending:
+    def _mixed(self, number: int, mixed: Mixed) -> Launched:
         """Compute prompt slices together with the slots that decode."""
         count = len(self._batch.decoding_slots)
         if mixed.shape in self._batch.shapes and (self._captured or self._recorded_mixed(number, mixed)):
             self._mixed_graphs.replay(mixed.shape)
-            if count:
-                self._sample_padded(self._padded(count))
-            return self._pending(number, self._graph_logits)
+            padded = partial(self._sample_padded, self._padded(count)) if count else None
+            return Launched(number, self._graph_logits, padded)
         step = self._batch.mixed_step(mixed)
         forward = Forward(self._model, step)
         logits = self._logits(forward, step.logits_at)
-        if count:
-            self._sample(step, logits, self._samplers.general)
-        return self._pending(number, logits, tuple(self._score(forward, each) for each in step.targets))
+        sample = partial(self._sample, step, logits, self._samplers.general) if count else None
+        return Launched(number, logits, sample, tuple(self._score(forward, each) for each in step.targets))
 
     def _sample_padded(self, size: int) -> None:
         """Sample from the logits that a graph of the model left, with a graph where one has this size."""

@@ -21,6 +21,7 @@ from engine.wire.clock import RedisClock
 from engine.wire.hot_prefix_store import HotPrefixStore
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.records import ExchangeReply
 from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
@@ -43,9 +44,11 @@ class EngineSide:
         self._bell_stale = False  # it may listen at a server that was demoted
         self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
         self.hot_prefixes = HotPrefixStore(self._link)
+        self.pool_states = PoolStateStore(self._link)
         self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
         self._seq = 0  # of the last exchange
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
+        self.watched = False  # as of the last exchange, a gateway watches the engines' blocks
         self._epoch = "0"  # of the lease; another one in Redis means that the lease lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
@@ -114,8 +117,8 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
-        works, orders, queued, engines, _ = reply
-        self.queue_share = queued / max(1, engines)
+        works, orders, queued, engines, _, watched = reply
+        self.queue_share, self.watched = queued / max(1, engines), bool(watched)
         received = ExchangeReply([], [], reassigned)
         for payload, listeners, outputs in works:
             self._accept(received, payload, listeners.decode(), outputs)

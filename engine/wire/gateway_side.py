@@ -20,6 +20,7 @@ from engine.wire import link, token_log
 from engine.wire.clock import RedisClock
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import (
     LANES,
@@ -50,7 +51,7 @@ from engine.wire.scripts import (
     SUBMIT,
 )
 from engine.wire.token_log import LoggedOutput
-from engine.wire.withdrawals import Withdrawal, Withdrawals
+from engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 
@@ -77,6 +78,7 @@ class GatewaySide:
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
         self.quotas = QuotaStore(self._link.run_script)
+        self.pool_states = PoolStateStore(self._link)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since
         self._forgotten = False  # the data has another history, which fleet() has not reported yet
@@ -235,7 +237,7 @@ class GatewaySide:
         return [Usage(one[0], one[1], *counted) for one, counted in zip(delivered, found, strict=True)]
 
     # ------------------------------------------------------------------------------------------------- withdrawals
-    def withdraw(self, request_id: str, index: int = -1) -> None:
+    def withdraw(self, request_id: str, index: int = UNREAD) -> None:
         """Stop listening to a request; end it if no other gateway listens.
 
         A waiting request leaves the queue; a claimed one gets an Abort at its engine.  With an `index`, that
@@ -246,6 +248,14 @@ class GatewaySide:
         """
         self._withdrawals.add((request_id, index))
         self._withdrawals.wake()
+
+    async def cancel_for_all(self, request_ids: list[str]) -> None:
+        """End requests as cancelled, whichever gateways listen: their readers get the end.  Idempotent.
+
+        Returns when Redis has it, or has not answered for PATIENCE_S: then it stays owed, as for withdraw()."""
+        self._withdrawals.add(*((request_id, FOR_ALL) for request_id in request_ids))
+        self._withdrawals.wake()
+        await self._withdrawals.sent()
 
     async def withdrawn(self) -> None:
         """Wait until Redis has every withdrawal, or has not answered for PATIENCE_S.  Never raises BusDown."""

@@ -39,6 +39,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; k >= 0: of the chosen token and the k likeliest
     prompt_logprobs: int = -1  # the same for every prompt token except the first; switches prefix reuse off
+    # What the output must match, as llguidance reads it: its JSON form or a Lark grammar.  "": anything.  The gateway
+    # has checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
+    grammar: str = ""
 
 
 FOREVER_MS = 2**60  # a deadline that never comes
@@ -148,6 +151,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     # Prompt tokens of other tenants that could start at once, if the crowd's newest sequences were preempted.
     yield_tokens: int = 0
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
+    grammars: bool = False  # it honours Sampling.grammar
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
@@ -170,3 +174,24 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
+
+
+class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The block table of one continuation, as runs of neighbouring blocks."""
+
+    id: str  # of its request
+    index: int  # which of the request's n continuations
+    runs: bytes  # first block and count of each run, 4 bytes each, little endian
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """What every block of an engine's pool holds, for clients that watch it.  Its size is bounded."""
+
+    engine: str
+    blocks: int
+    per_cell: int  # blocks that share a cell, which shows the greatest of their values
+    cells: bytes  # a byte each: 0 free, 1 cached without an owner, else 1 + tables that contain the block, 255 at most
+    sequences: list[SequenceBlocks] = []
+    left_out: int = 0  # sequences with blocks that are not among `sequences`
+    host_blocks: int = 0  # of the host's memory, for sequences that are swapped out
+    host_used: int = 0

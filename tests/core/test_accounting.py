@@ -127,6 +127,10 @@ def digest_finds_another_block(rig: Rig) -> None:
     rig.pool._index[digest] = own(rig)
 
 
+def sealed_block_counts_as_unsealed(rig: Rig) -> None:
+    rig.pool._sealed[next(iter(rig.pool._idle))] = 0
+
+
 def host_block_lost(rig: Rig) -> None:
     rig.host._free.pop()
 
@@ -154,6 +158,7 @@ FAULTS: list[tuple[Callable[[Rig], None], type[AccountingError]]] = [
     (table_too_short, AccountingError),
     (idle_block_without_content, AccountingError),
     (digest_finds_another_block, AccountingError),
+    (sealed_block_counts_as_unsealed, AccountingError),
     (host_block_lost, Leak),
     (host_block_given_back_early, DoubleFree),
 ]

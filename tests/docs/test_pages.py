@@ -12,6 +12,7 @@ from engine.common import settings
 from engine.config import EngineConfig
 from service.cli import ServeConfig
 from service.config import GatewayConfig
+from service.terminal.options import BenchConfig, ChatConfig, TopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages of this folder's scope; folder READMEs have checks of their own.
@@ -39,7 +40,8 @@ def flags_of_commands() -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_exists(name: str) -> None:
-    options = {option.name for cls in (ServeConfig, GatewayConfig, EngineConfig) for option in settings.options(cls)}
+    programs = (ServeConfig, GatewayConfig, EngineConfig, TopConfig, ChatConfig, BenchConfig)
+    options = {option.name for cls in programs for option in settings.options(cls)}
     known = {f"--{option.replace('_', '-')}" for option in options} | {"--config", "--help"} | flags_of_commands()
     known |= {f"--no-{flag[2:]}" for flag in known}
     named = set()

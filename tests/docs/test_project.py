@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from setuptools import find_namespace_packages  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -37,6 +38,13 @@ def test_every_package_data_pattern_has_files() -> None:
         for pattern in patterns:
             files = [path for package in PACKAGES for path in (ROOT / package).rglob(pattern)]
             assert files or pattern in PENDING, f"no file of the packages is called {pattern}"
+
+
+def test_the_wheel_holds_what_the_bench_command_imports() -> None:
+    found = find_namespace_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
+    assert {"service", "service.terminal", "engine", "csrc", "loadtest"} <= set(found)
+    assert not [name for name in found if name.startswith(("loadtest.", "tests"))]
+    assert "rich" in " ".join(PROJECT["project"]["optional-dependencies"]["cli"])
 
 
 def test_the_packages_say_that_they_are_typed() -> None:

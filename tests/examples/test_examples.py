@@ -34,7 +34,7 @@ def stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
 def run(name: str, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)] if name.endswith(".py") else [str(EXAMPLES / name)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_URL": url}
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -72,7 +72,7 @@ def test_a_retry_gets_the_first_answer(stack: Stack) -> None:
     assert lines[-1] == "another body under the same key: idempotency_key_reused"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_an_offline_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MODEL", "builtin")
     done = run("offline_batch.py", "To be", "or not")
@@ -107,6 +107,6 @@ def test_the_python_of_the_readme_runs(stack: Stack) -> None:
     code = page.split("```python\n")[1].split("```")[0]
     code = code.replace("http://127.0.0.1:8000", stack.url).replace("smollm2-135m", "tiny")
     code = code.replace("stream=True", "stream=True, max_completion_tokens=16")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout

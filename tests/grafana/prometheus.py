@@ -138,7 +138,7 @@ class Prometheus:
             with error:
                 pytest.fail(f"{words}: {error.read().decode()}")
 
-    def wait_ready(self, seconds: float = 60.0) -> None:
+    def wait_ready(self, seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -25,7 +25,7 @@ from tests.system.processes import ROOT, Process, ending
 from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 # Notes every path that Python opens for writing: what a read-only root filesystem would refuse.
 AUDIT = """
 import os, sys

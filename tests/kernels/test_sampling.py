@@ -13,26 +13,26 @@ from torch import Tensor
 from engine.executor import ops
 from engine.executor.sampling import (
     CHOSEN,
+    CPU_RECORD,
     FORBIDDEN,
     IN_PROMPT,
     NOT_FINITE,
     NOTHING_ALLOWED,
-    RECORD,
     STOP,
-    WORDS,
 )
 
+WORDS = CPU_RECORD.itemsize // 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OFF = {"scale": math.log2(math.e), "top_p": 1.0, "repetition": 1.0}
 
 
 def sample(logits: Tensor, wishes: list[dict[str, float]], known: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and outcomes of rows with these fields of RECORD; the rest is off."""
-    records = np.zeros(len(wishes), RECORD)
+    """Tokens and outcomes of rows with these fields of CPU_RECORD; the rest is off."""
+    records = np.zeros(len(wishes), CPU_RECORD)
     for record, wish in zip(records, wishes, strict=True):
         for name, value in (OFF | wish).items():
             record[name] = value
-    table = torch.from_numpy(records.view(np.int64).reshape(-1, WORDS))
+    table = torch.from_numpy(records.view(np.int64).reshape(len(wishes), -1))
     slots = torch.arange(len(wishes))
     tokens, outcome = torch.full_like(slots, -7), torch.full_like(slots, 7, dtype=torch.uint8)
     ops.sample(logits, slots, torch.full_like(slots, known), table, True, tokens, outcome)
@@ -196,3 +196,61 @@ def test_outcomes_tell_a_broken_model_from_an_impossible_request() -> None:
             assert outcome[::2].tolist() == outcome[1::2].tolist() == wanted, (dtype, bad)
             assert not tokens[outcome != CHOSEN].any()
             assert (tokens[2:4] == (5 if wanted[1] == CHOSEN else 0)).all()
+
+
+# -------------------------------------------------------------------------------------------------------------- masks
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """[., ceil(V / 32)] i32 of [., V] bool.  The bits past V are ones: no token may be taken from there."""
+    rows, vocab = allowed.shape
+    bits = np.ones((rows, -(-vocab // 32) * 32), bool)
+    bits[:, :vocab] = allowed
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5, 32, 640, 5003])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(dtype: torch.dtype, vocab: int, share: float) -> None:
+    """Greedy and drawn, with filters and penalties; rows without a mask are the same as ever."""
+    rng = np.random.default_rng(vocab)
+    rows = 60
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).mul(3).to(dtype)
+    allowed = rng.random((rows, vocab)) < share
+    allowed[np.arange(rows), rng.integers(vocab, size=rows)] = True
+    masks = packed(allowed)
+    biases = np.zeros((rows, vocab), np.float32)
+    biases[:, ::3] = 2
+    wishes: list[dict[str, float]] = [
+        {
+            "scale": [0.0, math.log2(math.e)][i % 2],
+            "seed": i,
+            "top_k": [0, 3][i // 2 % 2],
+            "top_p": [1.0, 0.875][i // 4 % 2],
+            **({"bias": biases[i].ctypes.data} if i % 3 == 0 else {}),
+        }
+        for i in range(rows)
+    ]
+    masked = [wish | {"mask": masks[i].ctypes.data} for i, wish in enumerate(wishes)]
+    tokens, outcome = sample(logits, masked)
+    expected, _ = sample(logits.float().masked_fill(~torch.from_numpy(allowed), -math.inf), wishes)
+    assert not outcome.any()
+    assert tokens.tolist() == expected.tolist()
+    assert allowed[np.arange(rows), tokens.numpy()].all()
+    mixed, _ = sample(logits, [masked[i] if i % 2 else wish for i, wish in enumerate(wishes)])
+    plain, _ = sample(logits, wishes)
+    assert mixed[::2].tolist() == plain[::2].tolist()
+    assert mixed[1::2].tolist() == tokens[1::2].tolist()
+
+
+def test_a_mask_of_zeros_allows_nothing() -> None:
+    logits = torch.randn(4, 70)
+    masks = packed(np.zeros((4, 70), bool))
+    wishes: list[dict[str, float]] = [{"scale": scale, "mask": masks[0].ctypes.data} for scale in (0.0, 1.0)]
+    tokens, outcome = sample(logits[:2], wishes)
+    assert outcome.tolist() == [NOTHING_ALLOWED] * 2
+    assert tokens.tolist() == [0, 0]
+    logits[0, 5] = math.nan
+    tokens, outcome = sample(logits[:2], wishes)
+    assert outcome.tolist() == [NOT_FINITE, NOTHING_ALLOWED]

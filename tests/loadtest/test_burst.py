@@ -158,7 +158,7 @@ def burst_run(model: Path, into: Path, *extra: str, status: int = 0) -> str:
     words = "--systems fifo --loads known,warm --seeds 1 --fifo-server= --warm-requests 5 --drain 60"
     server = ["--server", "--executor scripted --scripted-step-ms 5 --no-spare", "--into", str(into)]
     command = [sys.executable, "-m", "loadtest", "burst", str(model), *short.split(), *words.split(), *server, *extra]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 

@@ -85,7 +85,7 @@ async def serve(
         telemetry = Telemetry(gateway_id)
         streams = Streams(side, config, telemetry)
         await streams.start()
-        tenants = Tenants(config.api_keys, config.tenants)
+        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, defaults=defaults)
         runner = gateway.runner(shutdown_timeout=0.5)
         await runner.setup()

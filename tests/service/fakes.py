@@ -251,8 +251,8 @@ class Served:
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    """Return as soon as `condition()` holds; fails the test after 20 s, for the machine may be busy."""
-    end = time.monotonic() + 20
+    """Return as soon as `condition()` holds; fails the test after 100 s, for the machine may be busy."""
+    end = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.005)

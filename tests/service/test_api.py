@@ -112,7 +112,7 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"truncation_side": "middle"}, "truncation_side", "invalid_value"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
-        (completion, {"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+        (completion, {"response_format": {"type": "grammar"}}, "response_format.type", "unsupported"),
         (completion, {"tools": [{"type": "function"}]}, "tools", "unsupported"),
         (completion, {"tool_choice": "required"}, "tool_choice", "unsupported"),
         (chat, {"functions": [{"name": "f"}]}, "functions", "unsupported"),

@@ -599,3 +599,22 @@ async def test_tokenize_and_detokenize_take_so_many_tokens(
             assert (status, error["code"], error["limit"], error["given"]) == (400, "too_many_tokens", 1000, 1001)
         status, answer, _ = await raw(served.session, "/v1/completions", prompt=[[5] * 400] * 3, max_tokens=1)
         assert (status, answer["error"]["code"], answer["error"]["given"]) == (400, "too_many_tokens", 1200)
+
+
+async def test_structured_output_needs_engines_that_can(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    """An engine that cannot enforce a grammar never gets one; the refusal names the field."""
+    served = await serve()
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "guided_choice": ["yes"]}
+    async with engine(says(byte_level_tokenizer)) as fake, ClientSession() as client:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        async with client.post(f"{served.url}/v1/completions", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["param"]) == (400, "unsupported", "guided_choice")
+        assert not fake.seen
+        fake.load_changes = {"grammars": True}
+        await settled(lambda: served.streams.fleet.engines[0].grammars)
+        async with client.post(f"{served.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+        assert "yes" in fake.seen[0].sampling.grammar

@@ -43,11 +43,13 @@ def saved_garbage() -> Iterator[Callable[[], Counter[str]]]:
     gc.enable()
 
 
-async def ask(port: int, read: Callable[[asyncio.StreamReader], Awaitable[object]], **fields: object) -> None:
+async def ask(
+    port: int, read: Callable[[asyncio.StreamReader], Awaitable[object]], timeout_s: float, **fields: object
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20, **fields}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}X-Request-Timeout: 0.5\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"{head}X-Request-Timeout: {timeout_s}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     await read(reader)
     writer.transport.abort()
 
@@ -67,14 +69,14 @@ async def test_requests_that_ended_leave_no_garbage(
         port = int(served.url.rpartition(":")[2])
         fields: dict[str, object] = {"stream": how != "whole"}
         if how == "refused":
-            fields["max_tokens"] = -1
+            fields["temperature"] = -1
 
         async def read(reader: asyncio.StreamReader) -> object:
             return await (reader.readuntil(b"data: ") if how == "leave" else reader.read())
 
         for count in (2, REQUESTS):
             for _ in range(count):
-                await ask(port, read, **fields)
+                await ask(port, read, 0.5 if how == "deadline" else 100.0, **fields)
             await settled(lambda: len(served.streams) == 0)
             await asyncio.sleep(0.1)
             found = saved_garbage()

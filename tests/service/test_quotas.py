@@ -70,7 +70,7 @@ async def left(served: Served) -> tuple[int, int]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while not await condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.01)

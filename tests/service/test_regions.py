@@ -345,5 +345,5 @@ def test_the_parser_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None; from service import regions; "
         "regions.find('<tool_call><|im_start|>').reader(regions.Reading('')); print('numpy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -260,6 +260,35 @@ async def test_a_lost_client_is_waited_for_only_if_it_said_that_it_comes_back(
             assert await refusal(served.session, f"/v1/streams/{left}") == (410, "stream_gone")
 
 
+async def test_an_answer_is_cancelled_at_any_gateway_by_its_owner_alone(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    first, other = await serve(api_keys=["a", "b"]), await serve(api_keys=["a", "b"])
+    body = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 400, "stream": True}
+    mine = {"Authorization": "Bearer a", "X-Resumable": "1"}
+    async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
+        await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
+        for leave_first in (True, False):
+            count = len(fake.aborted)
+            async with first.session.post("/v1/completions", json=body, headers=mine) as response:
+                answer = response.headers["x-answer-id"]
+                await settled(lambda: fake.busy)
+                if leave_first:
+                    response.close()
+                    await settled(lambda: len(first.streams) == 0)
+                for key, status in (("b", 404), ("a", 204), ("a", 204)):
+                    headers = {"Authorization": f"Bearer {key}"}
+                    async with other.session.delete(f"/v1/streams/{answer}", headers=headers) as deleted:
+                        assert deleted.status == status
+                await settled(lambda count=count: len(fake.aborted) == count + 2 and not fake.busy)  # type: ignore[misc]
+                if not leave_first:
+                    ending = (await response.text()).strip().splitlines()
+                    assert '"code":"cancelled"' in "".join(ending)
+                    assert ending[-1] == "data: [DONE]"
+            assert await refusal(first.session, f"/v1/streams/{answer}", **mine) == (410, "stream_gone")
+            await settled(lambda: not first.streams._orders and not other.streams._orders)
+
+
 async def test_a_retry_attaches_to_the_running_and_to_the_finished_answer(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:

@@ -28,7 +28,7 @@ from tests.service.watched import Gaps
 
 EngineMaker = Callable[..., FakeEngine]
 LIMIT_S = 100 * python_s()  # 50 ms on the machines that the limit was set for
-TRIES = 3  # a stall of the gateway repeats, one of a busy machine does not
+TRIES = 6  # a stall of the gateway repeats, one of a busy machine does not
 LIMIT_BYTES = GatewayConfig().max_body_bytes
 # `QUIRE_STALLS=FILE` appends a line for each body there: milliseconds of the longest stall, of the longest pause
 # between two tokens of the stream, and of the request.

@@ -42,7 +42,21 @@ def test_keys_find_their_tenant(tmp_path: Path) -> None:
 
 
 def test_without_keys_everybody_may_ask() -> None:
-    assert Tenants().of("") == Tenants(["", ""]).of("Bearer x") == Tenant()
+    assert Tenants().of("") == Tenants(["", ""]).of("Bearer x") == Tenant(admin=True)
+
+
+def test_the_admin_scope_is_given_by_an_option_or_in_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        f"[ops]\nweight = 1\nadmin = true\nkey_sha256 = ['{digest('o')}']\n"
+        f"[acme]\nweight = 1\nadmin = false\nkey_sha256 = ['{digest('a')}']\n",
+    )
+    tenants = Tenants(["plain", "both"], path, ["root", "both", ""])
+    found = {key: tenants.of(f"Bearer {key}").admin for key in ("o", "a", "plain", "both", "root")}
+    assert found == {"o": True, "a": False, "plain": False, "both": True, "root": True}
+    assert Tenants((), "", ["root"]).guarded
+    with pytest.raises(Refusal):
+        tenants.of("Bearer ")
 
 
 def test_no_two_tenants_share_a_salt() -> None:
@@ -67,6 +81,7 @@ KEY = f"key_sha256 = ['{'0' * 64}']"
         (f"[acme]\nweight = 'two'\n{KEY}", "tenant 'acme': weight is 'two'; it must be"),
         ("[acme]\nweight = 1", "tenant 'acme': key_sha256 must be a list"),
         ("[acme]\nweight = 1\nkey_sha256 = ['secret']", "tenant 'acme': key_sha256 holds 'secret'; it must be 64"),
+        (f"[acme]\nweight = 1\nadmin = 1\n{KEY}", "tenant 'acme': admin is 1; it must be true or false"),
         (f"[acme]\nweight = 1\nwieght = 1\n{KEY}", "tenant 'acme': wieght is not a setting"),
         (f"[acme]\nweight = 1\n{KEY}\n[b]\nweight = 1\n{KEY}", "tenant 'b': the key with digest 00000000... is given"),
         (f"['a b']\nweight = 1\n{KEY}", "tenant 'a b': a name is 1 to 64 of"),

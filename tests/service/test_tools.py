@@ -201,6 +201,79 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls(
     assert '"time"' not in tools_tokenizer.text_of(fake.seen[0].token_ids)
 
 
+def called(tokenizer: Tokenizer, **fields: Any) -> Any:
+    """What holds the answer to tools that are demanded or strict."""
+    asked = {"model": "tiny", "messages": [USER], **fields}
+    valid = parse_chat(json.dumps(asked).encode(), GatewayConfig(), "tiny", 600.0)
+    ids = tokenizer._encode_chat(valid.messages, None, valid.options)
+    return tokenizer.constraint(valid, tokenizer.reading(valid, ids))
+
+
+def test_demanded_and_strict_calls_become_a_grammar(tools_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    strict = {"type": "function", "function": {**OTHER["function"], "strict": True}}
+    assert called(tools_tokenizer, tools=[TOOL]) is None
+    one = called(tools_tokenizer, tools=[TOOL, OTHER], tool_choice=named)
+    assert (one.param, one.kind, [each.param for each in one.value.tools]) == (
+        "tool_choice",
+        "calls",
+        ["tools[0].function.parameters"],
+    )
+    assert "thinking" in one.value.grammar
+    assert (
+        "thinking"
+        not in called(
+            tools_tokenizer, tools=[TOOL], tool_choice="required", chat_template_kwargs={"enable_thinking": False}
+        ).value.grammar
+    )
+    assert called(tools_tokenizer, tools=[TOOL, strict]).param == "tools[1].function.strict"
+    assert called(tools_tokenizer, tools=[strict], tool_choice="none") is None
+    both = called(tools_tokenizer, tools=[TOOL], response_format={"type": "json_object"})
+    assert (both.param, both.value.answer.param) == ("response_format", "response_format")
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ]
+    for fields, param in refused:
+        with pytest.raises(Refusal) as caught:
+            called(tools_tokenizer, tools=[TOOL], **fields)
+        assert (caught.value.param, caught.value.code) == (param, "unsupported")
+    # A model whose template writes calls in tags, not in JSON.
+    tags = (
+        "{% for t in tools or [] %}{{ t | tojson }}<function=a><parameter=b>{% endfor %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), tags)))
+    refused = [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [strict]}, "tools[0].function.strict"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    ]
+    for fields, param in refused:
+        with pytest.raises(Refusal, match="does not show how calls are written") as caught:
+            called(tokenizer, **fields)
+        assert caught.value.param == param
+
+
+async def test_a_demanded_call_reaches_the_engine_as_a_grammar(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    served = await serve(tools_tokenizer)
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    asked = {**ASK, "tools": [OTHER], "tool_choice": "required"}
+    async with model(engine, says(tools_tokenizer, call)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, refused = await post(served.session, asked)
+        assert (status, refused["error"]["param"]) == (400, "tool_choice")
+        fake.load_changes = {**fake.load_changes, "grammars": True}
+        await settled(lambda: served.streams.fleet.engines[0].grammars)
+        status, whole = await post(served.session, asked)
+        assert status == 200, whole
+        assert "@tool0" in fake.seen[-1].sampling.grammar
+    [made] = whole["choices"][0]["message"]["tool_calls"]
+    assert (made["function"]["name"], made["function"]["arguments"]) == ("time", "{}")
+
+
 async def test_openais_client_reads_calls(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
     served = await serve(tools_tokenizer)
     tools: Any = [TOOL, OTHER]
@@ -269,13 +342,6 @@ async def test_special_tokens_that_are_markers_are_seen_by_the_parser_only(
             "invalid_value",
         ),
         ({"tools": [{"function": {"name": "a", "description": "x" * 300_000}}]}, "tools", "too_long"),
-        ({"tools": [{"function": {"name": "a", "strict": True}}]}, "tools[0].function.strict", "unsupported"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
-            "tool_choice",
-            "unsupported",
-        ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",

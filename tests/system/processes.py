@@ -51,7 +51,7 @@ class Process:
     def said(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, words: str, seconds: float = 60.0) -> str:
+    def wait_for(self, words: str, seconds: float = 200.0) -> str:
         """Return the first line of its output with these words.  Fails if the process ends or `seconds` pass."""
         deadline = time.monotonic() + seconds
         while True:
@@ -61,7 +61,7 @@ class Process:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
 
-    def terminate(self, seconds: float = 60.0) -> int:
+    def terminate(self, seconds: float = 200.0) -> int:
         """Send SIGTERM and return the exit status."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(seconds)
@@ -86,7 +86,7 @@ def ending(processes: list[Process]) -> Iterator[list[Process]]:
                 process.kill()
 
 
-def wait_until_ready(url: str, seconds: float = 60.0, *, gateways: int = 1) -> None:
+def wait_until_ready(url: str, seconds: float = 200.0, *, gateways: int = 1) -> None:
     """Wait until the gateway at `url` is ready.
 
     Where several gateways share the port, each connection reaches a random one.  The wait then ends after so many
@@ -109,7 +109,7 @@ def wait_until_ready(url: str, seconds: float = 60.0, *, gateways: int = 1) -> N
         time.sleep(0.05)
 
 
-async def fleet_until(redis_url: str, namespace: str, holds: Callable[[Fleet], bool], seconds: float = 30.0) -> Fleet:
+async def fleet_until(redis_url: str, namespace: str, holds: Callable[[Fleet], bool], seconds: float = 200.0) -> Fleet:
     """Return the first state of engines and queue for which `holds` is true.  Fails with the last state read."""
     bus = GatewaySide(redis_url, "observer", namespace=namespace)
     deadline = time.monotonic() + seconds
@@ -144,7 +144,7 @@ async def sse_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str
 
 async def until(
     holds: Callable[[], bool],
-    seconds: float = 20.0,
+    seconds: float = 200.0,
     *,
     reading: Sequence[asyncio.Task[Any]] = (),
     poll_s: float = 0.002,

@@ -24,6 +24,7 @@ from engine.executor.base import Executor, ScriptedExecutor
 from engine.executor.local import load
 from engine.hot_prefixes import warm
 from engine.loop import Engine
+from engine.pool_state import PoolObserver
 from service.app import serve
 from service.config import GatewayConfig
 
@@ -60,6 +61,7 @@ class EngineThread:
         )
         self.bus = BusThread(self.config)
         self.engine = Engine(self.config, self.executor, self.bus, self.bus)
+        self.engine.observers.append(PoolObserver(self.engine.core, self.bus.pool))
         self.bus.start()
         warm(self.engine, self.bus)
         self.failure: BaseException | None = None
@@ -119,7 +121,7 @@ class GatewayThread:
         finally:
             self._loop.close()
 
-    def wait_ready(self, seconds: float = 30.0) -> None:
+    def wait_ready(self, seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             if self.failure is not None:

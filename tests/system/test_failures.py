@@ -127,7 +127,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
         await until(lambda: bool(stack.core.running == 32))
         during = await pace()
         assert during < 5 * before + 0.005, (before, during)  # 33 rows a step instead of one, on the same two cores
-        await until(lambda: bool(stack.core.running == 0), 60)
+        await until(lambda: bool(stack.core.running == 0), 200)
         grown = psutil.Process().memory_info().rss - rss
         for reader, _ in readers:
             answer = await reader.read()

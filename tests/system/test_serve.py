@@ -27,7 +27,7 @@ QUIRE = [sys.executable, "-m", "service.cli"]
 
 
 def ended(*argv: str) -> tuple[int, str]:
-    done = subprocess.run([*QUIRE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*QUIRE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     return done.returncode, done.stderr
 
 
@@ -92,7 +92,7 @@ def first_line(*words: str) -> tuple[str, str]:
         assert serve.stdout is not None
         first = serve.stdout.readline()
         serve.send_signal(signal.SIGTERM)
-        return first, serve.communicate(timeout=60)[1]
+        return first, serve.communicate(timeout=250)[1]
     finally:
         serve.kill()
         serve.communicate()
@@ -165,7 +165,7 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
                 assert time.monotonic() < give_up
                 time.sleep(0.2)
         serve.send_signal(signal.SIGTERM)
-        _, log = serve.communicate(timeout=60)
+        _, log = serve.communicate(timeout=250)
         assert serve.returncode == 0, log
         assert "starting it again" in log
         assert not any(child.is_running() for child in children)
@@ -304,5 +304,5 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
 
 def test_a_standby_ends_with_its_supervisor() -> None:
     words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
-    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60, check=False)
+    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=250, check=False)
     assert ended.returncode == 0  # it never asked for that Redis

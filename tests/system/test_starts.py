@@ -31,7 +31,7 @@ async def ended(*words: str) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
         )
         return done.returncode, done.stdout

@@ -16,7 +16,7 @@ from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_un
 from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
-LIMIT_S = 90.0  # generous: the machine may be busy
+LIMIT_S = 250.0  # generous: the machine may be busy
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SECRET = "nobody but the model reads this"
@@ -84,7 +84,7 @@ class Deployment:
         return [line for line in found if line["logger"] == logger]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 async def test_one_trace_and_one_line_for_each_request(
     redis_server: EmbeddedRedis, namespace: str, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:

@@ -22,7 +22,7 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.records import LANES, Place, QueueBounds
+from engine.wire.records import LANES, Fleet, Place, QueueBounds
 from engine.wire.token_log import LoggedOutput
 
 ENGINES = ("e0", "e1")
@@ -83,6 +83,13 @@ class BusModel(RuleBasedStateMachine):
 
     def run(self, work: Any) -> Any:
         return self.runner.run(work)
+
+    def fleet(self) -> Fleet:
+        """Read the fleet.  After AWAY_MS without a reader Redis would count as having been away, so that lapses are no
+        deaths: the machine may have paused."""
+        self.client.delete(f"{{{self.namespace}}}:reached")
+        fleet: Fleet = self.run(self.gateway.fleet())
+        return fleet
 
     def teardown(self) -> None:
         sides: list[Any] = [self.gateway, *self.engines.values()]
@@ -359,7 +366,7 @@ class BusModel(RuleBasedStateMachine):
 
     def lapse(self, name: str) -> None:
         self.client.delete(f"{{{self.namespace}}}:lease:{name}")
-        self.run(self.gateway.fleet())
+        self.fleet()
         if name not in self.known:
             return
         back = sorted(self.held[name] - self.over, key=self.place)
@@ -391,7 +398,7 @@ class BusModel(RuleBasedStateMachine):
 
     @invariant()
     def the_model_agrees(self) -> None:
-        fleet = self.run(self.gateway.fleet())
+        fleet = self.fleet()
         for name in self.overdue & self.lane("on_time"):
             self.lanes[name] = "late"
         self.overdue.clear()

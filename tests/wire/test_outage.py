@@ -20,7 +20,7 @@ from engine.wire.messages import Finish, Generate, Sampling
 from tests.wire.sides import Bus
 
 INFO = ModelInfo("scripted", "f00d", 100, 4096, [0], 64)
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 pytestmark = pytest.mark.every_redis
 
 

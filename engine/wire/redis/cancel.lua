@@ -1,5 +1,6 @@
 -- Withdraw requests or continuations of them.
--- Then for each withdrawal: id, index of the continuation; -1 for all continuations.
+-- Then for each withdrawal: id, index of the continuation; -1 for all continuations, unless another gateway listens;
+-- -2 for all continuations, and every listener gets the end.
 local gateway = ARGV[1]
 
 local function drop_continuation(id, index)
@@ -10,10 +11,18 @@ local function drop_continuation(id, index)
   if engine then order(engine, id .. ' ' .. index) end
 end
 
+local function cancel_for_all(id)
+  local names = listeners(id)
+  withdraw(id)
+  send_log_ends(id, names)
+end
+
 for i = 2, #ARGV, 2 do
   local id, index = ARGV[i], ARGV[i + 1]
   if index == '-1' then
     if other_listeners(id, gateway) == '' then withdraw(id) else unlisten(id, gateway) end
+  elseif index == '-2' then
+    if alive(id) then cancel_for_all(id) end
   elseif alive(id) then
     drop_continuation(id, index)
   end

@@ -6,7 +6,7 @@
 -- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
 --   {{payload, listeners, {{tokens, Finish} of each continuation}} for each claimed request},
---   orders, requests waiting, engines, Redis' unix ms
+--   orders, requests waiting, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, finished, produced, pieces = unpack(ARGV, 7, 11)
@@ -186,4 +186,5 @@ call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
 call('PEXPIRE', state, MEMORY_MS)
 local works = {}
 for _, id in ipairs(claimed) do works[#works + 1] = describe(id) end
-return {works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms()}
+local watched = call('EXISTS', P .. 'watch')
+return {works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms(), watched}

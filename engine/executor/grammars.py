@@ -1,0 +1,221 @@
+"""Grammars: which tokens each slot with a grammar may sample next.
+
+    ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
+    a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ advance: its token
+
+    mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
+         tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
+
+A matcher is a function of the grammar and of the tokens emitted so far.  So a sequence that resumes, after a preemption
+or on another engine, gets the same masks, and with them the same tokens.
+
+llguidance does the work: https://github.com/guidance-ai/llguidance.  Its matchers never raise.  One that fails stays
+failed and allows only end tokens.  Here such a slot allows nothing, so that its request ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.plan import Sampler
+
+log = logging.getLogger(__name__)
+
+KEPT = 256  # compiled grammars kept for the next request with the same one
+# Bounds of one matcher, which keep the slowest mask at about 10 ms and its memory at some tens of MB.  A grammar that
+# needs more ends its own request.
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+# A mask takes about 30 us.  For this many it is worth a thread, which runs while the model computes.
+THREADED = 4
+FAILED = "the grammar cannot be followed any further"
+
+
+class GrammarError(Exception):
+    """The tokenizer cannot be used for grammars; one line for the log and for the client."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """The grammar state of one slot."""
+
+    matcher: llguidance.LLMatcher | None  # None: `error` says why
+    held: npt.NDArray[np.int32] | None  # bits of the tokens that may not end the answer yet
+    early: int = 0  # outputs for which they are held back, where the grammar allows another token
+    error: str = ""
+    sampled: int = -1  # the token that the matcher takes in before its next mask; -1: none
+
+
+class Grammars:
+    """The matchers of all slots, and the mask that sampling reads.  Not thread-safe: one executor owns it."""
+
+    def __init__(self, directory: Path, *, max_seqs: int, vocab_size: int, eos_ids: list[int]) -> None:
+        """Read the tokenizer of a checkpoint on a thread of its own: 0.6 s for 49,000 tokens.
+
+        The first grammar waits for it.  `supported` says beforehand whether there is one."""
+        words = -(-vocab_size // 32)
+        self.mask: npt.NDArray[np.int32] = np.zeros((max_seqs, words), np.int32)
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self._rows: dict[int, _Row] = {}
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        self._filling: Future[None] | None = None
+        self._executor = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) - 1))
+        self._vocabulary: Future[llguidance.LLTokenizer] = Future()
+        threading.Thread(target=self._read, args=(directory,), name="grammar tokenizer", daemon=True).start()
+
+    @staticmethod
+    def supported(directory: Path, eos_ids: list[int]) -> bool:
+        """Return whether answers of this model can follow grammars: it needs a tokenizer.json and an end token."""
+        return (directory / "tokenizer.json").is_file() and bool(eos_ids)
+
+    def _read(self, directory: Path) -> None:
+        try:
+            tokenizer = llguidance.LLTokenizer(
+                str(directory / "tokenizer.json"), n_vocab=self._vocab_size, eos_token=self._eos_ids
+            )
+        except Exception as error:  # whatever a tokenizer of an unknown kind makes it raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            log.warning("requests with a grammar will end with an error: tokenizer.json: %s", reason)
+            self._vocabulary.set_exception(GrammarError("this model's tokenizer cannot be used for grammars"))
+        else:
+            self._vocabulary.set_result(tokenizer)
+
+    def address(self, slot: int) -> int:
+        """Return where the mask of a slot lies.  It never moves."""
+        return int(self.mask[slot].ctypes.data)
+
+    @property
+    def active(self) -> bool:
+        """Whether any slot has a grammar.  Constant time."""
+        return bool(self._rows)
+
+    def ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled; else begin to.  One that cannot be compiled is ready, too."""
+        if (found := self._compiled.get(grammar)) is None:
+            found = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found.done()
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._finish_filling()
+        self._rows.clear()
+
+    def assign(self, slot: int, sampler: Sampler) -> None:
+        """Give a slot the grammar of the sequence that starts in it, advanced by what that has emitted before."""
+        emitted = sampler.history[sampler.prompt_len :]
+        held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
+        row = self._rows[slot] = _Row(None, held, sampler.sampling.min_tokens - len(emitted))
+        try:
+            row.matcher = self._matcher(sampler.sampling.grammar)
+        except GrammarError as error:
+            row.error = str(error)
+        else:
+            row.matcher.consume_tokens(emitted)
+
+    def free(self, slot: int) -> None:
+        """Forget the grammar of a slot; harmless when it has none."""
+        self._rows.pop(slot, None)
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """Return a matcher at the start of a grammar; wait for it.  Raises GrammarError without a tokenizer."""
+        self.ready(grammar)
+        return self._compiled[grammar].result().deep_copy()
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # every copy begins with what this has cached
+        return matcher
+
+    def _bits(self, tokens: list[int]) -> npt.NDArray[np.int32]:
+        flags = np.zeros(32 * self.mask.shape[1], bool)
+        flags[tokens] = True
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    @staticmethod
+    def _check(row: _Row) -> None:
+        if row.matcher is not None and row.matcher.is_error():
+            # The first line names the cause; the others may quote the answer.
+            reason = row.matcher.get_error().strip().splitlines()
+            row.error = f"{FAILED}: {reason[0]}" if reason else FAILED
+
+    def advance(self, slots: Iterable[int], tokens: Iterable[int]) -> None:
+        """Note the token that each slot sampled, for the next `fill`.  Slots without a grammar are passed over."""
+        rows = self._rows
+        for slot, token in zip(slots, tokens, strict=True):
+            if (row := rows.get(slot)) is not None and row.matcher is not None:
+                row.sampled = token
+                row.early -= 1
+
+    def begin_fill(self) -> None:
+        """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
+        if len(self._rows) >= THREADED:
+            self._filling = self._filler.submit(self._compute)
+
+    def _compute(self) -> None:
+        """Let llguidance take in the tokens and write the masks.  It lets other threads run meanwhile."""
+        sampled = [(row.matcher, row.sampled) for row in self._rows.values() if row.matcher and row.sampled >= 0]
+        if sampled:
+            self._executor.consume_token_par(sampled)
+        for row in self._rows.values():
+            row.sampled = -1
+        sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None]
+        if sound:
+            count, words = self.mask.shape
+            self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
+
+    def _finish_filling(self) -> bool:
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.result()
+        return filling is not None
+
+    def fill(self) -> None:
+        """Write the mask of every slot that has a grammar, or wait for the thread that does."""
+        if not self._finish_filling():
+            self._compute()
+        for slot, row in self._rows.items():
+            self._check(row)
+            if row.error:
+                self.mask[slot] = 0
+            elif row.held is not None and row.early > 0:
+                others = self.mask[slot] & ~row.held
+                if others.any():  # else the grammar allows the end only, and min_tokens cannot hold it back
+                    self.mask[slot] = others
+
+    def errors(self) -> dict[int, str]:
+        """Return why slots allow no token, by slot."""
+        return {slot: row.error for slot, row in self._rows.items() if row.error}
+
+    def constrains(self, slot: int) -> bool:
+        """Return whether a slot has a grammar."""
+        return slot in self._rows
+
+    def choose(self, slot: int, wanted: int) -> int:
+        """Return `wanted` if the mask of a slot allows it, else the first token that it allows; -1: none."""
+        bits = np.unpackbits(self.mask[slot].view(np.uint8), bitorder="little")[: self._vocab_size]
+        if bits[wanted]:
+            return wanted
+        return int(bits.argmax()) if bits.any() else -1

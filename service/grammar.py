@@ -1,0 +1,409 @@
+"""Structured output: the fields that ask for it -> a grammar for llguidance, or a refusal that names the keyword.
+
+    parse_chat, parse_completion --asked--> Constraint --Grammars.compile, on a thread--> Sampling.grammar
+
+llguidance passes over JSON schema keywords that it does not know.  So `check_keywords` walks through the schema first
+and refuses every keyword that is neither enforced nor a mere annotation.  Then the grammar is compiled as an engine
+would, with tighter bounds and bytes as its tokens: what no engine could follow never reaches one.
+
+The bounds are counts of work, not of time, so that equal requests get equal answers on a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Literal
+
+import llguidance
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
+
+Kind = Literal["json", "regex", "choice", "grammar", "calls"]
+
+TOO_LARGE = LIMITS["grammar"].code
+# An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
+BOUNDS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=25_000,
+    max_lexer_states=10_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+# Between the parts of a JSON text: one blank, or a new line and its indentation.  So no answer runs on in blanks.
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
+KEPT = 256  # grammars that passed and need no second check
+LOCALISED = 64  # subschemas that are compiled alone to find the one at fault
+
+ENFORCED = frozenset(
+    {
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+        *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+        *("items", "prefixItems", "minItems", "maxItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    }
+)
+# They change no instance's validity.  `discriminator` is OpenAPI's hint for a oneOf, which pydantic writes.
+ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment", "discriminator"),
+    }
+)
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+NO_ANSWER = "it allows no answer"
+LEGACY = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class NotServed(Exception):
+    """The fields of a request ask for what cannot be honoured.  `param`: the path of the field or keyword."""
+
+    def __init__(self, param: str, reason: str, *, code: str = "invalid_value", limit: Any = None, given: Any = None):
+        super().__init__(f"{param}: {reason}")
+        self.param, self.code, self.limit, self.given = param, code, limit, given
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must match, as the client gave it."""
+
+    param: str  # the path of the field that holds `value`
+    kind: Kind
+    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """The arguments that a tool takes."""
+
+    param: str  # the path of `schema`
+    schema: dict[str, Any]
+    strict: bool  # else a schema that is not served stands for any arguments
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """An answer that makes tool calls, or may make them."""
+
+    grammar: str  # Lark; @tool0 ... are the arguments of `tools`, @answer is `answer`
+    plain: str  # the same with special tokens written as text, for checks that need no model
+    tools: list[Parameters]
+    answer: Constraint | None = None  # of the kind json: what may stand there instead of calls
+
+
+# ------------------------------------------------------------------------------------------------- fields of a request
+
+
+def asked(fields: Mapping[str, Any]) -> Constraint | None:
+    """Return what the fields of a request ask for; None: any text.  Raises NotServed.  Looks at no schema yet."""
+    found = [
+        *_response_format(fields.get("response_format")),
+        *_structured_outputs(fields.get("structured_outputs")),
+        *(_constraint(name, LEGACY[name], value) for name in LEGACY if (value := fields.get(name)) is not None),
+    ]
+    if len(found) > 1:
+        names = " and ".join(one.param for one in found)
+        raise NotServed(found[1].param, f"only one of {names} can be honoured", limit=1, given=len(found))
+    return found[0] if found else None
+
+
+def _response_format(given: Any) -> Iterator[Constraint]:
+    if given is None:
+        return
+    kinds = "text, json_object, json_schema"
+    if not isinstance(given, dict):
+        raise NotServed("response_format", "must be an object", code="invalid_type")
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise NotServed("response_format.type", f"must be one of {kinds}", code="unsupported", limit=kinds)
+    _only("response_format", given, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "json_object":
+        yield Constraint("response_format", "json", ANY_OBJECT)
+    if kind != "json_schema":
+        return
+    inner, param = given.get("json_schema"), "response_format.json_schema"
+    if not isinstance(inner, dict):
+        raise NotServed(param, "must be an object with a schema", code="invalid_type")
+    _only(param, inner, ("name", "description", "schema", "strict"))
+    for name, kinds_of in (("name", str), ("description", str), ("strict", bool)):
+        if not isinstance(inner.get(name), (kinds_of, type(None))):
+            raise NotServed(f"{param}.{name}", f"must be a {kinds_of.__name__}", code="invalid_type")
+    if inner.get("schema") is None:
+        raise NotServed(f"{param}.schema", "must be a JSON schema", code="invalid_type")
+    yield Constraint(f"{param}.schema", "json", inner["schema"])
+
+
+def _structured_outputs(given: Any) -> Iterator[Constraint]:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise NotServed("structured_outputs", "must be an object", code="invalid_type")
+    given = {name: value for name, value in given.items() if value not in (None, False)}
+    _only("structured_outputs", given, (*KINDS, "json_object"))
+    for name, value in given.items():
+        if name == "json_object":
+            yield Constraint("structured_outputs.json_object", "json", ANY_OBJECT)
+        else:
+            yield _constraint(f"structured_outputs.{name}", name, value)
+
+
+def _only(param: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise NotServed(f"{param}.{name[:64]}", "is not served", code="unsupported", limit=", ".join(known))
+
+
+def _constraint(param: str, name: str, value: Any) -> Constraint:
+    kind = KINDS[name]
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+            raise NotServed(param, "must be a list of at least one text, none of them empty", code="invalid_type")
+    elif kind != "json" and (not isinstance(value, str) or not value):
+        raise NotServed(param, "must be a text that is not empty", code="invalid_type")
+    return Constraint(param, kind, value)
+
+
+# ------------------------------------------------------------------------------------------------------- JSON schemas
+
+
+def subschemas(schema: Any, path: str) -> Iterator[tuple[str, Any, int]]:
+    """Yield (path, subschema, depth) of a schema and of everything inside it that is one, outer ones first."""
+    waiting = [(path, schema, 0)]
+    while waiting:
+        path, schema, depth = waiting.pop()
+        yield path, schema, depth
+        if not isinstance(schema, dict):
+            continue
+        inner: list[tuple[str, Any, int]] = []
+        for name in ("properties", "patternProperties", "$defs", "definitions"):
+            if isinstance(schema.get(name), dict):
+                inner += [(f"{path}.{name}.{key[:64]}", one, depth + 1) for key, one in schema[name].items()]
+        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if isinstance(schema.get(name), list):
+                inner += [(f"{path}.{name}[{at}]", one, depth + 1) for at, one in enumerate(schema[name])]
+        inner += [
+            (f"{path}.{name}", schema[name], depth + 1) for name in ("items", "additionalProperties") if name in schema
+        ]
+        waiting += reversed(inner)
+
+
+def check_keywords(schema: Any, path: str) -> None:
+    """Raise NotServed at the first keyword that would not be enforced, or that is no JSON schema at all."""
+    for at, one, depth in subschemas(schema, path):
+        if depth > GRAMMAR_DEPTH:
+            reason = f"schemas nest at most {GRAMMAR_DEPTH} deep"
+            raise NotServed(at[:256], reason, code=TOO_LARGE, limit=GRAMMAR_DEPTH, given=depth)
+        if isinstance(one, bool):
+            continue
+        if not isinstance(one, dict):
+            raise NotServed(at, "must be a JSON schema: an object, true or false", code="invalid_type")
+        for name in one:
+            if name not in ENFORCED and name not in ANNOTATIONS:
+                raise NotServed(f"{at}.{name[:64]}", "this keyword is not served", code="unsupported")
+        if "format" in one and str(one["format"]) not in FORMATS:
+            allowed = ", ".join(sorted(FORMATS))
+            raise NotServed(f"{at}.format", f"must be one of {allowed}", code="unsupported", limit=allowed)
+        _check_count(one, at)
+        for regex in (one.get("pattern"), *_names(one.get("patternProperties"))):
+            if isinstance(regex, str):
+                _check_length(regex, REGEX_CHARS, f"{at}.pattern" if regex == one.get("pattern") else at)
+
+
+def _names(given: Any) -> list[str]:
+    return list(given) if isinstance(given, dict) else []
+
+
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        raise NotServed(param, f"at most {most} characters", code=TOO_LARGE, limit=most, given=len(text))
+
+
+def _check_count(schema: dict[str, Any], at: str) -> None:
+    """Raise NotServed for a `minProperties` that repeated names could reach.
+
+    The names in `properties` and `required` occur once.  Any other name may occur twice in what a grammar allows."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    most = (len(set(map(str, required))) if isinstance(required, list) else 0) + 1
+    if isinstance(least, (int, float)) and least > most:
+        reason = f"must be at most {most}, the required properties and one more: names could repeat"
+        raise NotServed(f"{at}.minProperties", reason, code="unsupported", limit=most, given=least)
+
+
+def _json_grammar(constraint: Constraint) -> str:
+    return _of_schema(_checked_schema(constraint))
+
+
+def _checked_schema(constraint: Constraint) -> dict[str, Any]:
+    """Return a schema whose keywords are all served.  Raises NotServed."""
+    schema = constraint.value
+    if isinstance(schema, str):  # vLLM takes a schema as text too
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise NotServed(constraint.param, "its text is not JSON", code="invalid_type") from None
+    check_keywords(schema, constraint.param)
+    if schema is False:
+        raise NotServed(constraint.param, "the schema false allows no answer")
+    return {} if schema is True else schema
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_spaced(schema)))
+
+
+def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with llguidance's word for the white space that may stand between its parts."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+# ------------------------------------------------------------------------------------------------- regex, choice, Lark
+
+
+def _choice_grammar(constraint: Constraint) -> str:
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in constraint.value))
+
+
+def _regex_grammar(constraint: Constraint) -> str:
+    _check_length(constraint.value, REGEX_CHARS, constraint.param)
+    return LLMatcher.grammar_from_regex(constraint.value)
+
+
+def _lark_grammar(constraint: Constraint) -> str:
+    """Return a client's Lark grammar.  Raises NotServed for what would pass the checks of this module by."""
+    text: str = constraint.value
+    _check_length(text, LARK_CHARS, constraint.param)
+    if text.lstrip()[:1] in ("{", "["):
+        raise NotServed(constraint.param, "must be a Lark grammar; give a JSON schema as json", code="unsupported")
+    if "::=" in text:
+        raise NotServed(constraint.param, "must be a Lark grammar (name: rule), not GBNF", code="unsupported")
+    for pattern, what in ((r"%json\b", "%json; give the schema as json"), (r"\btemperature\s*=", "temperature")):
+        if re.search(pattern, text):
+            raise NotServed(constraint.param, f"a Lark grammar is served without {what}", code="unsupported")
+    return LLMatcher.grammar_from_lark(text)
+
+
+# --------------------------------------------------------------------------------------------------------- tool calls
+
+
+def _calls_grammar(constraint: Constraint) -> str:
+    """Return the grammar of an answer with calls, checked.  Raises NotServed."""
+    rules: CallRules = constraint.value
+    schemas = {f"tool{at}": _arguments(parameters) for at, parameters in enumerate(rules.tools)}
+    if rules.answer is not None:
+        schemas["answer"] = _checked_schema(rules.answer)
+
+    def grammar(lark: str) -> str:
+        inner = [{"name": name, "json_schema": _spaced(schema)} for name, schema in schemas.items()]
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
+
+    if why := problem(grammar(rules.plain)):
+        raise NotServed(constraint.param, why, code="unsupported")
+    return grammar(rules.grammar)
+
+
+def _arguments(parameters: Parameters) -> dict[str, Any]:
+    """Return the schema to which arguments are held.  Raises NotServed where a strict one cannot be."""
+    try:
+        check_keywords(parameters.schema, parameters.param)
+        if why := problem(_of_schema(parameters.schema)):
+            raise NotServed(*_blame(Constraint(parameters.param, "json", parameters.schema), why), code="unsupported")
+    except NotServed:
+        if parameters.strict:
+            raise
+        return ANY_OBJECT
+    return parameters.schema
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+MAKERS = {"json": _json_grammar, "regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_grammar}
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and an end token, for checks that need no model."""
+
+    eos_token_id, bos_token_id = 256, None
+    special_token_ids: tuple[int, ...] = (256,)
+    tokens: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@cache
+def byte_tokenizer() -> LLTokenizer:
+    """Return the tokenizer of `_Bytes`: token ids are bytes."""
+    return LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+
+
+def problem(grammar: str) -> str:
+    """Return why a grammar cannot be followed, in one line; "" if it can.  Lets other threads run meanwhile."""
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
+    first = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if not matcher.is_error():
+        return "" if any(first) else NO_ANSWER
+    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+        return NO_ANSWER
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    # The cause of a broken regex stands behind a drawing of it.
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (named or lines or ["it cannot be followed"])[0][:256]
+
+
+def compile_grammar(constraint: Constraint) -> str:
+    """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
+    size = len(msgspec.json.encode(constraint.value))
+    if size > GRAMMAR_BYTES:
+        reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
+        raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
+    if constraint.kind == "calls":
+        return _calls_grammar(constraint)
+    grammar = MAKERS[constraint.kind](constraint)
+    if why := problem(grammar):
+        raise NotServed(*_blame(constraint, why), code="unsupported")
+    return grammar
+
+
+def _blame(constraint: Constraint, why: str) -> tuple[str, str]:
+    """Return path and fault of the innermost subschema that cannot be followed by itself; else of the whole."""
+    schema = constraint.value
+    if constraint.kind != "json" or not isinstance(schema, dict):
+        return constraint.param, why
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    inner = [(at, one) for at, one, _ in subschemas(schema, constraint.param) if isinstance(one, dict)]
+    for at, one in reversed(inner[1 : LOCALISED + 1]):
+        if inner_why := problem(_of_schema(shared | one)):
+            return at, inner_why
+    return constraint.param, why
+
+
+class Grammars:
+    """Compiles constraints on threads, so that no stream waits for a large one."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._passed: OrderedDict[bytes, str] = OrderedDict()
+
+    async def compile(self, constraint: Constraint) -> str:
+        """Return the grammar of a constraint; a known one at once.  Raises NotServed."""
+        key = msgspec.json.encode(constraint)
+        if (grammar := self._passed.get(key)) is None:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, compile_grammar, constraint)
+            self._passed[key] = grammar
+            if len(self._passed) > KEPT:
+                self._passed.popitem(last=False)
+        self._passed.move_to_end(key)
+        return grammar

@@ -1,0 +1,362 @@
+"""What `quire top` shows, computed from two readings of the gateways' metrics.  Pure: no clock, no network.
+
+    page --read--> Reading of one gateway --merge--> Reading of all --figures(now, before)--> Figures
+
+Engines and lanes are gauges that every gateway shows alike: their largest value counts once.  Counters and histograms
+belong to one gateway: their growth since the earlier reading is summed.  A gateway that the earlier reading lacks adds
+nothing, because the time of its counts is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from service import metrics
+from service.metrics import Metric
+from service.terminal.server import printable
+
+Labels = tuple[tuple[str, str], ...]  # sorted
+
+
+class NotQuire(ValueError):
+    """The page is none of a Quire gateway; the text says what it is instead."""
+
+
+class Reading(NamedTuple):
+    """The samples of one or more pages at one moment."""
+
+    at_s: float
+    samples: Mapping[str, Mapping[Labels, float]]  # by the sample's name, then by its labels
+
+    def of(self, metric: Metric, end: str = "") -> Mapping[Labels, float]:
+        """Return the series of a metric.  `end`: of the sample's name, such as _total."""
+        return self.samples.get(metric.name + end, {})
+
+    def gateways(self) -> set[str]:
+        """Return the gateways whose pages these are."""
+        return {dict(labels)["gateway"] for labels in self.of(metrics.GATEWAY_INFO)}
+
+
+def read(page: str, at_s: float) -> Reading:
+    """Parse a page in Prometheus' text format.  Raises NotQuire."""
+    samples: dict[str, dict[Labels, float]] = defaultdict(dict)
+    try:
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                samples[sample.name][tuple(sorted(sample.labels.items()))] = float(sample.value)
+    except (ValueError, KeyError, IndexError):  # the parser raises what its line happens to lead to
+        raise NotQuire("this is no page of metrics of a Quire gateway") from None
+    found = Reading(at_s, samples)
+    if not found.of(metrics.GATEWAY_INFO):
+        if any(name.startswith("quire_") for name in samples):
+            raise NotQuire("this is the page of an engine; give a gateway's page, which shows all engines")
+        raise NotQuire("this page has no metrics of a Quire gateway")
+    return found
+
+
+def merge(readings: Sequence[Reading]) -> Reading:
+    """Return one reading of several gateways; they differ in their label `gateway`."""
+    samples: dict[str, dict[Labels, float]] = defaultdict(dict)
+    for one in readings:
+        for name, series in one.samples.items():
+            samples[name].update(series)
+    return Reading(readings[-1].at_s, samples)
+
+
+class Latency(NamedTuple):
+    """A percentile of a histogram."""
+
+    seconds: float
+    beyond: bool  # it lies in the last bucket, which has no upper bound: at least `seconds`
+
+
+def quantile(buckets: Mapping[float, float], q: float) -> Latency | None:
+    """Return the `q` quantile of a histogram, interpolated linearly within its bucket as Prometheus does.
+
+    `buckets`: observations up to each upper bound, +inf included.  None without observations."""
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if not total > 0:
+        return None
+    rank, below, low = q * total, 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= rank and buckets[bound] > below:
+            if bound == math.inf:
+                break
+            return Latency(low + (bound - low) * (rank - below) / (buckets[bound] - below), False)
+        below, low = buckets[bound], bound if bound < math.inf else low
+    return Latency(low, True)
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Percentiles of a latency; None: nothing was observed."""
+
+    p50: Latency | None = None
+    p90: Latency | None = None
+    p99: Latency | None = None
+    recent: bool = True  # observed in the window; False: since the gateways started, because nothing was
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine."""
+
+    name: str
+    model: str
+    running: float
+    waiting: float
+    blocks: float
+    used: float  # fraction of the pool that sequences hold
+    cached: float  # fraction of the pool that only the prefix cache holds
+    tokens_per_s: float | None
+    hit_rate: float | None
+    preemptions: float  # since the engine started
+    silent_s: float  # since its last exchange
+
+
+class TenantRow(msgspec.Struct, frozen=True):
+    """One tenant."""
+
+    name: str
+    queued_tokens: float
+    service: float | None  # virtual tokens; None while nothing of the tenant is queued
+    requests_per_s: float | None
+    tokens_per_s: float | None  # prompts and outputs of requests that ended
+    refused: float  # since the gateways started: for want of room or quota
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One lane of the queue."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    oldest_s: float = 0.0
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Everything that one screen shows.  Rates and percentiles are None without an earlier reading or observations."""
+
+    gateways: int
+    engines: list[EngineRow]
+    tenants: list[TenantRow]
+    lanes: dict[str, Lane]
+    open_requests: float
+    seconds: float | None  # between the readings
+    tokens_per_s: float | None
+    requests_per_s: float | None
+    hit_rate: float | None
+    preemptions: float  # since the engines started
+    preempted: float | None  # of them in the window
+    first_token: Percentiles
+    inter_token: Percentiles
+    refusals: dict[str, float]  # error code -> in the window, or since the start without an earlier reading
+    lost_tokens: float
+    quarantined: float
+
+
+class _Window:
+    """The growth of counters between two readings."""
+
+    def __init__(self, now: Reading, before: Reading | None) -> None:
+        self._now, self._before = now, before
+        self._known = before.gateways() if before is not None else set()
+        elapsed = now.at_s - before.at_s if before is not None else 0.0
+        self.seconds = elapsed if elapsed > 0 and self._known & now.gateways() else None
+
+    def growth(self, metric: Metric, end: str = "_total") -> dict[Labels, float]:
+        """Return the growth of each series; a counter that fell was reset and counts from 0.
+
+        Without an earlier reading of the gateway: nothing."""
+        old = self._before.of(metric, end) if self._before is not None else {}
+        found = {}
+        for labels, value in self._now.of(metric, end).items():
+            if dict(labels).get("gateway") in self._known:
+                before = old.get(labels, 0.0)
+                found[labels] = value - before if value >= before else value
+        return found
+
+    def rate(self, growth: Iterable[float]) -> float | None:
+        return None if self.seconds is None else sum(growth) / self.seconds
+
+    def percentiles(self, metric: Metric) -> Percentiles:
+        """Return the percentiles of what was observed in the window, or else since the start."""
+        found = _percentiles(self.growth(metric, "_bucket"))
+        if found.p50 is not None:
+            return found
+        return msgspec.structs.replace(_percentiles(self._now.of(metric, "_bucket")), recent=False)
+
+
+def _percentiles(series: Mapping[Labels, float]) -> Percentiles:
+    buckets: dict[float, float] = defaultdict(float)
+    for labels, count in series.items():
+        buckets[float(dict(labels)["le"])] += count
+    return Percentiles(quantile(buckets, 0.5), quantile(buckets, 0.9), quantile(buckets, 0.99))
+
+
+def figures(now: Reading, before: Reading | None) -> Figures:
+    """Return what a screen shows at `now`, with rates since `before`."""
+    window = _Window(now, before)
+    engines = _engines(now, before, window)
+    refusals = window.growth(metrics.REFUSALS) if window.seconds else now.of(metrics.REFUSALS, "_total")
+    counts: dict[str, float] = defaultdict(float)
+    for labels, count in refusals.items():
+        if count:
+            counts[printable(dict(labels)["code"])] += count
+    grown = {name: _growths(now, before, metric) for name, metric in PER_ENGINE.items()}
+    queried = sum(grown["queried"].values())
+    answered = [
+        count for labels, count in window.growth(metrics.REQUESTS).items() if "/v1/" in dict(labels)["endpoint"]
+    ]
+    return Figures(
+        gateways=len(now.gateways()),
+        engines=engines,
+        tenants=_tenants(now, window),
+        lanes=_lanes(now),
+        open_requests=sum(now.of(metrics.OPEN_REQUESTS).values()),
+        seconds=window.seconds,
+        tokens_per_s=window.rate(grown["tokens"].values()),
+        requests_per_s=window.rate(answered),
+        hit_rate=sum(grown["hits"].values()) / queried if queried else None,
+        preemptions=sum(row.preemptions for row in engines),
+        preempted=sum(grown["preemptions"].values()) if window.seconds else None,
+        first_token=window.percentiles(metrics.TIME_TO_FIRST_TOKEN),
+        inter_token=window.percentiles(metrics.INTER_TOKEN),
+        refusals=dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
+        lost_tokens=sum(now.of(metrics.TOKENS_LOST, "_total").values()),
+        quarantined=max(now.of(metrics.QUARANTINED).values(), default=0.0),
+    )
+
+
+PER_ENGINE = {
+    "tokens": metrics.ENGINE_GENERATED,
+    "queried": metrics.ENGINE_PROMPT,
+    "hits": metrics.ENGINE_HITS,
+    "preemptions": metrics.ENGINE_PREEMPTIONS,
+}
+
+
+def _by(reading: Reading, metric: Metric, label: str, end: str = "") -> dict[str, float]:
+    """Return the largest value of each value of `label`: every gateway shows the same state, some a moment later."""
+    found: dict[str, float] = {}
+    for labels, value in reading.of(metric, end).items():
+        name = dict(labels)[label]
+        found[name] = max(value, found.get(name, value))
+    return found
+
+
+def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, float]:
+    """Return the growth of an engine's own counter, by engine; nothing for one that `before` lacks."""
+    old = _by(before, metric, "engine") if before is not None else {}
+    found = {}
+    for engine, value in _by(now, metric, "engine").items():
+        if engine in old:
+            found[engine] = value - old[engine] if value >= old[engine] else value
+    return found
+
+
+def _engines(now: Reading, before: Reading | None, window: _Window) -> list[EngineRow]:
+    models = {dict(labels)["engine"]: dict(labels)["model_name"] for labels in now.of(metrics.ENGINE_BLOCKS)}
+    states = {
+        name: _by(now, metric, "engine")
+        for name, metric in {
+            "running": metrics.ENGINE_RUNNING,
+            "waiting": metrics.ENGINE_WAITING,
+            "blocks": metrics.ENGINE_BLOCKS,
+            "free": metrics.ENGINE_FREE,
+            "cached": metrics.ENGINE_CACHED,
+            "preemptions": metrics.ENGINE_PREEMPTIONS,
+            "age": metrics.ENGINE_AGE,
+        }.items()
+    }
+    grown = {name: _growths(now, before, metric) for name, metric in PER_ENGINE.items()}
+    rows = []
+    for engine, model in models.items():
+        state = {name: values.get(engine, 0.0) for name, values in states.items()}
+        blocks = max(state["blocks"], 1.0)
+        tokens, queried = grown["tokens"].get(engine), grown["queried"].get(engine)
+        rows.append(
+            EngineRow(
+                name=printable(engine),
+                model=printable(model.rstrip("/").rpartition("/")[2]),
+                running=state["running"],
+                waiting=state["waiting"],
+                blocks=state["blocks"],
+                used=1 - state["free"] / blocks,
+                cached=state["cached"] / blocks,
+                tokens_per_s=tokens / window.seconds if tokens is not None and window.seconds else None,
+                hit_rate=grown["hits"].get(engine, 0.0) / queried if queried else None,
+                preemptions=state["preemptions"],
+                silent_s=state["age"],
+            )
+        )
+    return rows
+
+
+def _lanes(now: Reading) -> dict[str, Lane]:
+    columns = [
+        _by(now, metric, "lane") for metric in (metrics.QUEUE_REQUESTS, metrics.QUEUE_TOKENS, metrics.QUEUE_OLDEST)
+    ]
+    return {lane: Lane(*(column.get(lane, 0.0) for column in columns)) for lane in ("on_time", "late")}
+
+
+def _tenants(now: Reading, window: _Window) -> list[TenantRow]:
+    queued = _by(now, metrics.TENANT_QUEUED, "tenant")
+    service = _by(now, metrics.TENANT_SERVICE, "tenant")
+    requests = _summed(now.of(metrics.TENANT_REQUESTS, "_total"))
+    refused = _summed(now.of(metrics.TENANT_REQUESTS, "_total"), lambda labels: labels["outcome"] == "refused")
+    grown = _summed(window.growth(metrics.TENANT_REQUESTS))
+    tokens = _summed(window.growth(metrics.TENANT_TOKENS))
+    known = window.seconds is not None
+    return [
+        TenantRow(
+            name=printable(name),
+            queued_tokens=queued.get(name, 0.0),
+            service=service.get(name),
+            requests_per_s=window.rate([grown.get(name, 0.0)]) if known else None,
+            tokens_per_s=window.rate([tokens.get(name, 0.0)]) if known else None,
+            refused=refused.get(name, 0.0),
+        )
+        for name in sorted({*queued, *requests})
+    ]
+
+
+def _summed(
+    series: Mapping[Labels, float], chosen: Callable[[dict[str, str]], bool] = lambda labels: True
+) -> dict[str, float]:
+    """Return the sum of the chosen series of each tenant."""
+    found: dict[str, float] = defaultdict(float)
+    for labels, value in series.items():
+        if chosen(dict(labels)):
+            found[dict(labels)["tenant"]] += value
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- sorting
+
+# key of the keyboard -> (what it sorts by, value of an engine, value of a tenant; None: by name)
+Sort = tuple[str, Callable[[EngineRow], Any], Callable[[TenantRow], Any]]
+SORTS: dict[str, Sort] = {
+    "n": ("name", lambda row: row.name, lambda row: row.name),
+    "t": ("tokens/s", lambda row: row.tokens_per_s or 0.0, lambda row: row.tokens_per_s or 0.0),
+    "w": ("waiting", lambda row: row.waiting, lambda row: row.queued_tokens),
+    "r": ("running", lambda row: row.running, lambda row: row.requests_per_s or 0.0),
+    "k": ("KV cache", lambda row: row.used, lambda row: row.service or 0.0),
+    "p": ("preemptions, refusals", lambda row: row.preemptions, lambda row: row.refused),
+}
+
+
+def sort_rows(found: Figures, key: str, *, reverse: bool = False) -> Figures:
+    """Return the same figures with engines and tenants sorted: names ascend, numbers descend, unless `reverse`."""
+    _, of_engine, of_tenant = SORTS[key]
+    descending = (key != "n") != reverse
+    by_name = sorted(found.engines, key=lambda row: row.name), sorted(found.tenants, key=lambda row: row.name)
+    return msgspec.structs.replace(
+        found,
+        engines=sorted(by_name[0], key=of_engine, reverse=descending),
+        tenants=sorted(by_name[1], key=of_tenant, reverse=descending),
+    )

@@ -1,0 +1,70 @@
+"""Wrap text at words while it streams: a word is held until its end is known, at most one line of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from rich.cells import cell_len
+
+# A line end; blanks; a wide character, after which a line may break; a run of other characters.
+PARTS = re.compile(
+    r"\n|[^\S\n]+|[\u1100-\u11ff\u2e80-\uffef\U0001f000-\U0003ffff]|[^\s\u1100-\u11ff\u2e80-\uffef\U0001f000-\U0003ffff]+"
+)
+
+
+class Wrapper:
+    """Passes text on with line ends where a word would not fit."""
+
+    def __init__(self, width: int, write: Callable[[str], None]) -> None:
+        """`width`: columns, >= 1; 0: nothing is wrapped or held."""
+        self._width, self._write = width, write
+        self._column = 0
+        self._word = ""
+        self._blanks = ""  # before the word; they are dropped where the line breaks
+
+    def feed(self, text: str) -> None:
+        """Add text, cut anywhere."""
+        if not self._width:
+            self._write(text)
+            return
+        for part in PARTS.findall(text):
+            if part == "\n":
+                self._end_word()
+                self._write("\n")
+                self._column, self._blanks = 0, ""
+            elif part.isspace():
+                self._end_word()
+                self._blanks += part.replace("\t", "    ")
+            elif cell_len(part) > len(part) or part >= "\u1100":
+                self._end_word()
+                self._word = part
+                self._end_word()
+            else:
+                self._word += part
+                while cell_len(self._word) > self._width:  # longer than a line: cut it
+                    self._word, rest = self._word[: self._width], self._word[self._width :]
+                    self._end_word()
+                    self._word = rest
+
+    def flush(self) -> None:
+        """Write what is held: the text is over, or pauses."""
+        if self._width:
+            self._end_word()
+
+    @property
+    def at_line_start(self) -> bool:
+        return not self._column
+
+    def _end_word(self) -> None:
+        word, self._word = self._word, ""
+        if not word:
+            return
+        cells = cell_len(self._blanks) + cell_len(word)
+        if self._column and self._column + cells > self._width:
+            self._write("\n" + word)
+            self._column = cell_len(word)
+        else:
+            self._write(self._blanks + word)
+            self._column += cells
+        self._blanks = ""

@@ -1,0 +1,426 @@
+"""Answers follow their grammar in every way of sampling, and a grammar's state is a function of the tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pytest
+from hypothesis import Phase, event, given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.core.plan import Sampler
+from engine.executor.base import ScriptedExecutor, scripted_token
+from engine.executor.grammars import FAILED, Grammars
+from engine.executor.local import LocalExecutor
+from engine.llm import LLM, Completion
+from engine.wire.messages import Sampling
+from service.grammar import Constraint, compile_grammar
+from tests.checkpoints import VOCAB, tokenizer
+from tests.executor.driver import Driver
+
+EOS = tokenizer().eos_token_id
+PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
+
+
+def schema(value: Any) -> str:
+    return compile_grammar(Constraint("schema", "json", value))
+
+
+def regex(pattern: str) -> str:
+    return compile_grammar(Constraint("regex", "regex", pattern))
+
+
+def choice(*texts: str) -> str:
+    return compile_grammar(Constraint("choice", "choice", list(texts)))
+
+
+SHORT = {"type": "string", "maxLength": 6}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": SHORT,
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": SHORT, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    made = LLM(str(checkpoint("llama")), dtype="float32", kv_blocks=256, threads=1, poison_free_blocks=True)
+    yield made
+    made.close()
+
+
+def answers(llm: LLM, grammar: str, *, limit: int = 400, n: int = 1, **sampling: Any) -> Completion:
+    asked = Sampling(**({"seed": 3} | sampling), grammar=grammar)
+    [found] = llm.generate([PROMPT], asked, max_new_tokens=limit, n=n)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- answers follow
+
+
+def kinds() -> st.SearchStrategy[dict[str, Any]]:
+    """Schemas of five kinds: scalars with bounds, enums, arrays, objects, unions of these; at most three deep."""
+    bounds = st.tuples(st.integers(-50, 50), st.integers(0, 40)).map(
+        lambda at: {"type": "integer", "minimum": at[0], "maximum": at[0] + at[1]}
+    )
+    scalars = st.one_of(
+        bounds,
+        st.integers(0, 4).map(lambda most: {"type": "string", "maxLength": most}),
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "pattern": "^[a-f]{1,3}-[0-9]$"}]),
+    )
+    values = st.one_of(st.integers(-9, 9), st.booleans(), st.none(), st.text('ab "\\\n\u00e9\u2603', max_size=5))
+    enums = st.lists(values, min_size=1, max_size=4).map(lambda them: {"enum": them})
+
+    def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+        arrays = st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
+            lambda at: {"type": "array", "items": at[0], "minItems": at[1], "maxItems": at[1] + at[2]}
+        )
+        objects = st.tuples(
+            st.dictionaries(st.sampled_from("abcd"), inner, max_size=3), st.sets(st.sampled_from("abcd"))
+        ).map(
+            lambda at: {
+                "type": "object",
+                "properties": at[0],
+                "required": sorted(set(at[0]) & at[1]),
+                "additionalProperties": False,
+            }
+        )
+        unions = st.lists(inner, min_size=1, max_size=3).map(lambda them: {"anyOf": them})
+        return st.one_of(arrays, objects, unions)
+
+    return st.recursive(st.one_of(scalars, enums), nested, max_leaves=6)
+
+
+def samplings() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {"seed": st.integers(0, 2**63 - 1)},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+            "top_p": st.sampled_from([0.1, 0.9]),
+            "top_k": st.sampled_from([1, 5]),
+            "min_p": st.sampled_from([0.0, 0.2]),
+            "min_tokens": st.sampled_from([1, 5, 60]),
+            "presence_penalty": st.sampled_from([-2.0, 2.0]),
+            "frequency_penalty": st.sampled_from([-2.0, 2.0]),
+            "repetition_penalty": st.sampled_from([0.5, 1.8]),
+            "logit_bias": st.lists(st.tuples(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 100.0])), max_size=3),
+            "logprobs": st.sampled_from([0, 2]),
+        },
+    )
+
+
+@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+@given(st.lists(st.tuples(kinds(), samplings()), min_size=1, max_size=6))
+def test_every_finished_answer_is_valid(llm: LLM, wanted: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Random schemas and settings on random weights, several in a batch."""
+    asked = [Sampling(**how, grammar=schema(what)) for what, how in wanted]
+    finished = 0
+    for (what, _), completion in zip(
+        wanted, llm.generate([PROMPT] * len(asked), asked, max_new_tokens=300), strict=True
+    ):
+        [output] = completion.outputs
+        assert output.finish_reason in ("stop", "length"), output.message
+        if output.finish_reason == "stop":
+            assert output.token_ids[-1] == EOS
+            jsonschema.validate(json.loads(output.text), what)
+            finished += 1
+        else:  # blanks between the parts are bounded, but a model may want all of them
+            assert len(output.token_ids) == 300
+    event(f"{finished} of {len(wanted)} finished")
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 2}])
+def test_each_form_of_grammar(llm: LLM, sampling: dict[str, Any]) -> None:
+    assert answers(llm, choice("yes", "no", "maybe \u2603"), **sampling).outputs[0].text in (
+        "yes",
+        "no",
+        "maybe \u2603",
+    )
+    found = answers(llm, regex(r"[a-c]{2,5}[0-9]{3}"), **sampling).outputs[0]
+    assert len(found.text) in range(5, 9)
+    assert found.finish_reason == "stop"
+    lark = 'start: greeting " " name "!"\ngreeting: "hi" | "hello"\nname: /[A-Z][a-z]{1,4}/'
+    text = answers(llm, compile_grammar(Constraint("grammar", "grammar", lark)), **sampling).outputs[0].text
+    assert text.startswith(("hi ", "hello "))
+    assert text.endswith("!")
+
+
+def test_blanks_are_bounded(llm: LLM) -> None:
+    """A model that wants nothing but blanks still gets on: at most one blank, or a line end and its indentation."""
+    blanks = [token for token in range(VOCAB) if (piece := tokenizer().decode([token])) and not piece.strip()]
+    [output] = answers(llm, schema(PERSON), logit_bias=[(token, 100.0) for token in blanks], temperature=0.0).outputs
+    assert output.finish_reason == "stop"
+    jsonschema.validate(json.loads(output.text), PERSON)
+    assert " " in output.text or "\n" in output.text
+
+
+def test_max_tokens_ends_an_answer_with_length(llm: LLM) -> None:
+    [output] = answers(llm, schema({"type": "string", "minLength": 100}), limit=20).outputs
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 20
+    assert output.text.startswith('"')
+
+
+def test_the_end_is_held_back_where_the_grammar_allows_more(llm: LLM) -> None:
+    """And only there: an answer that can only end ends, however large min_tokens is."""
+    for least in (1, 7, 20):
+        output = answers(llm, regex("a{1,400}"), min_tokens=least, temperature=0.0, logit_bias=[(EOS, 100.0)]).outputs[
+            0
+        ]
+        assert output.finish_reason == "stop"
+        assert len(output.token_ids) == least + 1
+    output = answers(llm, choice("yes"), min_tokens=50).outputs[0]
+    assert (output.text, output.finish_reason) == ("yes", "stop")
+
+
+def test_logprobs_are_of_the_unmasked_logits(llm: LLM) -> None:
+    """The token that would have been sampled first without the grammar stays the likeliest one reported."""
+    free = llm.generate([PROMPT], Sampling(temperature=0.0, logprobs=3), max_new_tokens=1)[0].outputs[0]
+    held = answers(llm, choice("yes"), temperature=0.0, logprobs=3).outputs[0]
+    assert free.logprobs[0].top == held.logprobs[0].top
+    assert held.logprobs[0].logprob < free.logprobs[0].logprob
+    assert held.token_ids[0] != free.token_ids[0]
+
+
+def test_siblings_follow_it_each_by_itself(llm: LLM) -> None:
+    outputs = answers(llm, schema(PERSON), n=5).outputs
+    assert len({output.text for output in outputs}) > 1
+    alone = answers(llm, schema(PERSON)).outputs[0]
+    assert outputs[0].token_ids == alone.token_ids
+    for output in outputs:
+        jsonschema.validate(json.loads(output.text), PERSON)
+
+
+def test_rows_without_a_grammar_are_as_ever(llm: LLM) -> None:
+    plain = Sampling(seed=5)
+    [alone] = llm.generate([PROMPT], plain, max_new_tokens=40)
+    mixed = llm.generate(
+        [PROMPT] * 3,
+        [plain, Sampling(seed=1, grammar=schema(PERSON)), Sampling(seed=2, grammar=choice("x"))],
+        max_new_tokens=40,
+    )
+    assert mixed[0].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert mixed[2].outputs[0].text == "x"
+
+
+# ---------------------------------------------------------------------------------------- preempted, failed, resumed
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_a_preemption_changes_no_token(checkpoint: Callable[[str], Path], preempt: str) -> None:
+    """A pool too small for all: matchers are rebuilt from the tokens known."""
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "block_size": 8, "max_model_len": 192}
+    asked = [Sampling(seed=i, grammar=schema(PERSON)) for i in range(10)]
+    roomy = LLM(str(checkpoint("llama")), **options, kv_blocks=256)
+    expected = [one.outputs[0].token_ids for one in roomy.generate([PROMPT] * 10, asked, max_new_tokens=120)]
+    roomy.close()
+    tight = LLM(
+        str(checkpoint("llama")), **options, kv_blocks=24, admission="none", preempt=preempt, swap_memory_gib=0.01
+    )
+    found = [one.outputs[0].token_ids for one in tight.generate([PROMPT] * 10, asked, max_new_tokens=120)]
+    totals = tight.engine.core.report.totals
+    tight.close()
+    assert found == expected
+    assert totals.preemptions
+    assert bool(totals.swap_preemptions) == (preempt == "swap")
+
+
+def test_a_grammar_that_dies_ends_its_request_alone(llm: LLM) -> None:
+    """A grammar that no engine can compile, and one whose only tokens the client forbids."""
+    mate = Sampling(seed=4, grammar=schema(PERSON))
+    broken = Sampling(seed=4, grammar="start: nowhere")
+    stuck = Sampling(
+        seed=4, grammar=choice("yes"), allowed_token_ids=[tokenizer().encode("#", add_special_tokens=False)[0]]
+    )
+    found = llm.generate([PROMPT] * 3, [mate, broken, stuck], max_new_tokens=200)
+    first, second, third = (one.outputs[0] for one in found)
+    jsonschema.validate(json.loads(first.text), PERSON)
+    assert second.finish_reason == third.finish_reason == "error"
+    assert second.message.startswith(FAILED)
+    assert "grammar" in third.message
+    assert first.token_ids == answers(llm, schema(PERSON), seed=4).outputs[0].token_ids
+
+
+def test_an_engine_without_grammars_refuses_by_name(checkpoint: Callable[[str], Path]) -> None:
+    executor = ScriptedExecutor.load(EngineConfig())  # no checkpoint, so no tokenizer
+    assert not executor.info.grammars
+    llm = LLM.over(EngineConfig(), executor)
+    [output] = llm.generate([[5, 6]], Sampling(grammar=choice("yes")))[0].outputs
+    assert output.finish_reason == "error"
+    assert "cannot enforce" in output.message
+
+
+def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path]) -> None:
+    """The executor forgets every matcher, and the scheduler brings the tokens back."""
+    llm = LLM(str(checkpoint("llama")), dtype="float32", kv_blocks=128, threads=1)
+    asked = Sampling(seed=9, grammar=schema(PERSON))
+    [expected] = llm.generate([PROMPT], asked, max_new_tokens=200)
+    again = llm.submit(PROMPT, asked, max_new_tokens=200)
+    for _ in range(12):
+        llm.step()
+    executor = llm.executor
+    assert isinstance(executor, LocalExecutor)
+    worker = executor._worker
+    assert worker is not None
+    launch = worker.launch
+
+    def fails(plan: Any) -> Any:
+        worker.launch = launch  # type: ignore[method-assign]
+        raise RuntimeError("on purpose")
+
+    worker.launch = fails  # type: ignore[method-assign]
+    while llm.unfinished:
+        llm.step()
+    llm.close()
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+# ---------------------------------------------------------------------------------------------------- masks, matchers
+
+
+def grammars(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = None) -> Grammars:
+    return Grammars(directory, max_seqs=4, vocab_size=vocab, eos_ids=eos or [EOS])
+
+
+def allowed(found: Grammars, slot: int) -> set[int]:
+    bits = np.unpackbits(found.mask[slot].view(np.uint8), bitorder="little")
+    return set(bits.nonzero()[0].tolist())
+
+
+def begin(found: Grammars, slot: int, grammar: str, history: list[int], **sampling: Any) -> None:
+    stops = [EOS] if sampling.get("min_tokens") else []
+    found.assign(slot, Sampler(Sampling(grammar=grammar, **sampling), 1, stops, [7, *history]))
+
+
+def test_padded_logits_are_never_allowed(checkpoint: Callable[[str], Path]) -> None:
+    """The model has more logits than the tokenizer has tokens, in a number that 32 does not divide."""
+    found = grammars(checkpoint("llama"), vocab=VOCAB + 13)
+    begin(found, 2, compile_grammar(Constraint("regex", "regex", "(.|\n)*")), [])
+    found.fill()
+    assert found.mask.shape == (4, -(-(VOCAB + 13) // 32))
+    assert max(allowed(found, 2)) < VOCAB
+    assert allowed(found, 0) == set()
+
+
+def test_every_end_token_is_allowed_where_the_grammar_accepts(checkpoint: Callable[[str], Path]) -> None:
+    found = grammars(checkpoint("llama"), eos=[EOS, 2])
+    begin(found, 1, choice("a", "ab"), [])
+    found.fill()
+    assert not allowed(found, 1) & {EOS, 2}
+    found.advance([1], tokenizer().encode("a", add_special_tokens=False))
+    found.fill()
+    assert allowed(found, 1) >= {EOS, 2}
+
+
+@settings(max_examples=40)
+@given(kinds(), st.integers(0, 2**32), st.data())
+def test_a_matcher_is_rebuilt_from_its_tokens(
+    checkpoint: Callable[[str], Path], what: dict[str, Any], seed: int, data: st.DataObject
+) -> None:
+    """At any token the mask is that of a matcher which was given all tokens so far at once."""
+    found, grammar, rng = grammars(checkpoint("llama")), schema(what), random.Random(seed)
+    begin(found, 0, grammar, [])
+    tokens: list[int] = []
+    for _ in range(data.draw(st.integers(0, 40))):
+        found.fill()
+        choices = allowed(found, 0) - {EOS}
+        if not choices:
+            break
+        tokens.append(rng.choice(sorted(choices)))
+        found.advance([0], tokens[-1:])
+    found.fill()
+    begin(found, 3, grammar, tokens)
+    found.fill()
+    assert allowed(found, 3) == allowed(found, 0)
+    assert not found.errors()
+
+
+def test_a_token_that_the_grammar_forbids_is_an_error(checkpoint: Callable[[str], Path]) -> None:
+    found = grammars(checkpoint("llama"))
+    begin(found, 0, choice("yes"), tokenizer().encode("no", add_special_tokens=False))
+    begin(found, 1, choice("yes"), [])
+    found.fill()
+    assert set(found.errors()) == {0}
+    assert allowed(found, 0) == set()
+    assert allowed(found, 1)
+    assert "\n" not in found.errors()[0]
+    found.free(0)
+    assert not found.errors()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_request(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = grammars(tmp_path)
+    begin(found, 0, choice("yes"), [])
+    found.fill()
+    assert found.errors() == {0: "this model's tokenizer cannot be used for grammars"}
+    assert allowed(found, 0) == set()
+
+
+def test_a_hostile_grammar_ends_its_own_request(checkpoint: Callable[[str], Path]) -> None:
+    """One that passes the gateway's check, and grows beyond an engine's bounds at a later token."""
+    found = grammars(checkpoint("llama"))
+    begin(found, 0, regex("((a{1,100}){1,100}){1,100}"), [])
+    letter = tokenizer().encode("a", add_special_tokens=False)
+    for _ in range(300):
+        found.fill()
+        if found.errors():
+            break
+        found.advance([0], letter)
+    assert found.errors()[0].startswith(FAILED)
+    assert allowed(found, 0) == set()
+
+
+# ---------------------------------------------------------------------------------------------------------- scripted
+
+
+def test_the_scripted_executor_follows_grammars(checkpoint: Callable[[str], Path]) -> None:
+    """Its scripted token where that is allowed, else the first allowed one."""
+    config = EngineConfig(model=str(checkpoint("llama")), executor="scripted", kv_blocks=64)
+    executor = ScriptedExecutor.load(config)
+    assert executor.info.grammars
+    llm = LLM.over(config, executor)
+    [free] = llm.generate([PROMPT], Sampling(seed=10, grammar=regex("(.|\n){1000,}")), max_new_tokens=30)
+    scripted = [scripted_token(10, 0, at, VOCAB) for at in range(30)]
+    kept = sum(a == b for a, b in zip(free.outputs[0].token_ids, scripted, strict=True))
+    assert kept > 20
+    for _ in range(2):
+        outputs = llm.generate([PROMPT], Sampling(seed=3, grammar=choice("yes", "no")), max_new_tokens=30, n=2)[
+            0
+        ].outputs
+        for output in outputs:
+            assert tokenizer().decode(output.token_ids[:-1]) in ("yes", "no")
+            assert output.finish_reason == "stop"
+
+
+def test_llguidance_is_the_release_that_was_tested() -> None:
+    """A later release may know other keywords: look at ENFORCED of service/grammar.py again."""
+    assert llguidance.__version__.startswith("1.")
+
+
+def test_the_driver_s_worker_splits_a_step(checkpoint: Callable[[str], Path]) -> None:
+    """The model is launched before the tokens that the mask depends on are known."""
+    driver = Driver(checkpoint("llama"))
+    [slot] = driver.add(PROMPT, Sampling(temperature=0, grammar=choice("yes")))
+    texts: list[int] = []
+    for _ in range(4):
+        launched = driver.worker.launch_model(driver.plan())
+        result = driver.commit(driver.worker.collect(driver.worker.launch_sampling(launched)))
+        texts += result.tokens
+        if texts[-1] == EOS:
+            break
+    assert tokenizer().decode(texts, skip_special_tokens=True) == "yes"
+    assert slot == 0
