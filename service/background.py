@@ -186,8 +186,12 @@ class Background:
     async def _renew_for_ever(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            with contextlib.suppress(BusDown):
+            try:
                 await self.renew()
+            except BusDown:
+                pass  # leases outlast a few renewals
+            except Exception:  # one fault must not end all leases of this gateway
+                log.exception("leases of background responses were not renewed")
 
     async def renew(self) -> None:
         """Renew the leases of this gateway's responses, and take over those whose lease has lapsed.  Raises BusDown."""

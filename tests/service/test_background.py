@@ -273,3 +273,17 @@ async def up(client: ClientSession) -> None:
             except OSError:
                 pass
             await asyncio.sleep(0.1)
+
+
+async def test_a_fault_of_one_renewal_ends_no_lease(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewals = 0
+
+    async def renew(self: background.Background) -> None:
+        nonlocal renewals
+        renewals += 1
+        if renewals == 1:
+            raise ValueError("a bug")
+
+    monkeypatch.setattr(background.Background, "renew", renew)
+    await serve()
+    await settled(lambda: renewals > 2)
