@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from service.format import Piece
+from service.api import ValidRequest
+from service.format import Piece, Position, Prompted
 from service.regions import CallDelta
 
 Kind = Literal["text", "reasoning", "call"]
@@ -70,3 +71,33 @@ class Blocks:
         if (block := self._open) is not None:
             block.complete, block.followed = True, followed
             yield "close", block, ""
+
+
+class BlockFormat:
+    """What the formats that write blocks share: the answer begins anew for each reader, and events have no ids.
+
+    The base of an `AnswerFormat` of one prompt and one choice."""
+
+    ids = False
+
+    def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
+        self._valid, self.request_id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
+        self._blocks = Blocks()
+        self._cached = 0  # prompt tokens found in the prefix cache
+        self._tokens = [0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens that have been written."""
+        return self._tokens
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Begin anew, whatever the client has."""
+        self._cached = max(cached)
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Do nothing: there are no log probabilities."""
+
+    def _count(self, piece: Piece) -> None:
+        self._tokens[0] += len(piece.token_ids)
+        self._cached = max(self._cached, piece.cached_tokens)

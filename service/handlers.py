@@ -178,11 +178,9 @@ class Handlers:
         """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
 
         `id` is a request's or an event's.  A Last-Event-ID is newer."""
-        given = request.match_info["id"]
-        asked = None if re.fullmatch(ANSWER_ID, given) else Position.parse(given)
+        request_id, asked = _stream_of(request)
         last = request.headers.get("Last-Event-ID")
         had = Position.parse(last) if last else asked
-        request_id = asked.request_id if asked is not None else given
         if had is not None and had.request_id != request_id:
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: it is of another answer", param="last-event-id")
         with self._capacity.occupy():
@@ -192,13 +190,10 @@ class Handlers:
         """DELETE /v1/streams/{id}: end an answer as cancelled, although its client may resume it.
 
         204, also where the answer is over; else as for a client that resumes."""
-        given = request.match_info["id"]
-        request_id = given if re.fullmatch(ANSWER_ID, given) else Position.parse(given).request_id
+        request_id, _ = _stream_of(request)
         with self._capacity.occupy():
-            streams = self._streams
-            found = await streams.find(request_id)
-            record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
-            await streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
+            record = await self._record(request, request_id)
+            await self._streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
         return web.Response(status=204)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -370,7 +365,7 @@ class Handlers:
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
-        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading))
+        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
         rooms = await self._offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
@@ -406,9 +401,11 @@ class Handlers:
         form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
 
-    async def _constrain(self, valid: api.ValidRequest) -> api.ValidRequest:
+    async def _constrain(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
         """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
-        if (constraint := self._tokenizer.constraint(valid, valid.reading)) is None:
+        tokenizer = self._tokenizer
+        constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
+        if constraint is None:
             return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:
@@ -422,6 +419,11 @@ class Handlers:
         """Call admission.decide with this process's clock and random numbers."""
         return admission.decide(cost, fleet, steady_ms(), self._config, random.random())
 
+    async def _record(self, request: web.Request, request_id: str) -> resume.Record:
+        """Return the record of an answer that this client may read.  Raises Refusal."""
+        found = await self._streams.find(request_id)
+        return resume.read(found, request_id, request[OWNER], self._config.retain_s, self._streams.redis_ms())
+
     async def resume(
         self, request: web.Request, request_id: str, had: Position | None, after: int | None = None
     ) -> web.StreamResponse:
@@ -431,8 +433,7 @@ class Handlers:
         if had is not None and had.done:
             return web.Response(status=204)  # it tells EventSource to stop asking
         streams = self._streams
-        found = await streams.find(request_id)
-        record = resume.read(found, request_id, request[OWNER], self._config.retain_s, streams.redis_ms())
+        record = await self._record(request, request_id)
         valid = record.valid
         form = record.form(request_id, self._tokenizer.table, ids=True)
         if isinstance(form, ResponseFormat):
@@ -572,6 +573,15 @@ async def _ending_with(
         yield changed
     if last is not None:
         await last()
+
+
+def _stream_of(request: web.Request) -> tuple[str, Position | None]:
+    """Return the answer that a path names by its id or by that of an event, and the event.  Raises Refusal."""
+    given = request.match_info["id"]
+    if re.fullmatch(ANSWER_ID, given):
+        return given, None
+    at = Position.parse(given)
+    return at.request_id, at
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from service.api import ChatBody, Refusal, Served, ValidRequest, chat_request, decode_all
-from service.blocks import Block, Blocks
+from service.blocks import Block, BlockFormat
 from service.config import GatewayConfig
-from service.format import Piece, Position, Prompted, call_id
+from service.format import Piece, Prompted, call_id
 from service.history import Message, Part
 from service.limits import shown
 from service.refusal import bad_request, check
@@ -341,34 +341,14 @@ def error_body(refusal: Refusal, request_id: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
 
 
-class MessageFormat:
-    """Writes one answer in Anthropic's shape."""
+class MessageFormat(BlockFormat):
+    """Writes one answer in Anthropic's shape.  A client that asks again under its idempotency key gets all of it."""
 
-    ids = False  # events have none: there is no way to ask for the rest of such a stream
     each_token = False
 
     def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
-        self._valid, self.request_id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
-        self._blocks = Blocks()
+        super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
         self._begun = False
-        self._cached = 0  # prompt tokens found in the prefix cache
-        self._tokens = [0]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Output tokens that have been written."""
-        return self._tokens
-
-    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
-        """Begin anew: a client that asks again under its idempotency key gets all of the answer."""
-        self._cached = max(cached)
-
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Do nothing: there are no log probabilities."""
-
-    def _count(self, piece: Piece) -> None:
-        self._tokens[0] += len(piece.token_ids)
-        self._cached = max(self._cached, piece.cached_tokens)
 
     def _usage(self) -> dict[str, int]:
         # Anthropic counts cached prompt tokens apart from the others.

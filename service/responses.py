@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from service.api import NO_DEFAULTS, ChatBody, Refusal, Served, ValidRequest, chat_request, decode, decode_all
-from service.blocks import Block, Blocks
+from service.blocks import Block, BlockFormat
 from service.config import GatewayConfig
-from service.format import Piece, Position, Prompted, call_id
+from service.format import Piece, Prompted, call_id
 from service.history import Message, Part
 from service.limits import shown
 from service.messages import function_tool
@@ -362,10 +362,9 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-class ResponseFormat:
-    """Writes one answer in the shape of OpenAI's responses."""
+class ResponseFormat(BlockFormat):
+    """Writes one answer in the shape of OpenAI's responses.  Its events have numbers; `after` is the client's last."""
 
-    ids = False  # events have numbers instead
     each_token = True
 
     def __init__(
@@ -377,31 +376,16 @@ class ResponseFormat:
         created: int,
         prompt: Prompted,
     ) -> None:
-        self._valid, self.request_id, self._model, self._created = valid, request_id, model, created
-        self._prompt = len(prompt.token_ids)
-        self._blocks = Blocks()
+        super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
+        self._created = created
         self._number = 0  # of the next event
-        self._cached = self._reasoning = 0  # prompt tokens in the prefix cache, output tokens of the reasoning
-        self._tokens = [0]
+        self._reasoning = 0  # output tokens of the reasoning
         self._finish = ""
         self.after = -1  # events up to this number are not written
         self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
 
-    @property
-    def tokens(self) -> list[int]:
-        """Output tokens that have been written."""
-        return self._tokens
-
-    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
-        """Begin anew: what a client has is known by the number of an event, `after`."""
-        self._cached = max(cached)
-
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Do nothing: there are no log probabilities."""
-
     def _count(self, piece: Piece) -> None:
-        self._tokens[0] += len(piece.token_ids)
-        self._cached = max(self._cached, piece.cached_tokens)
+        super()._count(piece)
         self._reasoning = piece.reasoning_tokens or self._reasoning
         self._finish = piece.finish or self._finish
 

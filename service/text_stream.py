@@ -241,9 +241,9 @@ async def decode(
 
 
 def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
-    """Return what was taken from a mailbox token by token, and its end by itself.  A hidden stop token is of the end.
+    """Return an entry for each token that was taken from a mailbox, and one for the end.
 
-    Log probabilities are left out."""
+    The entry of the end holds the stop token if that is hidden.  Log probabilities are left out."""
     tokens, _, finish = taken
     shown = len(tokens) - (_hides_last(finish, valid) and bool(tokens))
     found: list[Taken] = [([token], None, None) for token in tokens[:shown]]
