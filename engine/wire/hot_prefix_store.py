@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -24,13 +25,8 @@ MOST_BYTES = 1 << 20  # of their tokens and salts: a quarter of a million tokens
 
 def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
     """Return the first prefixes that stay within MOST and MOST_BYTES together."""
-    kept, left = 0, MOST_BYTES
-    for prefix in prefixes[:MOST]:
-        left -= len(prefix.tokens) + len(prefix.cache_salt.encode())
-        if left < 0:
-            break
-        kept += 1
-    return list(prefixes[:kept])
+    sizes = accumulate(len(prefix.tokens) + len(prefix.cache_salt.encode()) for prefix in prefixes)
+    return [prefix for prefix, size in zip(prefixes[:MOST], sizes, strict=False) if size <= MOST_BYTES]
 
 
 class HotPrefixStore:
