@@ -25,7 +25,8 @@ from engine.orders import LocalBox
 from engine.pool_state import PoolObserver, PoolPublisher, PoolSnapshot, TableReader, copy_counts
 from engine.wire.link import BusDown
 from engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
-from tests.core.test_scheduler import Rig, SchedulerMachine
+from tests.core.machine import SchedulerMachine
+from tests.core.rig import Rig
 from tests.service.fakes import settled
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)

@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.blocks import AccountingError, DoubleFree, Leak
 from engine.core.sequence import Sequence, State
-from tests.core.test_scheduler import Rig
+from tests.core.rig import Rig
 
 PROMPT = [7 + i % 11 for i in range(18)]  # four blocks of 4 and a half
 

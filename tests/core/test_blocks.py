@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
-from tests.core.test_scheduler import Rig, SchedulerMachine
+from tests.core.machine import SchedulerMachine
+from tests.core.rig import Rig
 
 
 def chain(tokens: list[int], size: int, fingerprint: str = "model", salt: str = "") -> list[bytes]:

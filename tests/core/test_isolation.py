@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.core.limits import Admission
 from engine.core.swapping import Preempt
-from tests.core.test_scheduler import BAD_SEED, Rig
+from tests.core.rig import BAD_SEED, Rig
 
 
 @given(

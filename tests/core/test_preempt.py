@@ -12,7 +12,7 @@ from engine.core.blocks import AccountingError
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, State
 from engine.wire.messages import FinishReason
-from tests.core.test_scheduler import Rig
+from tests.core.rig import Rig
 
 SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}
 

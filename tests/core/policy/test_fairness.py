@@ -14,7 +14,7 @@ from engine.core.limits import Admission
 from engine.core.policy.fairness import Shares
 from engine.core.sequence import Sequence, State
 from engine.wire.messages import Generate, Sampling
-from tests.core.test_scheduler import FAR, Rig
+from tests.core.rig import FAR, Rig
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5, "d": 0.3}
 

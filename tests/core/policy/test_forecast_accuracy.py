@@ -15,7 +15,7 @@ from engine.core.policy.forecast_accuracy import LEVELS, ForecastAccuracy
 from engine.core.sequence import Sequence, State
 from engine.tools import simulate
 from engine.tools.trace import burst
-from tests.core.test_scheduler import Rig
+from tests.core.rig import Rig
 
 
 def lognormal(rng: random.Random, mean: float) -> int:

@@ -2,7 +2,7 @@
 
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]
 
-Episodes of some hundred operations drive the state machine of tests/core/test_scheduler.py: requests with shared
+Episodes of some hundred operations drive the state machine of tests/core/machine.py: requests with shared
 prefixes, siblings, salts, tenants and deadlines arrive and leave, steps run and fail, engines crash.  Each episode has
 its own seed and settings, and ends with every request finished and every token compared with the reference.  The first
 error ends the run with status 1, and prints the command that repeats its episode.
@@ -24,8 +24,9 @@ from typing import get_args
 
 from engine.core.limits import Admission
 from engine.core.swapping import Preempt
+from tests.core.machine import PREFIXES, SchedulerMachine
 from tests.core.oracle import VOCAB
-from tests.core.test_scheduler import BAD_SEED, FAR, PREFIXES, SchedulerMachine
+from tests.core.rig import BAD_SEED, FAR
 
 EPISODE = (50, 600)  # operations, least and most
 SAY_S = 10.0  # between two lines of progress

@@ -1,0 +1,194 @@
+"""Random runs of the scheduler, for hypothesis: every operation checks what must always hold."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.limits import Admission, Allocation
+from engine.core.sequence import State
+from engine.core.swapping import Preempt
+from tests.core.oracle import VOCAB
+from tests.core.rig import BAD_SEED, FAR, Rig
+
+PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests with shared prefixes, siblings, salts and stops run on a pool too small for them.  The host has room for
+    all, some or none of the blocks of preempted sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(blocks=18, size=4, max_seqs=5, step_tokens=16, chunk_tokens=7, bad=2)
+        self.faults = False  # steps failed that no request made fail
+
+    @initialize(
+        admission=st.sampled_from(get_args(Admission)),
+        allocation=st.sampled_from(["paged", "paged", "paged", "static"]),
+        preempt=st.sampled_from(get_args(Preempt)),
+        host_blocks=st.sampled_from([0, 6, 40]),
+        caching=st.booleans(),
+    )
+    def choose(
+        self, admission: Admission, allocation: Allocation, preempt: Preempt, host_blocks: int, caching: bool
+    ) -> None:
+        self.rig = Rig(
+            blocks=18,
+            size=4,
+            max_seqs=5,
+            step_tokens=16,
+            chunk_tokens=7,
+            admission=admission,
+            allocation=allocation,
+            preempt=preempt,
+            host_blocks=host_blocks,
+            caching=caching,
+            bad=2,
+        )
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(1, VOCAB - 1), max_size=12),
+        new=st.integers(1, 30),
+        n=st.integers(1, 3),
+        seed=st.sampled_from([0, 1, 2, 3, BAD_SEED]),
+        salt=st.sampled_from(["", "tenant"]),
+        ignore_eos=st.booleans(),
+        life=st.sampled_from([FAR, FAR, 40]),
+        priority=st.sampled_from([0, 0, 5]),
+        tenant=st.sampled_from([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
+        prompt_logprobs=st.sampled_from([-1, -1, 0]),
+    )
+    def add(
+        self,
+        prefix: list[int],
+        tail: list[int],
+        new: int,
+        n: int,
+        seed: int,
+        salt: str,
+        ignore_eos: bool,
+        life: int,
+        priority: int,
+        tenant: tuple[str, float],
+        prompt_logprobs: int,
+    ) -> None:
+        deadline = FAR if life == FAR else self.rig.now + life
+        who: dict[str, Any] = {
+            "salt": salt,
+            "deadline": deadline,
+            "priority": priority,
+            "tenant": tenant[0],
+            "weight": tenant[1],
+        }
+        what: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
+        self.rig.add(prefix + tail, new, n=n, **what, **who)
+
+    @precondition(lambda self: len(self.rig.executor.plans) < 2)
+    @rule()
+    def submit(self) -> None:
+        self.rig.now += 1
+        self.rig.submit()
+
+    @precondition(lambda self: self.rig.executor.plans)
+    @rule()
+    def commit(self) -> None:
+        self.rig.commit()
+
+    @rule(steps=st.integers(1, 12))
+    def several_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.rig.now += 1
+            submitted = self.rig.submit() if len(self.rig.executor.plans) < 2 else True
+            if self.rig.executor.plans and (not submitted or len(self.rig.executor.plans) == 2):
+                self.rig.commit()
+
+    @rule(bytes_per_s=st.sampled_from([1.0, 64e3, 64e6]), prompt_tokens=st.integers(0, 16))
+    def measured(self, bytes_per_s: float, prompt_tokens: int) -> None:
+        """In mode "auto" sometimes the one is cheaper, sometimes the other."""
+        self.rig.step_cost.record_swap(int(bytes_per_s), 1.0)
+        self.rig.step_cost.record_step(0.01, 3, prompt_tokens)
+
+    @rule()
+    def crash(self) -> None:
+        self.rig.crash()
+
+    @precondition(lambda self: self.rig.requests)
+    @rule(data=st.data(), index=st.integers(-1, 2))
+    def abort(self, data: st.DataObject, index: int) -> None:
+        self.rig.core.abort(data.draw(st.sampled_from(sorted(self.rig.requests))), index)
+        self.rig.collect_outputs()
+
+    @precondition(lambda self: self.rig.executor.plans)
+    @rule()
+    def executor_fails(self) -> None:
+        self.faults = True
+        self.rig.fail()
+
+    @invariant()
+    def room_agrees_with_the_mode(self) -> None:
+        """`room` offers no block that is held, kept free by the mode, or needed by a waiting sequence.
+
+        In mode "reserve" it leaves what all running sequences need at their greatest length."""
+        core, size = self.rig.core, self.rig.pool.block_size
+        tokens, requests = core.room()
+        if not core.requests:
+            assert (tokens, requests) == (core.pool.total * size, self.rig.limits.max_seqs - core.batch.slots.cooling)
+            return
+        assert 0 <= requests <= core.batch.slots.free
+        assert tokens % size == 0
+        kept = 1 if self.rig.limits.admission == "watermark" and self.rig.limits.allocation == "paged" else 0
+        queued = sum(seq.known // size for seq in core.waiting)
+        assert tokens == 0 or tokens // size + queued <= core.pool.available - kept
+        if self.rig.limits.admission == "reserve" and self.rig.limits.allocation == "paged":
+            started = [seq for seq in core.live() if seq.state in (State.PREFILLING, State.DECODING)]
+            growth = sum(-(-seq.limit // size) - len(seq.table) for seq in started)
+            assert tokens == 0 or tokens // size <= core.pool.available - growth
+
+    @invariant()
+    def the_queue_puts_preempted_sequences_first(self) -> None:
+        """No room is offered while a sequence is swapped out.  Rig.submit checks the starts."""
+        core = self.rig.core
+        if core.swapping.sequences:
+            assert core.room() == (0, 0)
+        places = [(not seq.started_before, seq.rank) for seq in core.waiting]
+        assert places == sorted(places)
+
+    @invariant()
+    def what_tenants_would_give_up_is_theirs(self) -> None:
+        """Rig.start checks each sequence that is preempted for fairness."""
+        core = self.rig.core
+        crowd, tokens = core.yielding()
+        assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
+        assert 0 <= tokens <= core.pool.total * core.pool.block_size
+        assert not tokens or crowd
+        if len({request.tenant for request in self.rig.requests.values()}) < 2:
+            assert core.report.totals.yields == 0
+
+    @invariant()
+    def static_tables_are_runs_nobody_shares(self) -> None:
+        if self.rig.limits.allocation == "static":
+            core, tables = self.rig.core, [seq.table for seq in self.rig.core.live() if seq.table]
+            assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
+            assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
+            assert core.report.totals.preemptions == core.report.totals.cached_prompt_tokens == 0
+
+    @invariant()
+    def waste_is_below_one_block_a_sequence(self) -> None:
+        if self.rig.limits.allocation == "static":
+            return
+        filled, allocated = self.rig.core.used_positions()
+        tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}
+        assert 0 <= allocated - filled <= 3 * len(tails)
+        assert allocated == 4 * (self.rig.pool.total - self.rig.pool.available)
+
+    def teardown(self) -> None:
+        self.rig.run()
+        for request in self.rig.requests.values():
+            for index in range(request.n):
+                finish = self.rig.finishes[request.id, index]
+                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED
+        assert self.rig.over == set(self.rig.requests)

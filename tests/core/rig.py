@@ -1,0 +1,281 @@
+"""A scheduler over an executor whose every token depends on what the block tables really hold, and a client."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from typing import Any
+
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.isolation import FAILED_TWICE
+from engine.core.limits import Admission, Allocation, Event, Limits
+from engine.core.plan import StepPlan, StepResult
+from engine.core.policy.fairness import Shares
+from engine.core.policy.step_cost import StepCostModel
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from engine.core.swapping import Preempt
+from engine.wire.messages import Delta, Finish, Generate, Sampling
+from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
+
+FAR = 2**60
+BAD_SEED = 7  # of requests whose steps fail from their third token on
+
+
+class Rig:
+    """A scheduler, an oracle, and a client that pieces every answer together."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        size: int = 4,
+        *,
+        max_seqs: int = 8,
+        step_tokens: int = 64,
+        chunk_tokens: int = 64,
+        threshold: float = 1.0,
+        depth: int = 2,
+        caching: bool = True,
+        max_model_len: int = 10_000,
+        admission: Admission = "threshold",
+        preempt: Preempt = "recompute",
+        host_blocks: int = 0,
+        allocation: Allocation = "paged",
+        bad: int | None = None,
+    ) -> None:
+        """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later."""
+        self._bad = {} if bad is None else {BAD_SEED: bad}
+        self._caching, self._shape = (
+            caching and allocation == "paged",
+            (blocks, size, max_seqs, depth, host_blocks),
+        )
+        self.limits = Limits(
+            max_seqs=max_seqs,
+            step_tokens=step_tokens,
+            chunk_tokens=chunk_tokens,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            admit_threshold=threshold,
+            eos_ids=frozenset([EOS]),
+            fingerprint="oracle",
+            admission=admission,
+            preempt=preempt,
+            block_bytes=64,
+            allocation=allocation,
+        )
+        self.start()
+        self.requests: dict[str, Generate] = {}
+        self.answers: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finishes: dict[tuple[str, int], Finish] = {}
+        self.deltas: list[Delta] = []
+        self.over: set[str] = set()
+        self.milestones: dict[tuple[str, int], list[str]] = defaultdict(list)
+        self.plans: list[StepPlan] = []
+        self.failures: list[dict[tuple[str, int], int]] = []  # of each failed step: key -> known tokens
+        self.now = 0
+
+    def start(self) -> None:
+        blocks, size, max_seqs, depth, host_blocks = self._shape
+        self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
+        self.host, self.step_cost = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
+        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
+        self.executor.bad = self._bad
+        self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
+        original = self.core.preemption.preempt_for_fairness
+
+        def spy(victim: Sequence) -> None:
+            assert not victim.preempted_for_fairness
+            assert any(seq.request.tenant != victim.request.tenant for seq in self.core.waiting)
+            original(victim)
+
+        self.core.preemption.preempt_for_fairness = spy  # type: ignore[method-assign, assignment]
+        self.favoured: list[Sequence] = []  # by the last plan, in order
+        find = self.core.fairness.favoured
+
+        def check(named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
+            found = find(named)
+            if found is not None:
+                self.favoured.append(found[0])
+                self.check_order(found[0], named)
+            return found
+
+        self.core.fairness.favoured = check  # type: ignore[method-assign]
+
+    def check_order(self, chosen: Sequence, named: Container[int]) -> None:
+        """While a sequence is swapped out, only a tenant below its share starts one that never ran.
+
+        A swapped sequence that comes first in the queue of a tenant below its share was not passed if it fits."""
+        core, waiting = self.core, list(self.core.waiting)
+        if chosen.started_before or not any(seq.host for seq in waiting):
+            return
+        crowd = Shares(core.batch.holders()).crowd()
+        assert chosen.request.tenant not in crowd, "a tenant at its share started a sequence before a swapped one"
+        first: dict[str, Sequence] = {}
+        for seq in waiting:
+            first.setdefault(seq.request.tenant, seq)
+        assert chosen is first[chosen.request.tenant], "a tenant's own swapped sequence was passed"
+        for tenant, seq in first.items():
+            if seq.host and tenant not in crowd and seq.sampled_in <= core.batch.committed:
+                assert core.swapping.leaves(seq) or core.fairness._victims(seq, named) is None
+
+    def crash(self) -> None:
+        """The engine dies with its state; a new one gets the emitted tokens."""
+        self.start()
+        for request in self.requests.values():
+            keys = [(request.id, index) for index in range(request.n)]
+            if request.id not in self.over:
+                said = [None if key in self.finishes else list(self.answers[key]) for key in keys]
+                self.core.accept(request, said if any(one != [] for one in said) else None)
+        self.collect_outputs()
+
+    def add(
+        self,
+        prompt: list[int],
+        new: int,
+        *,
+        n: int = 1,
+        salt: str = "",
+        deadline: int = FAR,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        **sampling: Any,
+    ) -> str:
+        request = Generate(
+            id=f"r{len(self.requests)}",
+            gateway="gw",
+            token_ids=prompt,
+            max_new_tokens=new,
+            sampling=Sampling(**sampling),
+            deadline_ms=deadline,
+            cache_salt=salt,
+            n=n,
+            priority=priority,
+            tenant=tenant,
+            weight=weight,
+        )
+        self.requests[request.id] = request
+        self.core.accept(request)
+        self.collect_outputs()
+        return request.id
+
+    def submit(self) -> bool:
+        swapped = [seq for seq in self.core.waiting if seq.host]
+        fresh = [seq for seq in self.core.waiting if not seq.started_before]
+        self.favoured.clear()
+        plan = self.core.plan(self.now)
+        if any(seq.host for seq in swapped):  # `check_order` says which of the favoured ones may start
+            started = [seq for seq in fresh if seq.started_before and seq not in self.favoured]
+            assert not started, "a new sequence started before a swapped one"
+        self.collect_outputs()
+        if plan is None:
+            return False
+        self.decoding -= set(plan.freed_slots)
+        given = sum(len(piece.token_ids) for piece in plan.slices)
+        assert given + len(self.decoding) <= self.limits.step_tokens
+        assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
+        named = {piece.slot for piece in plan.slices} | {fork.slot for fork in plan.forks}
+        assert not named & self.decoding
+        assert len(self.decoding | named) <= self.limits.max_seqs
+        self.decoding |= {piece.slot for piece in plan.slices if piece.sampler} | {fork.slot for fork in plan.forks}
+        self.plans.append(plan)
+        self.executor.submit(plan)
+        return True
+
+    def commit(self) -> StepResult | None:
+        """None: the step failed."""
+        try:
+            result = self.executor.collect()
+        except StepFails:
+            self.fail()
+            return None
+        self.core.commit(result)
+        self.collect_outputs()
+        return result
+
+    def fail(self) -> None:
+        """A step failed.  Only a request that was alone in it, for the second time at one position, may end."""
+        inside = {(seq.request.id, seq.index): seq.known for seq in self.core.live() if self.core.batch.in_flight(seq)}
+        before = set(self.finishes)
+        self.executor.reset()
+        self.decoding.clear()
+        _, guilty = self.core.step_failed()
+        self.collect_outputs()
+        ended = set(self.finishes) - before
+        assert {name for name, _ in ended} == ({guilty} if guilty else set())
+        for key in ended:
+            assert self.finishes[key] == Finish("error", message=FAILED_TWICE)
+            assert {name for name, _ in inside} == {key[0]}
+            assert any(earlier.get(one) == known for earlier in self.failures for one, known in inside.items())
+        self.failures.append(inside)
+        assert self.core.running == self.core.paused == self.core.swapping.sequences == 0
+
+    def collect_outputs(self) -> None:
+        out = self.core.outputs()
+        for delta in out.deltas.get("gw", ()):
+            key = delta.id, delta.index
+            assert key not in self.finishes, "something after the Finish"
+            assert delta.first == len(self.answers[key]), "a token lost or repeated"
+            self.answers[key] += delta.token_ids
+            self.deltas.append(delta)
+            request = self.requests[delta.id]
+            if delta.first == 0 and delta.token_ids and (delta.prompt_logprobs or delta.index == 0):
+                scored = request.token_ids[1:] if request.sampling.prompt_logprobs >= 0 else []
+                assert [said.logprob for said in delta.prompt_logprobs or []] == [-float(token) for token in scored]
+            if delta.finish is not None:
+                self.finishes[key] = delta.finish
+        for request_id in out.finished:
+            assert request_id not in self.over
+            self.over.add(request_id)
+        for event in out.events:
+            self.note(event)
+        filled, allocated = self.core.used_positions()
+        assert self.core.wasted_positions() == allocated - filled
+        self.core.auditor.whole()
+
+    def note(self, event: Event) -> None:
+        """Milestones are in a sensible order, the last one once."""
+        key = event.request.id, event.index
+        past = self.milestones[key]
+        assert "ended" not in past
+        if event.kind == "first":
+            assert "first" not in past
+            assert self.answers[key], "said before the token was"
+        elif event.kind == "resumed":
+            assert any("started" in self.milestones[event.request.id, i] for i in range(event.request.n))
+        elif event.kind == "ended" and event.reason is not None:
+            assert self.finishes[key].reason == event.reason
+            assert event.tokens == len(self.answers[key])
+            assert ("first" in past) == (event.tokens > 0)
+        past.append(event.kind)
+
+    def run(self) -> None:
+        """Until nothing is left; as the loop does it, `depth` steps in flight."""
+        for _ in range(100_000):
+            submitted = self.submit()
+            if self.executor.plans and (not submitted or len(self.executor.plans) == self.executor.depth):
+                self.commit()
+            elif not submitted:
+                break
+        assert self.core.idle
+        assert self.pool.available == self.pool.total
+        assert self.host.available == self.host.total
+        self.verify()
+
+    def verify(self) -> None:
+        """Every continuation that was not ended from outside has the text of the reference."""
+        for request in self.requests.values():
+            for index in range(request.n):
+                finish = self.finishes.get((request.id, index))
+                got = self.answers[request.id, index]
+                stops = frozenset(request.sampling.stop_token_ids)
+                if not request.sampling.ignore_eos:
+                    stops |= self.limits.eos_ids
+                room = min(self.limits.max_model_len, self.pool.total * self.pool.block_size)
+                limit = min(len(request.token_ids) + request.max_new_tokens, room)
+                want = reference(request.token_ids, request.sampling.seed, index, limit, stops)
+                assert got == want[: len(got)]
+                if finish is not None and finish.reason in ("stop", "length"):
+                    assert got == want
+                    assert finish.reason == ("stop" if got[-1] in stops else "length")
