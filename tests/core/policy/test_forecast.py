@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -213,14 +214,15 @@ def test_few_sequences_are_taken_at_their_worst() -> None:
 # ------------------------------------------------------------------------------------------------------------- overload
 
 
-SHARING: tuple[simulate.Mode, ...] = ("forecast", "threshold", "watermark", "none")
+BLIND: tuple[simulate.Mode, ...] = ("threshold", "watermark", "none")  # modes that look at no length
+Reports = dict[str, list[simulate.Report]]
 
 
-def table(known: bool) -> dict[str, list[simulate.Report]]:
-    """The burst of 15 requests a second for 30 s on a pool of 8,192 tokens, three seeds, every mode that shares it."""
+def table(modes: Iterable[simulate.Mode], known: bool) -> Reports:
+    """The burst of 15 requests a second for 30 s on a pool of 8,192 tokens, three seeds."""
     print(f"\n{simulate.HEADER}")
-    reports: dict[str, list[simulate.Report]] = {}
-    for mode in SHARING:
+    reports: Reports = {}
+    for mode in modes:
         for seed in range(3):
             jobs = burst(seed, ends_known=known)
             reports.setdefault(mode, []).append(simulate.simulate(jobs, simulate.engine_limits(mode), 512))
@@ -228,28 +230,46 @@ def table(known: bool) -> dict[str, list[simulate.Report]]:
     return reports
 
 
-def test_a_burst_with_lengths_known_is_served_without_a_preemption_on_a_full_pool() -> None:
+@pytest.fixture(scope="module")
+def blind() -> Reports:
+    """What the other modes do; the same for known and unknown lengths."""
+    return table(BLIND, known=False)
+
+
+def test_modes_without_a_forecast_do_the_same_whether_lengths_are_known() -> None:
+    """Else they would have to be simulated for each of the two tests below."""
+    for mode in BLIND:
+        runs = [
+            simulate.simulate(burst(0, ends_known=flag)[:60], simulate.engine_limits(mode), 64)
+            for flag in (True, False)
+        ]
+        known, unknown = ((run.seconds, run.ttft, run.preemptions, run.pauses, run.itl_max) for run in runs)
+        assert known == unknown
+        assert runs[0].preemptions > 0
+
+
+def test_a_burst_with_lengths_known_is_served_without_a_preemption_on_a_full_pool(blind: Reports) -> None:
     """`max_tokens` is the length (ignore_eos), as in the measurements of the peers."""
-    reports = table(known=True)
+    reports = blind | table(["forecast"], known=True)
     for ours in reports["forecast"]:
         assert ours.preemptions == 0
         assert ours.utilisation > 0.90
         assert ours.itl_max < 0.1  # no sequence stalls; without a forecast some stall for seconds
-    for mode in ("threshold", "watermark", "none"):
+    for mode in BLIND:
         assert sum(report.preemptions for report in reports[mode]) > 20
         assert max(report.itl_max for report in reports[mode]) > 1
 
 
-def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_pool() -> None:
+def test_a_burst_with_lengths_unknown_is_served_without_preemptions_on_a_full_pool(blind: Reports) -> None:
     """Who would be preempted in other modes waits in its place."""
-    reports = table(known=False)
+    reports = blind | table(["forecast"], known=False)
 
     def mean(mode: str, field: str) -> float:
         return sum(getattr(report, field) for report in reports[mode]) / 3
 
     assert mean("forecast", "utilisation") > 0.90
     assert mean("forecast", "preemptions") <= 1
-    for mode in ("threshold", "watermark", "none"):
+    for mode in BLIND:
         assert mean("forecast", "preemptions") < 0.1 * mean(mode, "preemptions")
         assert mean(mode, "pauses") == 0
 
