@@ -53,8 +53,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     web: Annotated[
         bool,
         Meta(
-            description="Serve the playground at /: a page to chat with the model and to watch the engines. The page "
-            "needs no key; what it calls does. Off: / is 404."
+            description="Serve the playground at /: a page to chat with the model and to watch the engines; and the "
+            "API reference at /docs. The pages need no key; what they call does. Off: both are 404."
         ),
     ] = True
     metrics_port: Annotated[

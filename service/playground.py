@@ -1,6 +1,7 @@
-"""The playground: a page to chat, and to watch the engines, at `/` of the gateway.
+"""The playground: a page to chat, and to watch the engines, at `/` of the gateway; the API reference at `/docs`.
 
     GET /             web/index.html
+    GET /docs         the same frame with web/docs.js, which draws /openapi.json
     GET /web/{name}   the other files of web/: plain ES modules, styles, the icon
 
 The files are read once, at start.  The page names them by relative addresses, so it works under any path prefix.  A
@@ -27,6 +28,7 @@ POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'; trusted-types lit-html dompurify"
 )
+DOCS = "/docs"  # the name of a page that is no file
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -36,7 +38,7 @@ HEADERS = {
 
 
 class Playground:
-    """The files of the page, in memory."""
+    """The files of both pages, in memory."""
 
     def __init__(self, prefix: str = "") -> None:
         """`prefix`: what paths may begin with, without a slash at its end."""
@@ -46,19 +48,26 @@ class Playground:
             for name, found in _files(resources.files("service") / "web")
             if not name.endswith(".md")
         }
+        frame, kind = self._files["index.html"]
+        reference = frame.replace(b"app.js", b"docs.js").replace(b"<title>Quire", b"<title>Quire API")
+        self._files[DOCS] = reference, kind
         self._tags = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, (body, _) in self._files.items()}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of the page, without the prefix."""
-        return [web.get("/", self.index), web.get("/web/{name:.+}", self.file)]
+        """Return the routes of both pages, without the prefix."""
+        return [web.get("/", self.index), web.get("/docs", self.docs), web.get("/web/{name:.+}", self.file)]
 
     async def index(self, request: web.Request) -> web.Response:
         """GET /."""
         return self._answer(request, "index.html")
 
+    async def docs(self, request: web.Request) -> web.Response:
+        """GET /docs."""
+        return self._answer(request, DOCS)
+
     async def file(self, request: web.Request) -> web.Response:
         """GET /web/{name}.  Raises HTTPNotFound."""
-        if (name := request.match_info["name"]) not in self._files:
+        if (name := request.match_info["name"]) not in self._files or name == DOCS:
             raise web.HTTPNotFound
         return self._answer(request, name)
 

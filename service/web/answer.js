@@ -1,10 +1,10 @@
 /**
- * One answer: asks for it, reads its stream, and resumes it wherever it broke off.
+ * One answer: asks for it, reads its stream, resumes it where it broke off.
  *
  *     waiting -> streaming <-> paused -> done | stopped | failed
  *
- * The state of an answer is plain data, so that it can be stored together with the id of the last event. After a reload
- * `follow` continues from exactly there. Times are unix milliseconds.
+ * An answer is plain data, stored with the id of its last event. After a reload `follow` continues from there.
+ * Times are unix milliseconds.
  */
 
 import { ApiError, begin, cancel, resume } from "./api.js";
@@ -15,7 +15,6 @@ const QUIET_GAPS = 8; // on a slow model: how many usual gaps a pause is
 const GIVE_UP_MS = 60_000; // the server keeps an ended answer for a minute
 const RETRY_MS = [100, 300, 1000, 2000];
 
-/** Returns an answer that was not asked for yet. */
 export function newAnswer(body) {
 	return {
 		body,
@@ -24,7 +23,7 @@ export function newAnswer(body) {
 		last: null, // id of the last event
 		state: "waiting",
 		began: Date.now(),
-		heard: Date.now(), // the last event
+		heard: Date.now(),
 		queue: null, // {lane, place, until}
 		error: null, // {status, code, message, retryAt}
 		usage: null,
@@ -44,7 +43,7 @@ export function newAnswer(body) {
 
 export const isRunning = (answer) => ["waiting", "streaming", "paused"].includes(answer.state);
 
-/** How long a silence of this answer counts as a pause. */
+/** Returns how long a silence counts as a pause. */
 function quietMs(answer) {
 	const tokens = Math.max(...answer.choices.map((choice) => choice.tokens));
 	const first = Math.min(...answer.choices.map((choice) => choice.first ?? Infinity));
@@ -52,7 +51,7 @@ function quietMs(answer) {
 	return Math.max(QUIET_MS, QUIET_GAPS * gap);
 }
 
-/** Reads the answer to its end. Calls `changed` after each change. `abort` ends the reading at once. */
+/** Reads the answer to its end, or until `abort`. Calls `changed` after each change. */
 export async function follow(answer, changed, abort) {
 	let why = answer.last ? "page reloaded" : null; // why the next silence was one
 	let lostAt = 0;
@@ -70,7 +69,7 @@ export async function follow(answer, changed, abort) {
 					lostAt = tries = 0;
 					take(answer, event, why);
 					if (event.data !== undefined) why = null;
-					if (answer.state === "stopped") abandon(answer, abort); // it was stopped before its id was known
+					if (answer.state === "stopped") abandon(answer, abort); // its id was unknown till now
 					changed();
 					if (!isRunning(answer)) return;
 				}
@@ -92,7 +91,7 @@ export async function follow(answer, changed, abort) {
 	}
 }
 
-/** Ends an answer at the reader's wish; the server computes it no further. */
+/** Ends an answer, at the server too. */
 export function stop(answer, abort) {
 	answer.state = "stopped";
 	if (answer.requestId) abandon(answer, abort);
@@ -148,7 +147,7 @@ function take(answer, event, why) {
 	answer.heard = now;
 }
 
-/** Notes a silence where it was: before the text that ended it. */
+/** Marks a silence: before the text that ended it. */
 function markPause(answer, now, why) {
 	const ms = now - answer.heard;
 	if (!why && ms <= quietMs(answer)) return;
@@ -178,13 +177,13 @@ function takeDelta(answer, into, { delta, logprobs, finish_reason: finish }, now
 	}
 }
 
-/** An event's id counts the tokens of each choice: `ID:17,,20`, and what has ended after a second colon. */
+/** An event's id counts the tokens of each choice: `ID:17,,20`. */
 function countTokens(answer, id) {
 	const counts = id.split(":")[1].split(",");
 	answer.choices.forEach((choice, at) => (choice.tokens = Number(counts[at]) || choice.tokens));
 }
 
-/** Tokens a second after the first one; null while it cannot be known. */
+/** Returns tokens a second after the first one, or null. */
 export function tokensPerSecond(choice) {
 	const ms = choice.last - choice.first;
 	return choice.tokens > 1 && ms > 0 ? ((choice.tokens - 1) * 1000) / ms : null;

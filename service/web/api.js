@@ -1,15 +1,20 @@
 /** Calls of the public API. The page knows no other way to the server. */
 
-const KEY = "quire.key"; // in sessionStorage: it is gone with the tab, and no other site or tab reads it
+import { html, nothing } from "./vendor/lit-html-3.3.3.js";
+
+const KEY = "quire.key"; // in sessionStorage: no other tab reads it
 const BASE = new URL(".", document.baseURI); // the page may be served under a path prefix
 
-/** An answer that is no success, or no answer at all (status 0). `retryAfterS` is null where the server names none. */
+/** A refusal, or no answer at all (status 0). `retryAfterS` may be null. */
 export class ApiError extends Error {
 	constructor(status, code, message, retryAfterS = null) {
 		super(message);
 		Object.assign(this, { status, code, retryAfterS });
 	}
 }
+
+export const errorNote = (error) =>
+	error ? html`<p class="error" role="alert"><strong>${error.code}</strong> ${error.message}</p>` : nothing;
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 
@@ -18,14 +23,14 @@ export function setApiKey(key) {
 	else sessionStorage.removeItem(KEY);
 }
 
-/** Sends a request. Returns the response of a success, throws ApiError for anything else. */
+/** Returns the response to a request. Throws ApiError if it is no success. */
 export async function call(path, { headers = {}, ...options } = {}) {
 	const key = apiKey();
 	let response;
 	try {
 		response = await fetch(new URL(path, BASE), {
 			...options,
-			credentials: "omit", // no cookies, and no password that a browser has stored
+			credentials: "omit", // no cookies, no stored password
 			cache: "no-store",
 			headers: key ? { ...headers, Authorization: `Bearer ${key}` } : headers,
 		});
@@ -39,27 +44,23 @@ export async function call(path, { headers = {}, ...options } = {}) {
 	throw new ApiError(response.status, error.code ?? "", error.message ?? response.statusText, seconds);
 }
 
-/** Returns the names of the served model. */
 export async function models() {
 	const found = await (await call("v1/models")).json();
 	return found.data.map((one) => one.id);
 }
 
-/** Begins an answer. A second call with the same key and body joins the first one's answer. */
+/** Begins an answer. A second call with the same key and body joins it. */
 export function begin(body, idempotencyKey, signal) {
 	const headers = { "Content-Type": "application/json", "Idempotency-Key": idempotencyKey, "X-Resumable": "1" };
 	return call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal });
 }
 
-/** Continues an answer after the event `last`. */
 export function resume(last, signal) {
 	return call(`v1/streams/${last.split(":")[0]}`, { headers: { "Last-Event-ID": last }, signal });
 }
 
-/** Ends a request that would run on for a while without its reader. */
 export function cancel(requestId) {
 	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // it may have ended
 }
 
-/** Opens the stream of the engines' state. */
 export const engineState = (signal) => call("engine/state", { signal });

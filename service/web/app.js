@@ -1,8 +1,8 @@
-/** START HERE: the page's state, what its buttons and keys do, and its frame. The rest draws what this holds. */
+/** START HERE: the page's state, its actions and its frame. */
 
 import { follow, isRunning, newAnswer, stop } from "./answer.js";
-import { ApiError, apiKey, models, setApiKey } from "./api.js";
-import { chatView, closeEditors } from "./chat_view.js";
+import { ApiError, apiKey, errorNote, models, setApiKey } from "./api.js";
+import { chatView, closeEditors, plain } from "./chat_view.js";
 import * as chats from "./chats.js";
 import { enginePanel, watchEngines } from "./live_view.js";
 import { fault, requestBody, settings, settingsPanel } from "./settings.js";
@@ -49,7 +49,7 @@ const act = {
 	redraw: changed,
 	copy: (text) => navigator.clipboard?.writeText(text),
 
-	/** Adds a message under `parent` and asks for its answer. */
+	/** Asks a question under the node `parent`. */
 	ask(text, parent) {
 		if (!ready()) return;
 		act.answer(chats.add(state.chat, parent, { role: "user", text }).id);
@@ -81,17 +81,18 @@ function ready() {
 
 function keep(change) {
 	change();
-	chats.save(state.chat);
+	save(state.chat);
+}
+
+function save(chat) {
+	chats.save(chat);
 	changed();
 }
 
 function read(chat, answer) {
 	const abort = new AbortController();
 	running.set(answer, abort);
-	const update = () => {
-		chats.save(chat);
-		changed();
-	};
+	const update = () => save(chat);
 	follow(answer, update, abort).finally(() => {
 		running.delete(answer);
 		if (answer.error?.status === 401) askKey();
@@ -101,8 +102,7 @@ function read(chat, answer) {
 
 function end(chat, answer) {
 	if (isRunning(answer)) stop(answer, running.get(answer));
-	chats.save(chat);
-	changed();
+	save(chat);
 }
 
 function open(chat) {
@@ -152,8 +152,6 @@ async function loadModels() {
 	changed();
 }
 
-// -- the frame
-
 const toggle = (panel, label) =>
 	html`<button class="plain" aria-pressed=${state.panel === panel} @click=${() => show(panel)}>${label}</button>`;
 
@@ -165,9 +163,8 @@ const page = () => html`
 		</select>
 		<span class="space"></span>
 		${toggle("engine", "Engine")} ${toggle("settings", "Settings")}
-		<button class="plain" @click=${askKey}>API key</button>
-		<button class="plain" @click=${exportChat}>Export</button>
-		<button class="plain" @click=${nextTheme}>Theme: ${state.theme}</button>
+		<a href="docs">API</a>
+		${plain("API key", askKey)} ${plain("Export", exportChat)} ${plain(`Theme: ${state.theme}`, nextTheme)}
 	</header>
 	<div class="body">
 		<nav aria-label="Chats">
@@ -183,9 +180,7 @@ const page = () => html`
 		</nav>
 		<div class="middle">
 			<main tabindex="-1" aria-label="Chat" @scroll=${scrolled}>${chatView(state.chat, act)}</main>
-			${state.trouble && state.trouble.status !== 401
-				? html`<p class="error" role="alert"><strong>${state.trouble.code}</strong> ${state.trouble.message}</p>`
-				: nothing}
+			${state.trouble?.status === 401 ? nothing : errorNote(state.trouble)}
 			<form class="composer" @submit=${send}>
 				<textarea id="message" rows="2" aria-label="Message" placeholder="Message" @keydown=${enter}></textarea>
 				<button class="primary">Send</button>

@@ -1,4 +1,4 @@
-/** Draws a chat: questions, answers side by side, and what the reader can do with each. */
+/** Draws a chat: questions, and answers side by side. */
 
 import { isRunning, tokensPerSecond } from "./answer.js";
 import { path, siblings } from "./chats.js";
@@ -9,9 +9,11 @@ import { html, nothing, render } from "./vendor/lit-html-3.3.3.js";
 const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9950 ? 2 : 1)} s`;
 const left = (until) => Math.max(0, Math.ceil((until - Date.now()) / 1000));
 
+export const plain = (label, action) => html`<button class="plain" @click=${action}>${label}</button>`;
+
 const AGAIN = "Asks for this answer again, with probabilities";
 
-// What belongs to the page alone and is not stored: the rendered text of each choice, open editors, token views.
+// What is not stored: rendered texts, open editors, token views.
 const places = new WeakMap();
 const rendered = new WeakMap();
 const editing = new Set();
@@ -26,7 +28,7 @@ export function chatView(chat, act) {
 	</div>`;
 }
 
-/** Each node of a chat keeps its elements, so that a change of branch moves neither focus nor open details to another. */
+/** Each node keeps its elements, so a change of branch moves neither focus nor open details to another. */
 function inPlace(node, drawing) {
 	if (!places.has(node)) places.set(node, document.createElement("div"));
 	render(drawing, places.get(node));
@@ -63,7 +65,7 @@ function question(chat, node, act) {
 		<div class="bubble">${node.text}</div>
 		<div class="tools">
 			${versions(chat, node, act)}
-			<button class="plain" @click=${() => act.redraw(editing.add(node))}>Edit</button>
+			${plain("Edit", () => act.redraw(editing.add(node)))}
 		</div>
 	</section>`;
 }
@@ -97,32 +99,28 @@ function answers(chat, node, act) {
 		${answer.error ? errorCard(answer.error, () => act.regenerate(node)) : nothing}
 		<div class="tools">
 			${state(answer)} ${versions(chat, node, act)}
-			${running
-				? html`<button class="plain" @click=${() => act.stop(node)}>Stop</button>`
-				: html`<button class="plain" @click=${() => act.regenerate(node)}>Regenerate</button>`}
+			${running ? plain("Stop", () => act.stop(node)) : plain("Regenerate", () => act.regenerate(node))}
 		</div>
 	</section>`;
 }
 
 function state(answer) {
-	const { queue } = answer;
-	if (answer.state === "waiting" && queue) {
-		const wait = queue.until ? `, about ${left(queue.until)} s` : "";
-		return html`<span class="state">In the late lane: ${queue.place} ahead${wait}</span>`;
-	}
-	if (answer.state === "waiting") return html`<span class="state">Waiting for the first token</span>`;
-	if (answer.state === "paused") {
-		return html`<span class="state paused">Paused for ${seconds(Date.now() - answer.heard)}; it resumes by itself</span>`;
-	}
-	return answer.state === "stopped" ? html`<span class="state">Stopped</span>` : nothing;
+	const { queue, state } = answer;
+	const wait = queue?.until ? `, about ${left(queue.until)} s` : "";
+	const text = {
+		waiting: queue ? `In the late lane: ${queue.place} ahead${wait}` : "Waiting for the first token",
+		paused: `Paused for ${seconds(Date.now() - answer.heard)}; it resumes by itself`,
+		stopped: "Stopped",
+	}[state];
+	return text ? html`<span class="state ${state}">${text}</span>` : nothing;
 }
 
 function errorCard({ status, code, message, retryAt }, again) {
 	const wait = retryAt ? left(retryAt) : 0;
 	return html`<div class="error" role="alert">
-		<strong>${[status || nothing, code].map((part) => html`${part} `)}</strong>
+		<strong>${status || ""} ${code}</strong>
 		<p>${message}</p>
-		<button class="plain" @click=${again}>${wait ? `Try again (the server says in ${wait} s)` : "Try again"}</button>
+		${plain(`Try again${wait ? ` (the server says in ${wait} s)` : ""}`, again)}
 	</div>`;
 }
 
@@ -147,7 +145,7 @@ function oneChoice(node, choice, at, several, act) {
 		<footer>
 			${figures(answer, choice)}
 			<span class="tools">
-				<button class="plain" @click=${() => act.copy(choice.text)}>Copy</button>
+				${plain("Copy", () => act.copy(choice.text))}
 				${isRunning(answer)
 					? nothing
 					: html`<button class="plain" aria-pressed=${open} title=${choice.logprobs.length ? "" : AGAIN}
@@ -181,11 +179,10 @@ function pretty(json) {
 	try {
 		return JSON.stringify(JSON.parse(json), null, 2);
 	} catch {
-		return json; // it is not complete yet, or never will be
+		return json; // not complete yet
 	}
 }
 
-/** Tokens, tokens a second, time to first token, and what the end was. */
 function figures(answer, choice) {
 	const rate = tokensPerSecond(choice);
 	const parts = [];

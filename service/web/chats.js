@@ -5,8 +5,8 @@
  *                     └─ answer (regenerated) ─ "And then?" ─ answer
  *          └ "Hi" (edited) ─ answer
  *
- * A node is {id, parent, role, text} or {id, parent, role, answer, picked}. `chosen` says which child of a node the
- * page shows. Chats live in sessionStorage, one entry each, so they survive a reload and end with the tab.
+ * A node is {id, parent, role, text} or {id, parent, role, answer, picked}. `chosen`: the child of each node that the
+ * page shows. Chats live in sessionStorage, one entry each: they survive a reload and end with the tab.
  */
 
 const LIST = "quire.chats";
@@ -33,7 +33,6 @@ export function path(chat) {
 	return found;
 }
 
-/** Returns a node and its alternatives, oldest first. */
 export const siblings = (chat, node) => Object.values(chat.nodes).filter((other) => other.parent === node.parent);
 
 export const title = (chat) => Object.values(chat.nodes)[0]?.text.slice(0, 60) || "New chat";
@@ -52,11 +51,7 @@ function answerMessage({ text, reasoning, calls }) {
 	const message = { role: "assistant", content: text };
 	if (reasoning) message.reasoning_content = reasoning;
 	if (calls.length) {
-		message.tool_calls = calls.map((call) => ({
-			id: call.id,
-			type: "function",
-			function: { name: call.name, arguments: call.arguments },
-		}));
+		message.tool_calls = calls.map(({ id, ...made }) => ({ id, type: "function", function: made }));
 	}
 	return message;
 }
@@ -74,13 +69,12 @@ export function restore() {
 const unsaved = new Set();
 let timer = 0;
 
-/** Stores a chat soon. Writes of the next quarter of a second become one. */
+/** Stores a chat within SAVE_MS. */
 export function save(chat) {
 	unsaved.add(chat);
 	timer ||= setTimeout(flush, SAVE_MS);
 }
 
-/** Stores what is not stored yet. */
 export function flush() {
 	clearTimeout(timer);
 	timer = 0;
@@ -88,10 +82,9 @@ export function flush() {
 	unsaved.clear();
 }
 
-/** Stores which chats there are. */
 export const saveList = (chats, open) => write(LIST, { ids: chats.map((chat) => chat.id), open });
 
-/** Where the browser's room ends, token probabilities are left out; where that is not enough, the entry stays old. */
+/** Without room, token probabilities are left out; where that is not enough, the entry stays old. */
 function write(name, value) {
 	for (const replacer of [null, (key, part) => (key === "logprobs" ? [] : part)]) {
 		try {
@@ -102,7 +95,6 @@ function write(name, value) {
 	}
 }
 
-/** Forgets a stored chat. */
 export function forget(chat) {
 	unsaved.delete(chat);
 	sessionStorage.removeItem(CHAT + chat.id);

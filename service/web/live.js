@@ -1,6 +1,6 @@
 /**
- * The engines' state as the server streams it: blocks of each pool, running sequences, queue lanes. Whole states and
- * changes become the same arrays. The stream is open only while the panel is shown in a visible tab.
+ * The engines' state as the server streams it: blocks, running sequences, queue lanes. The stream is open only while
+ * the panel is shown in a visible tab.
  */
 
 import { engineState } from "./api.js";
@@ -10,7 +10,7 @@ export const KINDS = ["free", "cached", "owned", "shared"];
 const KEEP_S = 300; // of tokens/s
 const AGAIN_MS = 2000;
 
-/** What is known: engines by name, lanes, [unix s, tokens] once a second, and why nothing is, an ApiError. */
+/** Engines by name, lanes, [unix s, tokens] once a second, and the ApiError that hides them. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
 
 let abort = null;
@@ -38,13 +38,13 @@ async function follow(signal, changed) {
 			if (signal.aborted) return;
 			live.error = error;
 			changed();
-			if (error.status >= 400 && error.status < 429) return; // it would be refused again; another key begins anew
+			if (error.status >= 400 && error.status < 429) return; // until another key is given
 		}
 		await new Promise((done) => setTimeout(done, AGAIN_MS));
 	}
 }
 
-/** Takes one event in. A full one replaces everything; fields that a change leaves out keep their values. */
+/** Applies an event. A full one replaces everything; a change keeps the fields it leaves out. */
 export function apply({ t, engines = [], lanes, full }) {
 	if (full) live.engines.clear();
 	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {
@@ -81,7 +81,7 @@ function remember(now) {
 	while (now - live.history[0][0] > KEEP_S) live.history.shift();
 }
 
-/** Returns [seconds ago, tokens a second], oldest first. An engine that restarted counts anew, so no rate is negative. */
+/** Returns [seconds ago, tokens a second], oldest first. An engine that restarted counts from 0. */
 export function rates() {
 	const end = live.history.at(-1)?.[0];
 	return live.history.slice(1).map(([at, tokens], before) => {
@@ -90,7 +90,7 @@ export function rates() {
 	});
 }
 
-/** Returns the names of the sequences that hold blocks of a cell. */
+/** Returns the sequences that hold blocks of a cell. */
 export function holders({ seqs, per_cell: perCell = 1 }, cell) {
 	const [from, to] = [cell * perCell, (cell + 1) * perCell];
 	const holds = ([first, count]) => first < to && first + count > from;

@@ -1,5 +1,6 @@
 /** The engine panel: load figures, tokens a second, and every block of the KV-cache pool as a cell. */
 
+import { errorNote } from "./api.js";
 import { holders, KINDS, live, rates, watch } from "./live.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
@@ -9,11 +10,10 @@ const LISTED = 12; // sequences
 
 let wanted = false;
 let redraw = () => {};
-let panel = null; // as it was drawn last; null: something changed. An answer that streams draws no map.
+let panel = null; // as drawn last; null: something changed
 let pointed = null; // {engine, cell} or {engine, name}: what the reader points at
 const canvases = new Map(); // name of an engine, or "rate" -> canvas
 
-/** Begins or ends to watch the engines. */
 export function watchEngines(yes, changed) {
 	wanted = yes;
 	redraw = () => {
@@ -30,7 +30,6 @@ const canvas = (name) => {
 	return canvases.get(name);
 };
 
-/** Draws the panel. */
 export const enginePanel = () => (panel ??= drawPanel());
 
 function drawPanel() {
@@ -42,7 +41,7 @@ function drawPanel() {
 	const tile = (label, value) => html`<div class="tile"><dt>${label}</dt><dd>${value}</dd></div>`;
 	return html`
 		<h2>Load</h2>
-		${live.error ? html`<p class="error" role="alert"><strong>${live.error.code}</strong> ${live.error.message}</p>` : nothing}
+		${errorNote(live.error)}
 		<dl class="tiles">
 			${tile("Running", count("running"))} ${tile("Waiting, on time", live.lanes.on_time ?? 0)}
 			${tile("Waiting, late", live.lanes.late ?? 0)} ${tile("Swapped", count("swapped"))}
@@ -62,7 +61,7 @@ function pool(engine) {
 	drawMap(map, engine);
 	const cells = KINDS.map((_, kind) => engine.kinds.reduce((sum, one) => sum + (one === kind), 0));
 	const share = Math.round((100 * (cells[2] + cells[3])) / (engine.kinds.length || 1));
-	map.setAttribute("aria-label", `Blocks of ${engine.engine}: ${KINDS.map((kind, at) => `${cells[at]} ${kind}`).join(", ")}`);
+	map.ariaLabel = `Blocks of ${engine.engine}: ${KINDS.map((kind, at) => `${cells[at]} ${kind}`).join(", ")}`;
 	return html`
 		<h2>Blocks of ${engine.engine}</h2>
 		<p class="note">
@@ -103,8 +102,7 @@ function setPointed(what) {
 /** Lets pointer and arrow keys choose a cell. */
 function prepare(map, name) {
 	if (map.tabIndex === 0) return;
-	Object.assign(map, { tabIndex: 0, className: "map" });
-	map.setAttribute("role", "img");
+	Object.assign(map, { tabIndex: 0, className: "map", role: "img" });
 	const choose = (cell) => {
 		if (cell >= 0 && cell < live.engines.get(name)?.kinds.length) setPointed({ engine: name, cell });
 	};
@@ -121,7 +119,7 @@ function prepare(map, name) {
 	});
 }
 
-/** Gives a canvas the pixels that its place on the screen has. Returns its context and the theme's colours. */
+/** Sizes a canvas. Returns its context, and a function to read the theme's colours. */
 function open(element, width, height) {
 	const ratio = devicePixelRatio;
 	element.width = width * ratio;
@@ -153,7 +151,7 @@ function drawMap(map, engine) {
 	const place = (cell) => [(cell % columns) * size, Math.floor(cell / columns) * size, side, side];
 	kinds.forEach((kind, cell) => {
 		context.fillStyle = colors[kind];
-		context.globalAlpha = kind === 3 ? Math.min(1, 0.4 + 0.15 * refs[cell]) : 1; // the more share it, the stronger
+		context.globalAlpha = kind === 3 ? Math.min(1, 0.4 + 0.15 * refs[cell]) : 1;
 		context.fillRect(...place(cell));
 	});
 	context.globalAlpha = 1;
@@ -167,8 +165,7 @@ function drawMap(map, engine) {
 }
 
 function drawRates(chart, found) {
-	chart.setAttribute("role", "img");
-	chart.setAttribute("aria-label", "Tokens a second");
+	Object.assign(chart, { role: "img", ariaLabel: "Tokens a second" });
 	const [width, height] = [chart.isConnected ? widthOf(chart) : 300, 64];
 	const [context, color] = open(chart, width, height);
 	const most = Math.max(1, ...found.map(([, rate]) => rate));

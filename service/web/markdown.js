@@ -1,9 +1,8 @@
 /**
  * Markdown as models write it: headings, lists, tables, quotes, code, links, emphasis.
  *
- * Text is escaped before any tag is made, and DOMPurify then lets only the tags below pass. So model output cannot
- * execute, even if one of the two is wrong. Images become links: a page that loads nothing from elsewhere tells no
- * other server what was read.
+ * Text is escaped before any tag is made, and DOMPurify lets only the tags below pass. So model output cannot execute,
+ * even if one of the two is wrong. Images become links: no other server learns what was read.
  */
 
 import "./vendor/dompurify-3.4.18.min.js";
@@ -25,12 +24,12 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escape = (text) => text.replace(/[&<>"']/g, (found) => ESCAPES[found]);
 
-// A pause stands in the text as its number between two characters that no shown text keeps. Code is set aside likewise.
+// A pause is its number between two characters that no shown text keeps; likewise code that is set aside.
 const PAUSE = /\uE000(\d+)\uE001/g;
 const ASIDE = /\uE002(\d+)\uE003/g;
 const clean = (text) => text.replace(/[\uE000-\uE003]/g, "\uFFFD");
 
-/** Returns the text with a sign where the answer paused: behind the word, so that it cuts neither a word nor a mark. */
+/** Returns the text with a sign behind each word at which the answer paused. */
 function withPauses(text, pauses) {
 	let found = "";
 	let from = 0;
@@ -47,7 +46,7 @@ function showPause({ ms, why }) {
 	return `<span class="pause" title="Paused for ${seconds} s: ${escape(why)}">paused ${seconds} s</span>`;
 }
 
-/** Brings `container` up to date with a text. Blocks that did not change keep their nodes, so streaming stays cheap. */
+/** Shows a text in `container`. Blocks that did not change keep their nodes, so streaming stays cheap. */
 export function showMarkdown(container, text, pauses = []) {
 	const blocks = split(withPauses(text, pauses));
 	const before = container.blocks ?? [];
@@ -97,7 +96,6 @@ function split(text) {
 
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
-/** Returns the HTML of one block. */
 function toHtml(block) {
 	if (FENCE.test(block)) return code(block);
 	const lines = block.split("\n");
@@ -165,7 +163,7 @@ function table([head, , ...rest]) {
 
 const link = (label, url) => `<a href="${url.replace(PAUSE, "")}">${label}</a>`;
 
-/** Emphasis, code and links of one line. Code and links are set aside first: what is in them is no emphasis. */
+/** Emphasis, code and links of a line. Code and links are set aside first: they hold no emphasis. */
 function inline(line) {
 	const parts = [];
 	const aside = (html) => `\uE002${parts.push(html) - 1}\uE003`;

@@ -1,22 +1,23 @@
-/** What a request says besides its messages. An empty field is not sent: the server's default holds. */
+/** What a request says besides its messages. An empty field is not sent. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
 const STORED = "quire.settings";
 
-// name, label, step. The server knows the limits, and says so.
-const NUMBERS = [
-	["temperature", "Temperature", 0.1],
-	["top_p", "Top p", 0.05],
-	["top_k", "Top k", 1],
-	["min_p", "Min p", 0.01],
-	["max_tokens", "Max tokens", 1],
-	["seed", "Seed", 1],
-	["presence_penalty", "Presence penalty", 0.1],
-	["frequency_penalty", "Frequency penalty", 0.1],
-	["repetition_penalty", "Repetition penalty", 0.05],
-	["n", "Answers", 1],
-];
+// Steps. The server knows the limits, and says so.
+const NUMBERS = {
+	temperature: 0.1,
+	top_p: 0.05,
+	top_k: 1,
+	min_p: 0.01,
+	max_tokens: 1,
+	seed: 1,
+	presence_penalty: 0.1,
+	frequency_penalty: 0.1,
+	repetition_penalty: 0.05,
+	n: 1,
+};
+const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
 const ALTERNATIVES = 5; // of each token, in the token view
 
 const EMPTY = { system: "", stop: "", extra: "", logprobs: false };
@@ -31,7 +32,7 @@ function set(name, value) {
 /** Returns the body of a chat request. Throws SyntaxError if the other fields are no JSON object. */
 export function requestBody(model, messages, { logprobs = settings.logprobs } = {}) {
 	const body = { model, messages, stream: true, stream_options: { include_usage: true } };
-	for (const [name] of NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
+	for (const name in NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
 	const stop = settings.stop.split("\n").filter(Boolean);
 	if (stop.length) body.stop = stop;
 	if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
@@ -44,7 +45,7 @@ function otherFields() {
 	return found;
 }
 
-/** Returns what is wrong with the other fields; "" if they can be sent. */
+/** Returns what is wrong with the other fields, or "". */
 export function fault() {
 	try {
 		otherFields();
@@ -54,7 +55,7 @@ export function fault() {
 	}
 }
 
-/** Draws the fields. Calls `changed` after each change. What is being typed is never written back into its field. */
+/** Draws the fields. What is being typed is never written back. */
 export function settingsPanel(changed) {
 	const input = (name) => ({ target }) => {
 		set(name, target.type === "checkbox" ? target.checked : target.value);
@@ -65,13 +66,13 @@ export function settingsPanel(changed) {
 		${label}
 		<textarea name=${name} rows=${rows} aria-invalid=${!!wrong} .defaultValue=${settings[name]} @input=${input(name)}></textarea>
 	</label>`;
-	const number = ([name, label, step]) => html`<label class="field">
-		${label}
+	const number = ([name, step]) => html`<label class="field">
+		${label(name)}
 		<input type="number" name=${name} step=${step} placeholder="default" value=${settings[name] ?? ""} @input=${input(name)} />
 	</label>`;
 	return html`
 		${box("system", "System prompt", 3)}
-		<div class="pairs">${NUMBERS.map(number)}</div>
+		<div class="pairs">${Object.entries(NUMBERS).map(number)}</div>
 		${box("stop", "Stop strings, one a line", 2)} ${box("extra", "Other fields, such as tools (JSON)", 3, wrong)}
 		${wrong ? html`<p class="wrong" role="alert">${wrong}</p>` : ""}
 		<label class="check">

@@ -1,8 +1,6 @@
-/** Server-sent events of a fetch response. EventSource would do, but it cannot send an API key. */
-
 /**
- * Yields {id, data} for each event and {comment} for each comment, until the stream ends.
- * An event's id stays in force for later events that have none. Throws what the connection throws.
+ * Yields the events {id, data} and comments {comment} of a fetch response; EventSource cannot send an API key.
+ * An id holds for later events without one. Throws what the connection throws.
  */
 export async function* events(body) {
 	const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -25,6 +23,6 @@ export async function* events(body) {
 			}
 		}
 	} finally {
-		reader.cancel().catch(() => {}); // the connection may be gone already
+		reader.cancel().catch(() => {});
 	}
 }

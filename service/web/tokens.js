@@ -1,10 +1,10 @@
-/** The token view: each token of an answer, coloured by its surprise, with what else the model might have said. */
+/** The token view: each token coloured by its surprise, and its alternatives. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
 const BITS = 6; // surprises beyond so many bits look alike
 
-/** Surprise in whole bits: 0 for a probability over one half, 1 for over a quarter, and so on. */
+/** Surprise in whole bits: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
 
 const percent = (logprob) => {
@@ -12,7 +12,6 @@ const percent = (logprob) => {
 	return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
 };
 
-/** White space has no shape of its own. */
 const visible = (token) => token.replace(/ /g, "\u2423").replace(/\n/g, "\u21B5").replace(/\t/g, "\u21E5") || "\u2205";
 
 const at = (event) => {
@@ -20,7 +19,7 @@ const at = (event) => {
 	return index === undefined ? null : Number(index);
 };
 
-/** Draws the tokens of one choice. `shown`: index of the token whose alternatives are listed; `show(index)` changes it. */
+/** Draws the tokens of a choice. `shown`: index of the one whose alternatives are listed; `show(index)` sets it. */
 export function tokenView({ logprobs }, shown, show) {
 	const move = (event) => {
 		const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

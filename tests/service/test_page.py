@@ -438,6 +438,40 @@ def test_the_token_view_shows_alternatives(page: Browser) -> None:
     assert page.script("return document.activeElement.dataset.at") == "1"
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_reference_shows_every_endpoint_and_field(window: Browser, site: Site, guarded: bool) -> None:
+    """Without a key it shows the same, and names the endpoints that need one."""
+    url = site.guarded + "/" if guarded else site.url
+    with urllib.request.urlopen(f"{url}openapi.json") as response:
+        api = json.load(response)
+    window.driver.get(f"{url}docs")
+    window.until(lambda: "Endpoints" in window.text("h1"))
+    assert window.driver.title == "Quire API"
+    assert len(window.all("header")) == 1
+    titles = [f"{method.upper()} {path}" for path, methods in api["paths"].items() for method in methods]
+    assert window.text("h2").splitlines() == titles + list(api["components"]["schemas"])
+    assert window.text("nav a").splitlines() == titles
+    fields = [name for schema in api["components"]["schemas"].values() for name in schema["properties"]]
+    assert window.text("section > table > tr > th[scope=row]").splitlines() == fields
+    chat = " ".join(window.text("section[aria-labelledby=ChatBody] table").split())
+    assert "temperature number or null number: >= 0 and <= 2" in chat
+    assert "messages array of Message Required." in chat
+    assert ("Needs an API key." in window.text("#postV1ChatCompletions + p")) == guarded
+    assert "Body: ChatBody. Answer: application/json or text/event-stream." in window.text("main")
+    window.script("document.querySelector('a[href=\"#StreamOptions\"]').click()")
+    window.until(
+        lambda: window.script("return document.getElementById('StreamOptions').getBoundingClientRect().top") < 860
+    )
+    themes = []
+    for theme in ("light", "dark"):
+        window.script("localStorage['quire.theme'] = arguments[0]", theme)
+        window.driver.refresh()
+        window.until(lambda: "Endpoints" in window.text("h1"))
+        themes.append(window.script("return getComputedStyle(document.body).backgroundColor"))
+    assert len(set(themes)) == 2
+    assert window.faults() == []
+
+
 ANSWERING = """
 const real = window.fetch;
 window.fetch = (url, options) => {

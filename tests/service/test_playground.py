@@ -43,11 +43,12 @@ def test_the_page_names_no_other_server() -> None:
 
 async def test_every_file_has_its_type_and_the_policy(serve: Serve) -> None:
     served = await serve(api_keys=["k"])  # the page itself needs no key
-    for path, name in [("/", "index.html"), *((f"/web/{name}", name) for name in FILES)]:
+    for path, name in [("/", "index.html"), ("/docs", ""), *((f"/web/{name}", name) for name in FILES)]:
         async with served.session.get(path) as response:
             assert response.status == 200, path
-            assert await response.read() == (FOLDER / name).read_bytes()
-            assert response.headers["Content-Type"] == TYPES[name.rpartition(".")[2]]
+            if name:
+                assert await response.read() == (FOLDER / name).read_bytes()
+            assert response.headers["Content-Type"] == TYPES[name.rpartition(".")[2] or "html"]
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert response.headers["Content-Security-Policy"].startswith("default-src 'self'; ")
             assert "unsafe" not in response.headers["Content-Security-Policy"]
@@ -68,7 +69,7 @@ async def test_an_unchanged_file_is_not_sent_again(serve: Serve) -> None:
 
 async def test_nothing_else_is_served(serve: Serve) -> None:
     served = await serve()
-    for path in ("/web/", "/web/nothing.js", "/web/../app.py", "/web/%2e%2e/app.py", "/web//app.js"):
+    for path in ("/web/", "/web/nothing.js", "/web/../app.py", "/web/%2e%2e/app.py", "/web//app.js", "/web//docs"):
         async with served.session.get(URL(served.url + path, encoded=True)) as response:
             assert response.status == 404, path
 
@@ -77,7 +78,7 @@ async def test_the_page_is_under_the_path_prefix_too(serve: Serve) -> None:
     served = await serve(root_path="/llm/a")
     async with served.session.get("/llm/a", allow_redirects=False) as response:
         assert (response.status, response.headers["Location"]) == (307, "/llm/a/")
-    for path in ("/llm/a/", "/", "/llm/a/web/app.js"):
+    for path in ("/llm/a/", "/", "/llm/a/web/app.js", "/llm/a/docs"):
         async with served.session.get(path) as response:
             assert response.status == 200, path
 
@@ -86,6 +87,6 @@ async def test_the_page_can_be_switched_off(serve: Serve) -> None:
     config = settings.load(GatewayConfig, ["--no-web", "--root-path", "/llm"], {}, prog="x")
     assert not config.web
     served = await serve(web=config.web, root_path=config.root_path)
-    for path in ("/", "/llm", "/llm/", "/web/app.js"):
+    for path in ("/", "/llm", "/llm/", "/docs", "/web/app.js"):
         async with served.session.get(path) as response:
             assert response.status == 404, path
