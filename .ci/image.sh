@@ -15,6 +15,8 @@ install() {  # [extras]: installs the packages, and Quire from a copy, because t
   local sources
   sources=$(mktemp -d)
   cp -r pyproject.toml README.md LICENSE NOTICE service engine csrc "$sources"
+  mkdir "$sources/loadtest"
+  cp loadtest/*.py "$sources/loadtest"  # `quire bench` is made of them
   "${PYTHON:-python3}" -m venv "$prefix"
   "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
     --constraint .ci/constraints.txt "$sources$1"
@@ -23,8 +25,8 @@ install() {  # [extras]: installs the packages, and Quire from a copy, because t
 }
 
 case $part in
-  gateway) install '' ;;
-  engine) install '[engine]' ;;
+  gateway) install '[cli]' ;;
+  engine) install '[engine,cli]' ;;
   kernels)
     "$prefix/bin/python" - "$(nvcc --version)" <<'CHECK'
 import re, sys, torch

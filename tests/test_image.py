@@ -109,6 +109,23 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
         ask = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(ask, timeout=20) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
+        load = ("bench", url, "--requests=2", "--rate=20", "--prompt-tokens=4", "--max-tokens=2")
+        for command, says in (
+            (load, "requests"),
+            (("top", url, "--once"), "scripted"),
+            (("chat", url, "--max-tokens=2"), ""),
+        ):
+            done = subprocess.run(
+                [*quire, *command],
+                input="To be\n",
+                capture_output=True,
+                text=True,
+                timeout=60,
+                cwd=tmp_path,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (0, ""), command
+            assert says in done.stdout
 
 
 def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
