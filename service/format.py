@@ -6,7 +6,6 @@ Any gateway can continue from there (`resume.py`).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from typing import Any, Protocol, Self
@@ -15,9 +14,9 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import Refusal, ValidRequest
+from service.logprobs import Columns, LogprobFormat
 from service.regions import CallDelta, Part, TextDelta
 
-TURN_ALTERNATIVES = 4096  # of logprobs, encoded before other requests run: about 3 ms
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
 
 
@@ -153,10 +152,6 @@ def call_id(request_id: str, choice: int, index: int) -> str:
 _CALL_ID_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -Infinity
-
-
 class Format:
     """Writes one request's answer in OpenAI's shape.
 
@@ -177,7 +172,7 @@ class Format:
         ids: bool = True,
     ) -> None:
         """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
-        self._valid, self._prompts, self._vocabulary = valid, prompts, vocabulary
+        self._valid, self._prompts, self._scores = valid, prompts, LogprobFormat(valid, vocabulary)
         self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
         self._tokens = [0] * choices  # output tokens so far
@@ -349,7 +344,7 @@ class Format:
             entry["stop_reason"] = stop_reason
         if piece is not None:
             if piece.logprobs is not None:
-                entry["logprobs"] = piece.encoded or self._logprobs(piece, with_prompt=first)
+                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
             if self._valid.return_token_ids:
                 entry["token_ids"] = piece.token_ids
         opened = self._open
@@ -393,7 +388,8 @@ class Format:
             await self.prepare(joined, with_prompt=True)
             entry = self._choice(joined, found[-1])
             if self._valid.prompt_logprobs:
-                scores = await self._prompt_scores(joined)
+                prompt = self._prompts[at // self._valid.n].token_ids
+                scores = await self._scores.prompt(prompt, joined.prompt_logprobs or [])
                 if not self._valid.chat:
                     entry["prompt_logprobs"] = msgspec.Raw(scores)
             parts += [separator, msgspec.json.encode(entry)]
@@ -433,7 +429,7 @@ class Format:
             entry["text"] = prompt.text + whole.text
         entry["logprobs"] = None
         if whole.logprobs is not None:
-            entry["logprobs"] = whole.encoded or self._logprobs(whole, with_prompt=True)
+            entry["logprobs"] = self._logprobs(whole, with_prompt=True)
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
@@ -444,97 +440,24 @@ class Format:
     # -- logprobs
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Encode the logprobs of a piece if they are long, TURN_ALTERNATIVES at a time.  Other requests run in between.
+        """Encode the logprobs of a piece if they are long.  Other requests run in between.
 
         `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
-        if piece.logprobs is None:
-            return
-        if with_prompt is None:
-            with_prompt = not self._started[piece.choice]
-        tokens, found, offsets = self._columns(piece, with_prompt=with_prompt)
-        step = max(1, TURN_ALTERNATIVES // (2 + max(0, self._valid.sampling.logprobs)))
-        if len(tokens) <= step:
-            return
-        columns: dict[str, list[bytes]] = {}
-        for at in range(0, len(tokens), step):
-            part = slice(at, at + step)
-            for name, values in self._entries(tokens[part], found[part], offsets[part]).items():
-                columns.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
-            await asyncio.sleep(0)
-        piece.encoded = msgspec.Raw(
-            b"{" + b",".join(b'"%s":[%s]' % (name.encode(), b",".join(c)) for name, c in columns.items()) + b"}"
-        )
+        if piece.logprobs is not None:
+            begins = not self._started[piece.choice] if with_prompt is None else with_prompt
+            piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins))
 
-    def _bytes(self, token: int) -> bytes:
-        return self._vocabulary[token] if token < len(self._vocabulary) else b""
+    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> msgspec.Raw | dict[str, Any]:
+        return piece.encoded or self._scores.entries(self._columns(piece, with_prompt=with_prompt))
 
-    async def _prompt_scores(self, whole: Piece) -> bytes:
-        """Return the log probabilities of a prompt as vLLM writes them, TURN_ALTERNATIVES at a time."""
-        tokens, found = self._prompts[whole.choice // self._valid.n].token_ids[1:], whole.prompt_logprobs or []
-        step = max(1, TURN_ALTERNATIVES // (2 + self._valid.sampling.prompt_logprobs))
-        parts = [b"null"]  # nothing precedes a prompt's first token
-        for at in range(0, len(found), step):
-            turn = zip(tokens[at : at + step], found[at : at + step], strict=True)
-            parts.append(msgspec.json.encode([self._scores(token, one) for token, one in turn])[1:-1])
-            await asyncio.sleep(0)
-        return b"[%s]" % b",".join(parts)
-
-    def _scores(self, token: int, at: TokenLogprob) -> dict[str, dict[str, Any]]:
-        """Return a prompt token and its alternatives, by token id.  `rank` is null beyond them."""
-        ranks = {other: rank for rank, (other, _) in enumerate(at.top, 1)}
-        found = {token: at.logprob, **dict(at.top)}
-        return {
-            str(one): {"logprob": _finite(logprob), "rank": ranks.get(one), "decoded_token": self._text(one)}
-            for one, logprob in found.items()
-        }
-
-    def _text(self, token: int) -> str:
-        return self._bytes(token).decode("utf-8", "replace")
-
-    def _name(self, token: int) -> str:
-        if self._valid.names_are_ids:
-            return f"token_id:{token}"
-        return self._text(token)
-
-    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
-        return self._entries(*self._columns(piece, with_prompt=with_prompt))
-
-    def _columns(self, piece: Piece, *, with_prompt: bool) -> tuple[list[int], list[TokenLogprob | None], list[int]]:
-        """Return tokens, the logprob of each, and where each begins in the text."""
+    def _columns(self, piece: Piece, *, with_prompt: bool) -> Columns:
         tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
         if self._valid.chat:
-            return tokens, found, []
+            return Columns(tokens, found, [])
         prompt = self._prompts[piece.choice // self._valid.n]
         shift = len(prompt.text)
         offsets = [shift + offset for offset in piece.offsets or ()]
         if with_prompt and self._valid.echo:
-            # Nothing precedes a prompt's first token, so it has no probability.
             tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
             found = [None, *(piece.prompt_logprobs or []), *found]
-        return tokens, found, offsets
-
-    def _entries(self, tokens: list[int], found: list[TokenLogprob | None], offsets: list[int]) -> dict[str, list[Any]]:
-        if self._valid.chat:
-            pairs = zip(tokens, found, strict=True)
-            return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
-        tops = [None if at is None else self._top(token, at) for token, at in zip(tokens, found, strict=True)]
-        return {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if at is None else _finite(at.logprob) for at in found],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
-        """Return the alternatives of a completion's token, itself first.  The likelier one of equal names counts."""
-        top = {self._name(token): _finite(at.logprob)}
-        for other, logprob in at.top:
-            top.setdefault(self._name(other), _finite(logprob))
-        return top
-
-    def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
-        top = [self._alternative(i, p) for i, p in at.top]
-        return {**self._alternative(token, at.logprob), "top_logprobs": top}
-
-    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._bytes(token))}
+        return Columns(tokens, found, offsets)

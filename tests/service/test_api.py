@@ -632,7 +632,7 @@ def test_token_ids_stand_where_vllm_puts_them(call: Any) -> None:
 @pytest.mark.parametrize("turn", [4096, 4])
 @pytest.mark.parametrize("call", [completion, chat])
 def test_prompt_logprobs_as_vllm_writes_them(call: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", turn)
+    monkeypatch.setattr("service.logprobs.TURN_ALTERNATIVES", turn)
     valid = call(prompt_logprobs=1, n=2)
     assert (valid.sampling.logprobs, valid.sampling.prompt_logprobs) == (-1, 1)
     found = [logprob(-2.0, (5, -0.1)), logprob(float("-inf"), (1, -0.2))]
@@ -715,7 +715,7 @@ def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
         return events
 
     at_once = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
-    monkeypatch.setattr("service.format.TURN_ALTERNATIVES", 4)
+    monkeypatch.setattr("service.logprobs.TURN_ALTERNATIVES", 4)
     in_turns = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
     assert in_turns == at_once
 
