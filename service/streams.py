@@ -5,18 +5,13 @@
 
 `Streams.open` submits a request of this gateway.  `Streams.join` attaches to a request that runs already or is over,
 here or at another gateway: its client resumed it or retried it.  So an order (one prompt of a request) can have several
-readers.  It lives until the last reader leaves, and `resume_s` longer if its client may resume.
-
-There is one way to cancel an order: `Streams.withdraw`.  A client that leaves early, for any reason (it disconnected,
-its deadline passed, an error), reaches it through `Streams._leave`.  A choice that met its stop string while others
-still run reaches it through `OpenRequest.end`.
+readers.  `orders.py` says how long it lives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -24,7 +19,7 @@ from typing import TypeVar
 from engine.wire.clock import steady_ms
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
-from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from engine.wire.messages import Finish, Generate, TokenBatch
 from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
@@ -34,10 +29,9 @@ from service.admission import Decision
 from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
 from service.fleet_view import FleetView
-from service.mailbox import Backlog, Mailbox
-from service.metrics import BACKLOG, CLOCK_SKEW, OPEN_REQUESTS, REDIS_SECONDS, TOKENS_LOST, TOKENS_REPEATED, Telemetry
+from service.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Telemetry
 from service.open_request import OpenRequest, Order
-from service.pacing import Pacer
+from service.orders import Orders
 from service.queue_updates import QueueUpdates, Waiting
 from service.supervision import Supervisor, Task
 from service.usage_ledger import UsageLedger
@@ -50,11 +44,7 @@ Admit = Callable[[Fleet], Decision]  # raises Refusal
 # Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
 # and end in a 503.  The bus has two connections more, for readings of the fleet.
 SUBMITS = 6
-SETTLE_S = 10.0  # how long a withdrawn order waits for its engine's last delta, before it enters the ledger
 DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
-ATTACH_COUNT = 64  # orders whose logs are read at once, after Redis may have lost something
-RESEND_S = 10.0  # after Redis lost tokens: how long to wait for their engine's next exchange
-REQUEST_LOST = Finish("error", message="Redis has lost this request: send it again")
 
 
 class AlreadySubmitted(Exception):
@@ -73,13 +63,8 @@ class Streams:
         self._view = FleetView()
         self._ledger = UsageLedger(bus, telemetry)
         self._updates = QueueUpdates(bus, self._view.fleet)
-        self.backlog = Backlog(config.backlog_mib * 2**20)
-        self.pacer = Pacer()  # for everything that may concern all open requests at once
-        self._orders: dict[str, Order] = {}
+        self.orders = Orders(bus, config, telemetry, self._ledger)
         self._submits = asyncio.Semaphore(SUBMITS)
-        self._reading = 0  # orders that have a reader
-        self._leaving = False  # shutting down: resumable requests stay in Redis for another gateway
-        self._kept = 0.0  # when the retention of logs was last extended, in the event loop's time
         self._looks = 0  # readings of the fleet so far
         self.supervisor = Supervisor(
             Task("the token reader", self._read, lambda: self._bus.rounds),
@@ -97,11 +82,10 @@ class Streams:
 
     async def stop(self) -> None:
         """Stop reading, let the last withdrawals leave, and write the ledger."""
-        self._leaving = True
+        self.orders.leaving = True
         await self.supervisor.stop()
         await self._bus.withdrawn()  # bounded by the bus' own patience
-        for order in list(self._orders.values()):
-            self._close(order)
+        self.orders.close_all()
         with contextlib.suppress(BusDown):
             await self._ledger.write()
 
@@ -112,17 +96,11 @@ class Streams:
 
     def __len__(self) -> int:
         """Return how many orders have a reader."""
-        return self._reading
+        return self.orders.reading
 
     def end_all(self, finish: Finish) -> None:
         """End every open request with `finish`, but hand over those whose clients may resume."""
-        self._leaving = True
-        for order in list(self._orders.values()):
-            for reader, _ in order.readers:
-                if reader.resumable:
-                    self.pacer.call_soon(reader.hand_over)
-                else:
-                    self.pacer.call_soon(reader.end_all, finish)
+        self.orders.end_all(finish)
 
     # -- requests
 
@@ -142,9 +120,9 @@ class Streams:
         `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its bounds.
         `record` is what `find` returns to a client that resumes.  Raises Refusal when there is no room or Redis does
         not accept them, AlreadySubmitted when another request with the key was first.  Then none is queued."""
-        opened = OpenRequest(self, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
+        opened = OpenRequest(self.orders, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
         deadline = opened.loop.time() + timeout_s
-        self._enter(opened)
+        self.orders.enter(opened)
         queued = True  # if this task is cancelled meanwhile, they may be
         try:
             try:
@@ -159,7 +137,7 @@ class Streams:
         finally:
             self._updates.discard(requests[0].id)
             opened.stop()
-            self._leave(opened, queued)
+            self.orders.leave(opened, queued)
 
     async def find(self, request_id: str) -> bytes | None:
         """Return the record of a request of any gateway, by the id its client knows; None: unknown, or expired.
@@ -189,11 +167,11 @@ class Streams:
         `had`: for each prompt, how many output tokens of each choice the client already has.  Raises Refusal: 410 when
         the log is gone, 400 when the answer ended with fewer tokens, 503 when it may grow again or Redis is away."""
         orders = [
-            self._orders.get(order_id) or Order(order_id, len(counts), tenant)
+            self.orders.get(order_id) or Order(order_id, len(counts), tenant)
             for order_id, counts in zip(order_ids, had, strict=True)
         ]
-        opened = OpenRequest(self, orders, resumable=True)
-        self._enter(opened)
+        opened = OpenRequest(self.orders, orders, resumable=True)
+        self.orders.enter(opened)
         try:
             for prompt, (order, counts) in enumerate(zip(orders, had, strict=True)):
                 await self._attach(opened, prompt, order, counts)
@@ -201,7 +179,7 @@ class Streams:
             yield opened
         finally:
             opened.stop()
-            self._leave(opened, queued=True)
+            self.orders.leave(opened, queued=True)
 
     async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
         """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
@@ -219,65 +197,6 @@ class Streams:
             if one.finish is not None:
                 order.mark_ended(index)
         opened.resume(prompt, logged, counts)
-
-    def _enter(self, opened: OpenRequest) -> None:
-        for prompt, order in enumerate(opened.orders):
-            self._orders[order.id] = order
-            self._stop_timer(order)
-            self._reading += not order.readers
-            order.readers.append((opened, prompt))
-        self._telemetry.set(OPEN_REQUESTS, self._reading)
-
-    def _leave(self, opened: OpenRequest, queued: bool) -> None:
-        for prompt, order in enumerate(opened.orders):
-            order.readers.remove((opened, prompt))
-            sent = opened.delivered[prompt * order.n : (prompt + 1) * order.n]
-            order.delivered = list(map(max, order.delivered, sent))
-            if order.readers:
-                continue
-            self._reading -= 1
-            if not queued:
-                del self._orders[order.id]
-            elif not order.running:
-                self._close(order)
-            elif not opened.resumable:
-                self._abandon(order)
-            elif self._leaving:
-                self._settle(order)
-            else:
-                self._start_timer(order, self._config.resume_s, self._abandon)
-        self._telemetry.set(OPEN_REQUESTS, self._reading)
-        self._telemetry.count(TOKENS_LOST, sum(box.lost for box in opened.mailboxes))
-        self._telemetry.count(TOKENS_REPEATED, sum(box.repeated for box in opened.mailboxes))
-
-    def _abandon(self, order: Order) -> None:
-        """Withdraw an order that no client reads or will resume."""
-        order.running.clear()
-        self.withdraw(order.id)
-        self._close(order)
-
-    def _close(self, order: Order) -> None:
-        """Settle an order that has no reader and is not computed, once its last tokens have arrived."""
-        self._stop_timer(order)
-        if order.unfinished and not self._leaving:
-            self._start_timer(order, SETTLE_S, self._settle)
-        else:
-            self._settle(order)
-
-    def _start_timer(self, order: Order, seconds: float, action: Callable[[Order], None]) -> None:
-        """Call action(order) after `seconds`, unless the timer is stopped before."""
-        order.timer = self.pacer.call_at(asyncio.get_running_loop().time() + seconds, action, order)
-
-    def _stop_timer(self, order: Order) -> None:
-        if order.timer is not None:
-            order.timer.cancel()
-            order.timer = None
-
-    def _settle(self, order: Order) -> None:
-        """Forget an order here; its usage enters the ledger."""
-        self._stop_timer(order)
-        del self._orders[order.id]
-        self._ledger.add(order)
 
     async def _submit(
         self, requests: list[Generate], admit: Admit, record: bytes, key: IdempotencyKey | None
@@ -318,18 +237,6 @@ class Streams:
                 self._troubles[part] = str(error)
             raise unavailable() from None
 
-    def stop_one(self, order: Order, index: int) -> None:
-        """Stop one continuation that no client reads any more."""
-        if index in order.running:
-            order.running.discard(index)
-            self.withdraw(order.id, index if order.running else -1)
-
-    def withdraw(self, order_id: str, index: int = -1) -> None:
-        """Stop an order, or one of its continuations, unless another gateway reads it.
-
-        Never waits: the caller's task may be cancelled."""
-        self._bus.withdraw(order_id, index)
-
     # -- tokens
 
     async def _read(self) -> None:
@@ -343,34 +250,10 @@ class Streams:
                     self.deliver(part)
 
     def deliver(self, batch: TokenBatch) -> None:
-        """Spread the tokens of one step over the mailboxes.  Deltas of unknown orders are dropped: they are over."""
-        orders = self._orders
-        for delta in batch.deltas:
-            order = orders.get(delta.id)
-            if order is not None:
-                order.deliver(delta)
-                if delta.finish is not None and not order.unfinished and not order.readers:
-                    self._settle(order)
+        """Spread the tokens of one step over the mailboxes, and keep the load of their engine."""
+        self.orders.deliver(batch.deltas)
         if batch.load is not None:
             self._view.record_load(batch.load)
-
-    async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
-        """Read from the log what a mailbox missed or had no room for.  Waits for Redis as long as it takes."""
-        clock = asyncio.get_running_loop().time
-        until = math.inf
-        while mailbox.behind:
-            try:
-                logged = await self._bus.log(order_id, index, mailbox.at, mailbox.refill_tokens)
-            except BusDown:
-                until = math.inf
-            else:
-                # The log was longer once: its engine sends again what Redis has lost, or another computes it.
-                until = min(until, clock() + RESEND_S)
-                resent = logged is None or logged.token_ids or logged.finish is not None
-                if mailbox.behind and (resent or clock() >= until):  # still: its deadline may have passed meanwhile
-                    mailbox.refill(logged)
-                    continue
-            await asyncio.sleep(self._config.fleet_s)
 
     # -- the fleet
 
@@ -393,13 +276,13 @@ class Streams:
         await self._updates.refresh(steady_ms())
         self._troubles.pop("fleet", None)
         self._telemetry.record_fleet(self.fleet)
-        self._telemetry.set(BACKLOG, self.backlog.held)
+        self._telemetry.set(BACKLOG, self.orders.backlog.held)
         self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
         try:
             if fleet.forgotten:
-                await self._listen_again()
+                await self.orders.listen_again()
             await self._ledger.write()
-            await self._extend_retention()
+            await self.orders.extend_retention()
             self._troubles.pop("ledger", None)
         except BusDown as error:
             self._troubles["ledger"] = str(error)
@@ -409,31 +292,6 @@ class Streams:
                 del self._troubles["submit"]
             except BusDown as error:
                 self._troubles["submit"] = str(error)
-
-    async def _listen_again(self) -> None:
-        """Read from the logs what open requests missed.
-
-        Engines took this gateway for dead (it was stopped, or Redis was away), or Redis has lost what it had
-        acknowledged.  Requests without a log end with REQUEST_LOST."""
-        orders = [order for order in self._orders.values() if order.readers and order.unfinished]
-        for at in range(0, len(orders), ATTACH_COUNT):  # one after the other, 16,000 took longer than a heartbeat may
-            await asyncio.gather(*map(self._listen_again_to, orders[at : at + ATTACH_COUNT]))
-
-    async def _listen_again_to(self, order: Order) -> None:
-        queued = [reader for reader, _ in order.readers if reader.started]  # the submit of the others is under way
-        found = await self._bus.attach(order.id)
-        for index, logged in enumerate(found.continuations if found is not None else ()):
-            order.deliver(Delta(order.id, len(logged.token_ids), [], logged.finish, index))
-        for reader in queued if found is None else ():
-            reader.end_all(REQUEST_LOST)
-
-    async def _extend_retention(self) -> None:
-        """Keep the logs of finished orders that still have a reader."""
-        now = asyncio.get_running_loop().time()
-        if now - self._kept > self._config.retain_s / 3:
-            self._kept = now
-            if over := [order.id for order in self._orders.values() if order.readers and not order.unfinished]:
-                await self._bus.keep(over)
 
     @property
     def responses(self) -> ResponseStore:

@@ -20,9 +20,9 @@ from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
+from service.orders import REQUEST_LOST
 from service.queue_updates import Waiting
 from service.regions import Part, Reading, ResponseTemplate, TextDelta, split
-from service.streams import REQUEST_LOST
 from service.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held

@@ -206,7 +206,9 @@ async def test_a_stopped_answer_is_computed_no_longer(
                         assert (event.place, event.wait_s is not None) == (0, True)
                         await settled(lambda: served.streams.fleet.late.requests == 1)
                 await answer.stop()
-            await settled(lambda: served.streams.fleet.queued == 0 and not fake.busy and not served.streams._orders)
+            await settled(
+                lambda: served.streams.fleet.queued == 0 and not fake.busy and not served.streams.orders._orders
+            )
         assert len(fake.seen) == len(fake.aborted) == 1
 
 

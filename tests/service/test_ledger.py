@@ -85,9 +85,9 @@ async def test_after_500_random_departures_the_books_balance(
         await settled(lambda: all(served.streams.fleet.engines for served in gateways))
         await asyncio.gather(*(one(number) for number in range(500)))
         for served in gateways:
-            for order in list(served.streams._orders.values()):
+            for order in list(served.streams.orders._orders.values()):
                 if order.timer is not None and order.running:  # nobody comes back to it: as after resume_s
-                    served.streams._abandon(order)
+                    served.streams.orders._abandon(order)
         await settled(lambda: not fake.busy)
     for served in gateways:
         await served.streams.stop()

@@ -35,7 +35,8 @@ from service.api import Refusal
 from service.config import GatewayConfig
 from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from service.metrics import Telemetry
-from service.streams import REQUEST_LOST, SUBMITS, AlreadySubmitted, Streams
+from service.orders import REQUEST_LOST
+from service.streams import SUBMITS, AlreadySubmitted, Streams
 from tests.service.fakes import a_load, settled
 
 
@@ -202,7 +203,7 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     yield made
     await made.stop()
     assert len(made) == 0
-    assert made.backlog.held == 0
+    assert made.orders.backlog.held == 0
 
 
 def anyway(fleet: Fleet) -> Decision:
@@ -557,8 +558,8 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
             finish = Finish("length") if first == 5_900 else None
             deltas = [Delta(request.id, first, tokens[first : first + 100], finish) for request in requests]
             made.deliver(TokenBatch("e0", deltas))
-            assert made.backlog.held <= 2**20
-        assert made.backlog.held > 2**19
+            assert made.orders.backlog.held <= 2**20
+        assert made.orders.backlog.held > 2**19
         wire.logs = {request.id: [LoggedOutput(tokens, Finish("length"))] for request in requests}
         for one in opened:
             got: list[int] = []
@@ -569,7 +570,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
                     if end is not None:
                         one.end(mailbox.choice)
             assert got == tokens
-        assert made.backlog.held == 0
+        assert made.orders.backlog.held == 0
         assert max(count for *_, count in wire.reads) <= MAILBOX_BYTES // 4
     assert wire.cancelled == []
     await made.stop()
@@ -616,7 +617,7 @@ async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:
     await made.start()
     async with made.open(orders(), 60, anyway):
         await put(wire, Delta("r.0", 0, [1], Finish("length")))
-        made._kept -= 10.0  # a while ago
+        made.orders._kept -= 10.0  # a while ago
         await settled(lambda: wire.kept == ["r.0"])
     await made.stop()
 
