@@ -13,14 +13,12 @@ Every `Refusal` on the way becomes a response in `middleware.py`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -33,32 +31,27 @@ from service.api import Refusal
 from service.background import Background, Job
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
-from service.fields import Endpoint
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
-from service.limits import VALUES, shown
+from service.limits import VALUES
 from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
-from service.refusal import renamed
+from service.refusal import renaming
+from service.request_work import RequestWork, cut_after
 from service.responses import ResponseFormat
 from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
 from service.text_stream import decode, reasoning_tokens
+from service.token_endpoints import TokenEndpoints
 from service.tokenizer import Tokenizer
 
-P = ParamSpec("P")
-T = TypeVar("T")
-B = TypeVar("B", api.TokenizeBody, api.DetokenizeBody)
 Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
 
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
-LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
-INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
-WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
 
 
 class NoAnswer(Exception):
@@ -76,7 +69,7 @@ class Prepared(NamedTuple):
 
 
 class Handlers:
-    """Handlers of the endpoints that read, make or count text."""
+    """Handlers of the endpoints that make text; `tokens` has those that only count it."""
 
     def __init__(
         self,
@@ -96,7 +89,10 @@ class Handlers:
         self._config, self._tokenizer, self._streams, self._capacity = config, tokenizer, streams, capacity
         self._quotas, self._model, self._gateway = quotas, model, gateway
         self.bodies = Bodies(config)
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+        self._work = RequestWork(config, streams, capacity)
+        self.tokens = TokenEndpoints(
+            config, tokenizer, streams, self.bodies, capacity, self._work, model=model, served=served
+        )
         self._grammars = Grammars()
         self._stored = StoredResponses(config, streams)
         self._background = Background(config, tokenizer, streams, self._stored, capacity, telemetry)
@@ -109,7 +105,7 @@ class Handlers:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        return await self.answer(request, api.parse_completion, "cmpl-", self._max_tokens())
+        return await self.answer(request, api.parse_completion, "cmpl-", self._work.max_tokens())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -117,12 +113,12 @@ class Handlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
-        with _renaming(messages.NAMES):
+        with renaming(messages.NAMES):
             return await self.answer(request, messages.parse, messages.PREFIX)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
-        with _renaming(responses.NAMES):
+        with renaming(responses.NAMES):
             return await self.answer(request, responses.parse, responses.PREFIX)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
@@ -130,7 +126,7 @@ class Handlers:
         response_id, query = request.match_info["id"], request.query
         if query.get("stream", "false") == "false":
             found = await self._stored.load(holder_of(request), response_id)
-            return await self._write(request, [found.body])
+            return await self._work.write(request, [found.body])
         after = query.get("starting_after", "-1")
         if not re.fullmatch("-1|[0-9]{1,9}", after, re.ASCII):
             message = "starting_after: must be the number of an event"
@@ -145,7 +141,7 @@ class Handlers:
         response_id, holder = request.match_info["id"], holder_of(request)
         cancelled = await self._stored.cancel(holder, response_id)
         await self._background.cancel(response_id)
-        return await self._write(request, [cancelled])
+        return await self._work.write(request, [cancelled])
 
     async def delete_response(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{id}."""
@@ -153,26 +149,11 @@ class Handlers:
         await self._stored.drop(holder_of(request), response_id)
         await self._background.cancel(response_id)
         gone = {"id": response_id, "object": "response", "deleted": True}
-        return await self._write(request, [msgspec.json.encode(gone)])
+        return await self._work.write(request, [msgspec.json.encode(gone)])
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}/input_items: what a stored response was asked, without what it continues."""
-        return await self._write(request, [await self._stored.input_items(request)])
-
-    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
-        config = self._config
-        with _renaming(messages.NAMES), self._capacity.occupy():
-            async with self.bodies.read(request) as body:
-                size = len(body.data)
-                parse = messages.parse_count
-                valid = await self._offload(
-                    size, parse, body.data, config, self._model, config.default_timeout_s, self._served
-                )
-                request[METER].record_unknown(valid.unknown)
-                [ids] = await self._tokenizer.encode(valid, size, total=self._max_tokens())
-            async with self._cut_after(config.default_timeout_s):
-                return await self._write(request, [msgspec.json.encode({"input_tokens": len(ids)})])
+        return await self._work.write(request, [await self._stored.input_items(request)])
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
@@ -196,69 +177,6 @@ class Handlers:
             await self._streams.cancel([f"{request_id}.{at}" for at in range(len(record.prompts))])
         return web.Response(status=204)
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /tokenize."""
-        config = self._config
-        with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, api.TokenizeBody, "tokenize", VALUES)
-            if (asked.prompt is None) == (asked.messages is None):
-                raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
-            messages = asked.messages
-            ids = await self._tokenizer.tokenize(
-                asked.prompt,
-                [] if messages is None else await self._offload(size, api.plain_messages, messages, config),
-                special=asked.add_special_tokens,
-                generation_prompt=asked.add_generation_prompt,
-                size=size,
-                total=self._max_tokens(),
-            )
-            found: dict[str, Any] = {
-                "count": len(ids),
-                "max_model_len": self._streams.max_model_len,
-                "tokens": ids,
-            }
-            if asked.return_token_strs:
-                found["token_strs"] = await self._tokenizer.offload(size, self._tokenizer.token_strs, ids)
-            encoded = await self._offload(size, msgspec.json.encode, found)
-            async with self._cut_after(config.default_timeout_s):
-                return await self._write(request, [encoded])
-
-    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """GET /tokenizer_info."""
-        return await self._write(request, [msgspec.json.encode(self._tokenizer.info())])
-
-    async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /detokenize."""
-        config, most = self._config, self._max_tokens()
-        with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, api.DetokenizeBody, "detokenize", most)
-            text = await self._tokenizer.offload(size, self._text, asked.tokens, most)
-            encoded = await self._offload(size, msgspec.json.encode, {"prompt": text})
-            async with self._cut_after(config.default_timeout_s):
-                return await self._write(request, [encoded])
-
-    async def _read_tokens(
-        self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
-    ) -> tuple[B, int]:
-        """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
-        async with self.bodies.read(request, max_values) as body:
-            size = len(body.data)
-            asked, unknown = await self._offload(size, api.decode_all, body.data, kind, endpoint, self._config)
-        request[METER].record_unknown(unknown)
-        api.check_model(asked.model, self._model, self._served)
-        return asked, size
-
-    def _text(self, tokens: list[int], most: int) -> str:
-        """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
-        if len(tokens) > most:
-            raise api.too_many_tokens("tokens", most, len(tokens))
-        last = len(self._tokenizer.table) - 1
-        if tokens and (min(tokens) < 0 or max(tokens) > last):
-            token = next(token for token in tokens if not 0 <= token <= last)
-            message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
-            raise api.limit_refusal("token_id", message, last, param="tokens", given=token)
-        return self._tokenizer.text_of(tokens, skip_special=False)
-
     # -- the steps of a request
 
     async def answer(
@@ -276,7 +194,7 @@ class Handlers:
 
     async def _answer_body(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> web.StreamResponse:
         header, size = request.headers.get("Idempotency-Key"), len(body.data)
-        key = await self._offload(size, resume.idempotency_key, header, request[OWNER], request[PATH], body.data)
+        key = await self._work.offload(size, resume.idempotency_key, header, request[OWNER], request[PATH], body.data)
         if key is None:
             return await self.begin(request, body, parse, prefix)
         for _ in range(RETRIES):
@@ -299,7 +217,7 @@ class Handlers:
         running = self._running(request, prepared, key)
         if prepared.valid.shown.get("background"):
             return await self._begin_background(request, body, prepared, running)
-        async with self._cut_after(prepared.valid.timeout_s), running as opened:
+        async with cut_after(prepared.valid.timeout_s), running as opened:
             request[METER].admit(opened.waiting)
             body.release()
             return await self._deliver(request, prepared.valid, opened, prepared.form)
@@ -347,7 +265,7 @@ class Handlers:
             body.release()
         if valid.stream:
             return await self.resume(request, response_id, None)
-        return await self._write(request, [queued])
+        return await self._work.write(request, [queued])
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
@@ -355,18 +273,18 @@ class Handlers:
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
         if prefix == responses.PREFIX:
-            previous = await self._offload(size, responses.previous_of, body.data, config)
+            previous = await self._work.offload(size, responses.previous_of, body.data, config)
             history = await self._stored.history(holder_of(request), previous)
             size += sum(len(given) + len(answered) for given, answered in history)
             parse = partial(responses.parse, history=history)
-        valid = await self._offload(size, parse, body.data, config, self._model, timeout_s, self._served)
+        valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
         limits = admission.limits(streams.fleet)
-        encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
+        encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
         valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
-        rooms = await self._offload(size, api.fit, valid, encoded, limits)
+        rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens = sum(map(len, encoded))
         cost = admission.Cost(
@@ -399,7 +317,7 @@ class Handlers:
         )
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(request_id, self._tokenizer.table, ids=ids)
-        return Prepared(valid, orders, cost, form, await self._offload(size, record.encode))
+        return Prepared(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
     async def _constrain(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
         """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
@@ -440,7 +358,7 @@ class Handlers:
             if after is not None:
                 form.after, valid = after, msgspec.structs.replace(valid, stream=True)
             elif valid.shown.get("background") and not valid.stream:  # again under its idempotency key
-                return await self._write(request, [(await self._stored.load(holder_of(request), request_id)).body])
+                return await self._work.write(request, [(await self._stored.load(holder_of(request), request_id)).body])
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
         if len(had.tokens) != prompts * n:
@@ -448,7 +366,7 @@ class Handlers:
         counts = [count or 0 for count in had.tokens]
         left_s = max(0.0, (record.deadline_ms - streams.redis_ms()) / 1000)
         async with (
-            self._cut_after(left_s),
+            cut_after(left_s),
             streams.join(
                 [f"{request_id}.{at}" for at in range(prompts)],
                 [counts[at * n : (at + 1) * n] for at in range(prompts)],
@@ -522,47 +440,9 @@ class Handlers:
         if save is not None and isinstance(form, ResponseFormat):
             await save()
             parts = [form.body()]  # it says whether it was stored
-        response = await self._write(request, parts, headers)
+        response = await self._work.write(request, parts, headers)
         opened.record_sent(form.tokens)
         return response
-
-    # -- helpers of the steps
-
-    async def _write(
-        self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
-    ) -> web.StreamResponse:
-        """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
-        response = web.StreamResponse(headers=headers)
-        response.content_type, response.content_length = "application/json", sum(map(len, parts))
-        if self._capacity.draining:
-            response.force_close()
-        await response.prepare(request)
-        for part in parts:
-            for at in range(0, len(part), WRITE_BYTES):
-                await response.write(part[at : at + WRITE_BYTES])
-                await asyncio.sleep(0)
-        await response.write_eof()
-        return response
-
-    @contextlib.asynccontextmanager
-    async def _cut_after(self, timeout_s: float) -> AsyncIterator[None]:
-        """A context around an answer.  Raises ConnectionResetError LAST_READ_S after `timeout_s`: the client does not
-        read it."""
-        try:
-            async with asyncio.timeout(timeout_s + LAST_READ_S):
-                yield
-        except TimeoutError:
-            raise ConnectionResetError("client does not read") from None
-
-    async def _offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread."""
-        if size <= INLINE_BYTES:
-            return work(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
-
-    def _max_tokens(self) -> int:
-        """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
-        return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
 
 
 async def _ending_with(
@@ -582,12 +462,3 @@ def _stream_of(request: web.Request) -> tuple[str, Position | None]:
         return given, None
     at = Position.parse(given)
     return at.request_id, at
-
-
-@contextlib.contextmanager
-def _renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """A context whose refusals name fields as another format does."""
-    try:
-        yield
-    except Refusal as refusal:
-        raise renamed(refusal, names) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -105,3 +107,12 @@ def limit_refusal(
     """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
     row = LIMITS[key]
     return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
+
+
+@contextlib.contextmanager
+def renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """A context whose refusals name fields as another format does."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise renamed(refusal, names) from None
