@@ -1,9 +1,10 @@
 """What grammars cost: tokens a second with and without them, in pairs on one loaded model, and the time of the masks.
 
-    python -m engine.tools structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5]
+    python -m engine.tools structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
 
 and any option of an engine.  MODEL needs a tokenizer.json.  Each sequence has a schema of its own, of five kinds, whose
-answers are longer than --tokens.  So all sequences of a pair compute the same number of tokens.
+answers are longer than --tokens: all sequences of a pair compute the same number of tokens.  --max-length bounds the
+strings of the schemas.  That makes masks slow, because a string that must end soon forbids tokens by their length.
 
 Prints one line of JSON:
 
@@ -42,7 +43,7 @@ from engine.wire.messages import Sampling
 LONG = 1_000_000  # items of an array: no answer reaches its end
 
 
-def schemas(count: int) -> list[dict[str, Any]]:
+def schemas(count: int, max_length: int) -> list[dict[str, Any]]:
     """Return nested schemas of five kinds: records, unions, enums, patterns, maps.  No two are equal."""
 
     def array(items: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def schemas(count: int) -> list[dict[str, Any]]:
             "additionalProperties": False,
         }
 
-    text: dict[str, Any] = {"type": "string", "maxLength": 40}
+    text: dict[str, Any] = {"type": "string"} | ({"maxLength": max_length} if max_length else {})
     number: dict[str, Any] = {"type": "integer"}
     truth: dict[str, Any] = {"type": "boolean"}
     found: list[dict[str, Any]] = []
@@ -78,9 +79,9 @@ def schemas(count: int) -> list[dict[str, Any]]:
     return found
 
 
-def compile_all(count: int) -> list[str]:
-    blanks = {"x-guidance": {"whitespace_pattern": r"\s?"}}
-    return [LLMatcher.grammar_from_json_schema(json.dumps(schema | blanks)) for schema in schemas(count)]
+def compile_all(count: int, max_length: int) -> list[str]:
+    blanks = {"x-guidance": {"whitespace_pattern": "[ \\n]?"}}
+    return [LLMatcher.grammar_from_json_schema(json.dumps(one | blanks)) for one in schemas(count, max_length)]
 
 
 @contextmanager
@@ -114,8 +115,8 @@ def tokens_per_s(llm: LLM, batch: int, tokens: int, grammars: list[str], seed: i
     return batch * tokens / seconds
 
 
-def measure(llm: LLM, batch: int, tokens: int, rounds: int) -> dict[str, float]:
-    grammars = compile_all(batch)
+def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> dict[str, float]:
+    grammars = compile_all(batch, max_length)
     tokens_per_s(llm, batch, 16, grammars, seed=-1)  # to warm up: grammars are compiled once
     plain: list[float] = []
     structured: list[float] = []
@@ -147,6 +148,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 64, 256])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-length", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:
@@ -155,7 +157,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("this model cannot follow grammars: it has no tokenizer.json or no end token")
         figures: dict[str, float] = {}
         for batch in own.batch:
-            figures |= measure(llm, batch, own.tokens, own.rounds)
+            figures |= measure(llm, batch, own.tokens, own.rounds, own.max_length)
         llm.close()
         print(msgspec.json.encode(figures).decode())
     except OperatorError as error:
