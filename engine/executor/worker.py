@@ -1,10 +1,10 @@
-"""One rank: weights, KV cache, table mirror, samplers.  `launch(plan) -> Pending`, `collect(pending) -> StepResult`.
+"""One rank: weights, KV cache, table mirror, samplers.  A step is `launch_model`, `launch_sampling` and `collect`.
 
 launch   plan ─ stage ─> one pinned copy ─ apply ─> StepTensors ─ model ─> logits ─ sampling ─> tokens ─> pinned copy
                                             tables, positions     └ attention writes KV        └ fed back on the device
 collect  wait for that step's event, read the tokens
 
-On a GPU `launch` only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
+On a GPU a launch only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
 it computes, and `collect` has nothing to wait for.
 """
 
@@ -191,13 +191,9 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- every step
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
-        return self.launch_sampling(self.launch_model(plan))
-
     @torch.inference_mode()
     def launch_model(self, plan: StepPlan) -> Launched:
-        """Apply the plan and start computing the step's logits."""
+        """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
         self._clocks[self._next()].start()
         for slot in plan.freed_slots:
