@@ -116,7 +116,7 @@ TORCH_LIBRARY(quire, m) {
   // Chooses one token for each row of logits [N, V], by the rules of sampling_rules.h.
   //   slots    [N] i64: the row of `table` that each samples for; -1: none, its token is 0
   //   known    [N] i64: tokens before the one chosen now
-  //   table    [max_seqs, 8] i64: a sampling::Settings each, on a CPU [max_seqs, 9]: MaskedSettings, whose marks the token is counted in
+  //   table    [max_seqs, 9] i64: a sampling::Settings each, in whose marks the token is counted
   //   tokens   [N] i64, 0 where none is chosen
   //   outcome  [N] u8: kChosen, kNotFinite or kNothingAllowed of sampling_rules.h
   //   general  false: the likeliest token of each row's raw logits; `table` is not read and nothing is counted

@@ -37,8 +37,9 @@ constexpr uint32_t kCount = kForbidden - 1;
 // A row of `table`: the sampling settings of one sequence.  Written by engine/executor/sampling.py (RECORD).
 struct alignas(8) Settings {
   int64_t seed;
-  uint32_t* marks;    // [V], 16-byte aligned; null: no penalties, masks or stop ids
-  const float* bias;  // [V] added to the logits, 16-byte aligned; null: none
+  uint32_t* marks;       // [V], 16-byte aligned; null: no penalties, allowed ids or stop ids
+  const float* bias;     // [V] added to the logits, 16-byte aligned; null: none
+  const uint32_t* mask;  // [ceil(V / 32)], bit t % 32 of word t / 32: a grammar allows token t; null: no grammar
   int32_t sibling;
   int32_t prompt_len;
   int32_t top_k;       // 0: off
@@ -48,13 +49,7 @@ struct alignas(8) Settings {
   float min_p;         // 0: off
   float repetition, presence, frequency;
 };
-static_assert(sizeof(Settings) == 64);
-
-// A row of `table` on a CPU, where a sequence may also follow a grammar.
-struct MaskedSettings : Settings {
-  const uint32_t* mask;  // [ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed; null: no grammar
-};
-static_assert(sizeof(MaskedSettings) == 72);
+static_assert(sizeof(Settings) == 72);
 
 // weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.
 // kRounding is a half less one bit.  So 2^-31 is the first w to be rounded up, even where the sum itself rounds.

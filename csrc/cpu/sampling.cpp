@@ -12,7 +12,6 @@
 namespace quire::cpu {
 namespace {
 
-using sampling::MaskedSettings;
 using sampling::Settings;
 
 constexpr int64_t kBlock = 1024;  // tokens whose kept weights are summed up before the draw walks through one block
@@ -46,7 +45,7 @@ void forbid(const uint32_t* mask, int64_t size, std::vector<float>& x) {
 
 // x[0, size) = the adjusted logits, and kNever after them.
 template <class T>
-void adjust(const T* from, const MaskedSettings& settings, int64_t position, int64_t size, std::vector<float>& x) {
+void adjust(const T* from, const Settings& settings, int64_t position, int64_t size, std::vector<float>& x) {
   x.resize((size + kBlock - 1) / kBlock * kBlock);
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: no -0
@@ -209,7 +208,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       a.tokens[row] = 0;
       a.outcome[row] = sampling::kChosen;
       if (a.slots[row] < 0) continue;
-      const MaskedSettings& settings = a.table[a.slots[row]];
+      const Settings& settings = a.table[a.slots[row]];
       if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask) {
         plain(row, 1, 1);
         continue;

@@ -12,11 +12,9 @@ struct SampleSizes {
   Size rows{"rows"}, size{"size"}, max_seqs{"slots"};
 };
 
-// Row: what a row of `table` holds on this device.
-template <class Row>
-SampleSizes check_sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor& known,
-                         const at::Tensor& table, const at::Tensor& tokens, const at::Tensor& outcome,
-                         const Place& place) {
+inline SampleSizes check_sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor& known,
+                                const at::Tensor& table, const at::Tensor& tokens, const at::Tensor& outcome,
+                                const Place& place) {
   SampleSizes sizes;
   Size words("words of a slot");
   expect_device("logits", logits, place);
@@ -24,7 +22,7 @@ SampleSizes check_sample(const at::Tensor& logits, const at::Tensor& slots, cons
   expect_last_contiguous("logits", logits);
   TORCH_CHECK_VALUE(sizes.size > 0 && sizes.size < 1 << 22, "logits: rows of ", int64_t{sizes.size},
                     ", not 1 to 4194303");
-  words.agree("this operator", sizeof(Row) / 8);
+  words.agree("this operator", sizeof(sampling::Settings) / 8);
   expect_plain("table", table, {sizes.max_seqs, words}, at::kLong, place);
   for (const auto& [who, t] : {std::pair{"slots", slots}, {"known", known}, {"tokens", tokens}}) {
     expect_plain(who, t, {sizes.rows}, at::kLong, place);

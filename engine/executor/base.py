@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import msgspec
+import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
@@ -106,8 +107,8 @@ class ScriptedExecutor:
         eos_ids, vocab_size = [0], shape.get("vocab_size", 1000)
         grammars = None
         if config.model and Grammars.supported(directory, eos_ids):
-            max_seqs = config.max_seqs or cls.max_seqs
-            grammars = Grammars(directory, max_seqs=max_seqs, vocab_size=vocab_size, eos_ids=eos_ids)
+            mask = np.zeros((config.max_seqs or cls.max_seqs, -(-vocab_size // 32)), np.int32)
+            grammars = Grammars(directory, vocab_size=vocab_size, eos_ids=eos_ids, mask=mask)
         info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
             fingerprint="scripted",
@@ -167,8 +168,7 @@ class ScriptedExecutor:
                 tokens[at] = grammars.choose(slot, tokens[at])
                 if tokens[at] < 0:
                     tokens[at], impossible[slot] = 0, FAILED
-        grammars.advance(slots, tokens)
-        return impossible | grammars.errors()
+        return impossible | grammars.advance(grammars.followers(slots), tokens)
 
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""

@@ -3,6 +3,10 @@
     ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
     a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ advance: its token
 
+On a GPU the model of step N+1 is launched before step N is collected.  Then `advance` takes in the tokens of step N,
+and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
+followed a grammar when it was launched (`followers`).
+
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
 
@@ -19,7 +23,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +58,7 @@ class GrammarError(Exception):
 
 @dataclass(slots=True)
 class _Row:
-    """The grammar state of one slot."""
+    """The grammar state of one sequence in its slot."""
 
     matcher: llguidance.LLMatcher | None  # None: `error` says why
     held: npt.NDArray[np.int32] | None  # bits of the tokens that may not end the answer yet
@@ -63,15 +67,24 @@ class _Row:
     sampled: int = -1  # the token that the matcher takes in before its next mask; -1: none
 
 
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A sequence with a grammar, in one step."""
+
+    at: int  # its place among the slots that sample in the step
+    slot: int
+    row: _Row
+
+
 class Grammars:
     """The matchers of all slots, and the mask that sampling reads.  Not thread-safe: one executor owns it."""
 
-    def __init__(self, directory: Path, *, max_seqs: int, vocab_size: int, eos_ids: list[int]) -> None:
+    def __init__(self, directory: Path, *, vocab_size: int, eos_ids: list[int], mask: npt.NDArray[np.int32]) -> None:
         """Read the tokenizer of a checkpoint on a thread of its own: 0.6 s for 49,000 tokens.
 
-        The first grammar waits for it.  `supported` says beforehand whether there is one."""
-        words = -(-vocab_size // 32)
-        self.mask: npt.NDArray[np.int32] = np.zeros((max_seqs, words), np.int32)
+        The first grammar waits for it.  `supported` says beforehand whether there is one.
+        `mask` [max_seqs, ceil(V / 32)] is written by `fill`."""
+        self.mask = mask
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
@@ -98,10 +111,6 @@ class Grammars:
             self._vocabulary.set_exception(GrammarError("this model's tokenizer cannot be used for grammars"))
         else:
             self._vocabulary.set_result(tokenizer)
-
-    def address(self, slot: int) -> int:
-        """Return where the mask of a slot lies.  It never moves."""
-        return int(self.mask[slot].ctypes.data)
 
     @property
     def active(self) -> bool:
@@ -161,13 +170,25 @@ class Grammars:
             reason = row.matcher.get_error().strip().splitlines()
             row.error = f"{FAILED}: {reason[0]}" if reason else FAILED
 
-    def advance(self, slots: Iterable[int], tokens: Iterable[int]) -> None:
-        """Note the token that each slot sampled, for the next `fill`.  Slots without a grammar are passed over."""
+    @property
+    def slots(self) -> Iterable[int]:
+        """The slots that have a grammar."""
+        return self._rows.keys()
+
+    def followers(self, slots: Iterable[int]) -> list[Follower]:
+        """Return those of a step's slots that follow a grammar now."""
         rows = self._rows
-        for slot, token in zip(slots, tokens, strict=True):
-            if (row := rows.get(slot)) is not None and row.matcher is not None:
-                row.sampled = token
+        return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
+
+    @staticmethod
+    def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, str]:
+        """Note the tokens that a step sampled, for the next `fill`.  Returns why slots allowed no token, by slot."""
+        for follower in followers:
+            row = follower.row
+            if row.matcher is not None:
+                row.sampled = tokens[follower.at]
                 row.early -= 1
+        return {follower.slot: follower.row.error for follower in followers if follower.row.error}
 
     def begin_fill(self) -> None:
         """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
@@ -204,10 +225,6 @@ class Grammars:
                 others = self.mask[slot] & ~row.held
                 if others.any():  # else the grammar allows the end only, and min_tokens cannot hold it back
                     self.mask[slot] = others
-
-    def errors(self) -> dict[int, str]:
-        """Return why slots allow no token, by slot."""
-        return {slot: row.error for slot, row in self._rows.items() if row.error}
 
     def constrains(self, slot: int) -> bool:
         """Return whether a slot has a grammar."""

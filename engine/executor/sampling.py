@@ -16,10 +16,10 @@ which the running sum of w passes u * total.  Sums are of integers (csrc/samplin
 
 All of that is one operator, `ops.sample`.  Here is what it reads:
 
-    table [max_seqs, 8] i64      a RECORD for each slot, on the device; on a CPU [max_seqs, 9], a CPU_RECORD
+    table [max_seqs, 9] i64      a RECORD for each slot, on the device
       slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
                        bias ───> line [V] f32   logit_bias, only where asked for
-                       mask ───> row [V / 32]   a bit for each token that the grammar allows: grammars.py
+                       mask ───> row [V / 32]   a bit for each token that the grammar allows: masks.py
 
 Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
 the one table.
@@ -38,7 +38,8 @@ from torch import Tensor
 
 from engine.core.plan import Sampler
 from engine.executor import ops
-from engine.executor.grammars import Grammars
+from engine.executor.grammars import Follower, Grammars
+from engine.executor.masks import Masks
 from engine.wire.messages import Sampling, TokenLogprob
 
 # Prompt positions whose logits exist at one time, in the model's dtype and as a float32 log-softmax.  128 rows of 256k
@@ -51,6 +52,7 @@ RECORD = np.dtype(
         ("seed", "<i8"),
         ("marks", "<u8"),
         ("bias", "<u8"),
+        ("mask", "<u8"),
         ("sibling", "<i4"),
         ("prompt_len", "<i4"),
         ("top_k", "<i4"),
@@ -63,8 +65,6 @@ RECORD = np.dtype(
         ("frequency", "<f4"),
     ]
 )
-# sampling::MaskedSettings: on a CPU a sequence may also follow a grammar.
-CPU_RECORD = np.dtype([*RECORD.descr, ("mask", "<u8")])
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
 # What became of a row: as in csrc/sampling_rules.h.
@@ -113,20 +113,22 @@ def send(values: Tensor, to: Tensor) -> None:
 class SamplerBank:
     """The sampling state of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, and `advance` with its tokens. `run` only launches,
+    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `Grammars.advance`.  `run` only launches,
     with sizes the host knows, so a CUDA graph may record it.  There is one for `general` false and one for true, for
     each N.  A recorded graph also serves slots that are filled later. `general` chooses between the two; where it is
     false, both give the same tokens.
     """
 
     def __init__(
-        self, *, max_seqs: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None
+        self, *, max_seqs: int, vocab_size: int, device: torch.device, following: tuple[Grammars, Masks] | None = None
     ) -> None:
-        """`grammars`: None where no slot can follow one, as on every GPU."""
+        """`following`: the grammars, and the masks that they write; None where no slot can follow one."""
         self._vocab = vocab_size
         self._device = device
-        self._grammars = grammars
-        self._records = np.zeros(max_seqs, CPU_RECORD if device.type == "cpu" else RECORD)
+        self._grammars: Grammars | None
+        self._masks: Masks | None
+        self._grammars, self._masks = following or (None, None)
+        self._records = np.zeros(max_seqs, RECORD)
         self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
         # On a CPU this is the same memory, and there is nothing to flush.
         self._table = self._words.to(device)
@@ -167,14 +169,12 @@ class SamplerBank:
         record["top_p"], record["min_p"] = s.top_p, s.min_p
         record["repetition"] = s.repetition_penalty
         record["presence"], record["frequency"] = s.presence_penalty, s.frequency_penalty
-        record["marks"] = record["bias"] = 0
-        if self._grammars is not None:
-            record["mask"] = 0
-            if s.grammar:  # it holds back the stop tokens, too
-                self._grammars.assign(slot, sampler)
-                record["mask"] = self._grammars.address(slot)
-        elif s.grammar:
-            raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
+        record["marks"] = record["bias"] = record["mask"] = 0
+        if s.grammar:  # it holds back the stop tokens, too
+            if self._grammars is None or self._masks is None:
+                raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
+            self._grammars.assign(slot, sampler)
+            record["mask"] = self._masks.address(slot)
         lines = []
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
             lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
@@ -229,22 +229,25 @@ class SamplerBank:
             self._table.index_copy_(0, staged[:, 0], staged[:, 1:])
         self._changed.clear()
 
+    @property
+    def following(self) -> bool:
+        """Whether any slot follows a grammar.  Constant time."""
+        return self._grammars is not None and self._grammars.active
+
     def begin_masks(self) -> None:
         """Begin to find out what each slot may sample now, while the model runs.  Needs all tokens before it."""
         if self._grammars is not None and self._grammars.active:
             self._grammars.begin_fill()
 
     def fill_masks(self) -> None:
-        """Let the grammars say what each slot may sample now."""
-        if self._grammars is not None and self._grammars.active:
+        """Let the grammars say what each slot may sample now.  Needs all tokens before it."""
+        if self._grammars is not None and self._masks is not None and self._grammars.active:
             self._grammars.fill()
+            self._masks.send(self._grammars.slots)
 
-    def advance(self, slots: Sequence[int], tokens: list[int]) -> dict[int, str]:
-        """Take in what a step sampled.  Returns why a grammar left no token, by slot."""
-        if self._grammars is None or not self._grammars.active:
-            return {}
-        self._grammars.advance(slots, tokens)
-        return self._grammars.errors()
+    def followers(self, slots: Sequence[int]) -> list[Follower]:
+        """Return those of a step's slots that follow a grammar."""
+        return [] if self._grammars is None else self._grammars.followers(slots)
 
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.

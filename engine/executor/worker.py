@@ -1,10 +1,10 @@
-"""One rank: weights, KV cache, table mirror, samplers.  `launch(plan) -> Pending`, `collect(pending) -> StepResult`.
+"""One rank: weights, KV cache, table mirror, samplers.  A step is `launch_model`, `launch_sampling` and `collect`.
 
 launch   plan ─ stage ─> one pinned copy ─ apply ─> StepTensors ─ model ─> logits ─ sampling ─> tokens ─> pinned copy
                                             tables, positions     └ attention writes KV        └ fed back on the device
 collect  wait for that step's event, read the tokens
 
-On a GPU `launch` only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
+On a GPU a launch only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
 it computes, and `collect` has nothing to wait for.
 """
 
@@ -26,9 +26,10 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
-from engine.executor.grammars import Grammars
+from engine.executor.grammars import Follower, Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel
@@ -58,6 +59,7 @@ class Pending:
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
+    followers: Sequence[Follower] = ()  # those of `slots` that follow a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,13 @@ class Worker:
         self._gpu = device.type == "cuda"
         self._config, self._loaded, self._model = config, model, model.module
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
-        # On a GPU a step is launched before the tokens of the one before it are known: grammars need another order.
         self.grammars: Grammars | None = None
-        if not self._gpu and Grammars.supported(model.directory, model.eos_ids):
-            self.grammars = Grammars(
-                model.directory, max_seqs=max_seqs, vocab_size=model.vocab_size, eos_ids=model.eos_ids
-            )
-        self._samplers = SamplerBank(
-            max_seqs=max_seqs, vocab_size=model.vocab_size, device=device, grammars=self.grammars
-        )
+        vocab_size, following = model.vocab_size, None
+        if Grammars.supported(model.directory, model.eos_ids):
+            masks = Masks(max_seqs, vocab_size, device)
+            self.grammars = Grammars(model.directory, vocab_size=vocab_size, eos_ids=model.eos_ids, mask=masks.host)
+            following = self.grammars, masks
+        self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
         # Written on the device by each step, then copied to one of the host's buffers.
@@ -191,13 +191,9 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- every step
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Apply the plan and start computing the step.  After an exception only `reset` may be called."""
-        return self.launch_sampling(self.launch_model(plan))
-
     @torch.inference_mode()
     def launch_model(self, plan: StepPlan) -> Launched:
-        """Apply the plan and start computing the step's logits."""
+        """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
         self._clocks[self._next()].start()
         for slot in plan.freed_slots:
@@ -231,9 +227,13 @@ class Worker:
             return self._mixed(plan.step, staged.mixed)
         return self._decode(plan.step) if batch.decoding_slots else Launched(plan.step)
 
+    def waits_for_tokens(self, launched: Launched) -> bool:
+        """Whether the step before must be collected before `launch_sampling`: a slot's grammar needs its tokens."""
+        return self._samplers.following and launched.sample is not None
+
     @torch.inference_mode()
     def launch_sampling(self, launched: Launched) -> Pending:
-        """Sample from the logits of a launched model.  With grammars: collect the step before first."""
+        """Sample from the logits of a launched model; `waits_for_tokens` says what comes before."""
         if launched.logits is None:
             return Pending(launched.step)
         if launched.sample is not None:
@@ -254,7 +254,7 @@ class Worker:
             failed = {slots[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
             impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
         sampled = tokens.tolist()
-        impossible |= self._samplers.advance(slots, sampled)
+        impossible |= Grammars.advance(pending.followers, sampled)
         return StepResult(
             pending.step,
             list(slots),
@@ -361,7 +361,7 @@ class Worker:
         output, clock = self._host_outputs[at], self._clocks[at]
         output.all.copy_(self._output.all, non_blocking=True)
         clock.stop()
-        return Pending(number, slots, output, clock, logprobs, prompt_logprobs)
+        return Pending(number, slots, output, clock, logprobs, prompt_logprobs, self._samplers.followers(slots))
 
     def _next(self) -> int:
         """Index of the output buffer that the next step uses."""

@@ -170,7 +170,7 @@ class Driver:
         return result
 
     def run(self, plan: StepPlan) -> StepResult:
-        return self.worker.collect(self.worker.launch(plan))
+        return self.worker.collect(self.worker.launch_sampling(self.worker.launch_model(plan)))
 
     def step(self) -> StepResult:
         result = self.run(self.plan())

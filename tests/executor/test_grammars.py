@@ -20,7 +20,7 @@ from engine.core.plan import Sampler
 from engine.executor.base import ScriptedExecutor, scripted_token
 from engine.executor.grammars import FAILED, Grammars
 from engine.executor.local import LocalExecutor
-from engine.llm import LLM, Completion
+from engine.llm import LLM, Completion, Output
 from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
@@ -55,9 +55,16 @@ PERSON = {
 }
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
-    made = LLM(str(checkpoint("llama")), dtype="float32", kv_blocks=256, threads=1, poison_free_blocks=True)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def llm(checkpoint: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """On a GPU a step's model is launched before the tokens of the step before it are known."""
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[request.param]
+    made = LLM(
+        str(checkpoint("llama")), device=request.param, dtype=dtype, kv_blocks=256, threads=1, poison_free_blocks=True
+    )
     yield made
     made.close()
 
@@ -66,6 +73,13 @@ def answers(llm: LLM, grammar: str, *, limit: int = 400, n: int = 1, **sampling:
     asked = Sampling(**({"seed": 3} | sampling), grammar=grammar)
     [found] = llm.generate([PROMPT], asked, max_new_tokens=limit, n=n)
     return found
+
+
+def assert_same(llm: LLM, found: Output, expected: Output) -> None:
+    """The same tokens; on a GPU the first few of them, because logits depend there on how many rows a step has."""
+    assert isinstance(llm.executor, LocalExecutor)
+    count = 8 if llm.executor.depth > 1 else None
+    assert found.token_ids[:count] == expected.token_ids[:count]
 
 
 # ------------------------------------------------------------------------------------------------- answers follow
@@ -199,7 +213,7 @@ def test_siblings_follow_it_each_by_itself(llm: LLM) -> None:
     outputs = answers(llm, schema(PERSON), n=5).outputs
     assert len({output.text for output in outputs}) > 1
     alone = answers(llm, schema(PERSON)).outputs[0]
-    assert outputs[0].token_ids == alone.token_ids
+    assert_same(llm, outputs[0], alone)
     for output in outputs:
         jsonschema.validate(json.loads(output.text), PERSON)
 
@@ -212,11 +226,39 @@ def test_rows_without_a_grammar_are_as_ever(llm: LLM) -> None:
         [plain, Sampling(seed=1, grammar=schema(PERSON)), Sampling(seed=2, grammar=choice("x"))],
         max_new_tokens=40,
     )
-    assert mixed[0].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert_same(llm, mixed[0].outputs[0], alone.outputs[0])
     assert mixed[2].outputs[0].text == "x"
 
 
 # ---------------------------------------------------------------------------------------- preempted, failed, resumed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_preempted_answers_follow_their_grammar_on_a_gpu(checkpoint: Callable[[str], Path], preempt: str) -> None:
+    """Slots change hands while the step before, in which another sequence had them, has not been collected."""
+    llm = LLM(
+        str(checkpoint("llama")),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=512,
+        kv_blocks=40,
+        max_seqs=24,
+        admission="none",
+        preempt=preempt,
+        swap_memory_gib=0.01,
+    )
+    asked = [Sampling(seed=i, grammar=schema(PERSON) if i % 3 else "") for i in range(60)]
+    found = llm.generate([PROMPT] * 60, asked, max_new_tokens=200)
+    totals = llm.engine.core.report.totals
+    llm.close()
+    assert totals.preemptions
+    outputs = [one.outputs[0] for one, wish in zip(found, asked, strict=True) if wish.grammar]
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    finished = [output for output in outputs if output.finish_reason == "stop"]
+    assert len(finished) > len(outputs) / 2
+    for output in finished:
+        jsonschema.validate(json.loads(output.text), PERSON)
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
@@ -251,7 +293,7 @@ def test_a_grammar_that_dies_ends_its_request_alone(llm: LLM) -> None:
     assert second.finish_reason == third.finish_reason == "error"
     assert second.message.startswith(FAILED)
     assert "grammar" in third.message
-    assert first.token_ids == answers(llm, schema(PERSON), seed=4).outputs[0].token_ids
+    assert_same(llm, first, answers(llm, schema(PERSON), seed=4).outputs[0])
 
 
 def test_an_engine_without_grammars_refuses_by_name(checkpoint: Callable[[str], Path]) -> None:
@@ -275,13 +317,13 @@ def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path])
     assert isinstance(executor, LocalExecutor)
     worker = executor._worker
     assert worker is not None
-    launch = worker.launch
+    launch = worker.launch_model
 
     def fails(plan: Any) -> Any:
-        worker.launch = launch  # type: ignore[method-assign]
+        worker.launch_model = launch  # type: ignore[method-assign]
         raise RuntimeError("on purpose")
 
-    worker.launch = fails  # type: ignore[method-assign]
+    worker.launch_model = fails  # type: ignore[method-assign]
     while llm.unfinished:
         llm.step()
     llm.close()
@@ -292,12 +334,20 @@ def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path])
 
 
 def grammars(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = None) -> Grammars:
-    return Grammars(directory, max_seqs=4, vocab_size=vocab, eos_ids=eos or [EOS])
+    return Grammars(directory, vocab_size=vocab, eos_ids=eos or [EOS], mask=np.zeros((4, -(-vocab // 32)), np.int32))
 
 
 def allowed(found: Grammars, slot: int) -> set[int]:
     bits = np.unpackbits(found.mask[slot].view(np.uint8), bitorder="little")
     return set(bits.nonzero()[0].tolist())
+
+
+def advance(found: Grammars, slot: int, tokens: list[int]) -> None:
+    found.advance(found.followers([slot]), tokens)
+
+
+def errors(found: Grammars) -> dict[int, str]:
+    return found.advance(found.followers(range(4)), [0] * 4)
 
 
 def begin(found: Grammars, slot: int, grammar: str, history: list[int], **sampling: Any) -> None:
@@ -320,7 +370,7 @@ def test_every_end_token_is_allowed_where_the_grammar_accepts(checkpoint: Callab
     begin(found, 1, choice("a", "ab"), [])
     found.fill()
     assert not allowed(found, 1) & {EOS, 2}
-    found.advance([1], tokenizer().encode("a", add_special_tokens=False))
+    advance(found, 1, tokenizer().encode("a", add_special_tokens=False))
     found.fill()
     assert allowed(found, 1) >= {EOS, 2}
 
@@ -340,12 +390,12 @@ def test_a_matcher_is_rebuilt_from_its_tokens(
         if not choices:
             break
         tokens.append(rng.choice(sorted(choices)))
-        found.advance([0], tokens[-1:])
+        advance(found, 0, tokens[-1:])
     found.fill()
     begin(found, 3, grammar, tokens)
     found.fill()
     assert allowed(found, 3) == allowed(found, 0)
-    assert not found.errors()
+    assert not errors(found)
 
 
 def test_a_token_that_the_grammar_forbids_is_an_error(checkpoint: Callable[[str], Path]) -> None:
@@ -353,12 +403,12 @@ def test_a_token_that_the_grammar_forbids_is_an_error(checkpoint: Callable[[str]
     begin(found, 0, choice("yes"), tokenizer().encode("no", add_special_tokens=False))
     begin(found, 1, choice("yes"), [])
     found.fill()
-    assert set(found.errors()) == {0}
+    assert set(errors(found)) == {0}
     assert allowed(found, 0) == set()
     assert allowed(found, 1)
-    assert "\n" not in found.errors()[0]
+    assert "\n" not in errors(found)[0]
     found.free(0)
-    assert not found.errors()
+    assert not errors(found)
 
 
 def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_request(tmp_path: Path) -> None:
@@ -366,7 +416,7 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_request(tmp_path: P
     found = grammars(tmp_path)
     begin(found, 0, choice("yes"), [])
     found.fill()
-    assert found.errors() == {0: "this model's tokenizer cannot be used for grammars"}
+    assert errors(found) == {0: "this model's tokenizer cannot be used for grammars"}
     assert allowed(found, 0) == set()
 
 
@@ -377,10 +427,10 @@ def test_a_hostile_grammar_ends_its_own_request(checkpoint: Callable[[str], Path
     letter = tokenizer().encode("a", add_special_tokens=False)
     for _ in range(300):
         found.fill()
-        if found.errors():
+        if errors(found):
             break
-        found.advance([0], letter)
-    assert found.errors()[0].startswith(FAILED)
+        advance(found, 0, letter)
+    assert errors(found)[0].startswith(FAILED)
     assert allowed(found, 0) == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -107,6 +108,39 @@ def test_tokens_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> Non
         known = torch.tensor([PROMPT + 4 + step + row % 5 for row in order])
         slots = torch.tensor(order)
         assert choose(gpu, logits, slots, known) == choose(cpu, logits, slots, known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(300, 7), (300, 256), (200, 1003), (61, 50_257), (64, 151_936), (9, 32_000), (1, 700_001)]
+)
+def test_tokens_under_a_mask_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Every other row has one, beside all other settings; some allow one token, some none."""
+    rng, numbers = random.Random(vocab), np.random.default_rng(vocab)
+    words = -(-vocab // 32)
+    share = numbers.choice([0.001, 0.1, 0.5, 0.99], size=(rows, 1))
+    bits = numbers.random((rows, 32 * words)) < share
+    bits[::10] = False
+    bits[::20, vocab // 2] = True
+    host = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    device = torch.from_numpy(host).cuda()
+    samplers = [
+        Sampler(wishes(rng, vocab), PROMPT, [0, vocab // 3], [rng.randrange(vocab) for _ in range(PROMPT)], row % 3)
+        for row in range(rows)
+    ]
+    cpu, gpu = banks(samplers, vocab)
+    for row in range(0, rows, 2):
+        for bank, address in ((cpu, host[row].ctypes.data), (gpu, device[row].data_ptr())):
+            bank._records["mask"][row] = address
+            bank._general.add(row)
+    slots, known = torch.arange(rows), torch.full((rows,), PROMPT)
+    for step in range(2):
+        logits = nasty(rows, vocab, dtype, step)
+        tokens, outcomes = choose(gpu, logits, slots, known + step)
+        assert (tokens, outcomes) == choose(cpu, logits, slots, known + step)
+        masked = [row for row in range(0, rows, 2) if outcomes[row] == CHOSEN]
+        assert all(bits[row, tokens[row]] for row in masked)
+    assert outcomes[10::20] == [NOTHING_ALLOWED] * len(outcomes[10::20])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,22 +13,22 @@ from torch import Tensor
 from engine.executor import ops
 from engine.executor.sampling import (
     CHOSEN,
-    CPU_RECORD,
     FORBIDDEN,
     IN_PROMPT,
     NOT_FINITE,
     NOTHING_ALLOWED,
+    RECORD,
     STOP,
 )
 
-WORDS = CPU_RECORD.itemsize // 8
+WORDS = RECORD.itemsize // 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OFF = {"scale": math.log2(math.e), "top_p": 1.0, "repetition": 1.0}
 
 
 def sample(logits: Tensor, wishes: list[dict[str, float]], known: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and outcomes of rows with these fields of CPU_RECORD; the rest is off."""
-    records = np.zeros(len(wishes), CPU_RECORD)
+    """Tokens and outcomes of rows with these fields of RECORD; the rest is off."""
+    records = np.zeros(len(wishes), RECORD)
     for record, wish in zip(records, wishes, strict=True):
         for name, value in (OFF | wish).items():
             record[name] = value

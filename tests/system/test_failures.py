@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.plan import StepPlan
-from engine.executor.worker import Pending, Worker
+from engine.executor.worker import Launched, Worker
 from tests.checkpoints import make_checkpoint
 from tests.system.processes import sse_events, until
 from tests.system.stack import Stack
@@ -144,15 +144,15 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
 def choking(monkeypatch: pytest.MonkeyPatch, fails: Callable[[StepPlan], bool]) -> list[int]:
     """Make each step fail for which `fails` is true; return the list of failed steps, which grows."""
     failed: list[int] = []
-    launch = Worker.launch
+    launch = Worker.launch_model
 
-    def choke(self: Worker, plan: StepPlan) -> Pending:
+    def choke(self: Worker, plan: StepPlan) -> Launched:
         if fails(plan):
             failed.append(plan.step)
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.31 GiB")
         return launch(self, plan)
 
-    monkeypatch.setattr(Worker, "launch", choke)
+    monkeypatch.setattr(Worker, "launch_model", choke)
     return failed
 
 

@@ -446,12 +446,20 @@ struct Weights {
   const float scale;
   float peak;  // the largest adjusted logit
 
-  __device__ bool adjusts() const { return settings.marks || settings.bias; }
+  __device__ bool adjusts() const { return settings.marks || settings.bias || settings.mask; }
 
   __device__ void adjust(int at, const Eight<T>& raw, float (&x)[kVector]) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = raw.at(i);
     if (!adjusts() || at >= row.size) return;
+    if (settings.mask) {
+      const uint32_t allowed = settings.mask[at / 32] >> at % 32;  // eight neighbours are bits of one word
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (!(allowed >> i & 1)) x[i] = -std::numeric_limits<float>::infinity();
+      }
+    }
+    if (!settings.marks && !settings.bias) return;
     alignas(16) uint32_t marks[kVector] = {};
     alignas(16) float bias[kVector] = {};
 #pragma unroll
@@ -692,7 +700,7 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
     return;
   }
   const Settings settings = a.table[slot];
-  if (settings.scale == 0 && !settings.marks && !settings.bias) return greedy(a, row, piece, index, shared);
+  if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask) return greedy(a, row, piece, index, shared);
   const int64_t position = a.known[index] - settings.prompt_len;
   const bool filtered = settings.top_k > 0 || settings.top_p < 1;
   if (filtered) shared.coarse.clear();

@@ -10,17 +10,14 @@
 namespace quire::cpu::torch_api {
 namespace {
 
-using sampling::MaskedSettings;
-
 void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor& known, const at::Tensor& table,
             bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
-  const SampleSizes sizes =
-      check_sample<MaskedSettings>(logits, slots, known, table, tokens, outcome, on_cpu());
+  const SampleSizes sizes = check_sample(logits, slots, known, table, tokens, outcome, on_cpu());
   expect_below("slots", slots.const_data_ptr<int64_t>(), sizes.rows, -1, sizes.max_seqs);
   const SampleArgs args{logits.stride(0),
                         slots.const_data_ptr<int64_t>(),
                         known.const_data_ptr<int64_t>(),
-                        static_cast<const MaskedSettings*>(table.const_data_ptr()),
+                        static_cast<const sampling::Settings*>(table.const_data_ptr()),
                         general,
                         tokens.data_ptr<int64_t>(),
                         outcome.data_ptr<uint8_t>(),

@@ -12,8 +12,7 @@ namespace {
 
 void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor& known, const at::Tensor& table,
             bool general, const at::Tensor& tokens, const at::Tensor& outcome) {
-  const SampleSizes sizes =
-      check_sample<sampling::Settings>(logits, slots, known, table, tokens, outcome, on_gpu(logits));
+  const SampleSizes sizes = check_sample(logits, slots, known, table, tokens, outcome, on_gpu(logits));
   const SampleArgs args{
       .dtype = model_dtype_of("logits", logits),
       .logits = logits.const_data_ptr(),
