@@ -21,9 +21,10 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
+from engine.executor.errors import one_line
 from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin, fused
-from engine.executor.models.hf import load_model, one_line
+from engine.executor.models.hf import load_model
 from engine.executor.models.weights import fingerprint
 from engine.executor.worker import GPU_DEPTH, Pending, Worker
 

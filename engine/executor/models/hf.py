@@ -4,8 +4,7 @@ A model is served only if it is proved, at load, to compute what its authors mea
 
     config          names known to be different (encoder-decoders, layers that are not plain attention): refused
     weights         every tensor of the architecture is in the files; transformers would silently make up the rest
-    probe           one small forward with a recording attention function: every layer called it, once, with nothing
-                    we do not implement; and a sequence's logits do not change with what it is packed together with
+    probe           a few small forwards (`probe.py`)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,25 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
-from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.probe import probe
 from engine.executor.models.weights import tensor_bytes, weight_files
 from engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
 
-PROBE = "kv_blocks_probe"
-MAX_HEAD_SIZE = 256
 GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-# Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 # Models that Quire makes by itself, by the names that options have for them.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -262,114 +257,3 @@ def eos_ids(module: PreTrainedModel) -> list[int]:
         if found is not None:
             return list(found) if isinstance(found, (list, tuple)) else [int(found)]
     return []
-
-
-def one_line(error: BaseException) -> str:
-    """The first line that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-@dataclass
-class Probe:
-    """Packed sequences for one recording forward, and what each attention layer asked for."""
-
-    starts: list[int]  # first token of each sequence, then the total
-    layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
-
-
-def probe_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    probe: Probe | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
-
-    Shapes as `attention.kv_blocks`.  Windows are left out: the packed sequences are shorter than any.
-    """
-    if probe is None:
-        raise UnsupportedModel("the model keeps keywords from its attention layers")
-    if attention_mask is not None:
-        raise UnsupportedModel("a mask or position bias of its own")
-    if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
-        raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal or getattr(module, "is_cross_attention", False):
-        raise UnsupportedModel("attention that is not causal self-attention")
-    if scaling is None:
-        raise UnsupportedModel("attention without a scale")
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int) or index in probe.layers:
-        raise UnsupportedModel("attention layers without an index of their own")
-    heads, size = key.shape[1], key.shape[3]
-    if value.shape != key.shape or query.shape[3] != size:
-        raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
-    if size > MAX_HEAD_SIZE:
-        raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
-    probe.layers[index] = KVShape(heads, size)
-    group = query.shape[1] // heads
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = torch.empty_like(query)
-    for first, end in zip(probe.starts, probe.starts[1:], strict=False):
-        score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
-        weight = score.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
-        out[:, :, first:end] = weight @ value[:, :, first:end]
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(PROBE, probe_attention)
-
-
-@torch.inference_mode()
-def probe(module: PreTrainedModel) -> tuple[list[KVShape], int]:
-    """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
-
-    Returns what each layer caches, and the width of the logits.  Raises UnsupportedModel, naming the architecture.
-    """
-    kind, text = module.config.model_type, module.config.get_text_config()
-    first, second = 5, 7
-    device = module.get_input_embeddings().weight.device
-    positions = torch.tensor([*range(first), *range(second)], device=device)[None]
-    keep = torch.arange(first, first + second, device=device)
-    ids = torch.arange(1, first + second + 1, device=device)[None] * 31 % text.vocab_size
-    other = ids.clone()
-    other[:, :first] = (ids[:, :first] + 17) % text.vocab_size
-    probes, logits = [], []
-    module.set_attn_implementation(PROBE)
-    try:
-        for tokens in (ids, other):
-            probes.append(seen := Probe([0, first, first + second]))
-            out = module(input_ids=tokens, position_ids=positions, use_cache=False, probe=seen, logits_to_keep=keep)
-            logits.append(out.logits)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{kind}: {error}") from error
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
-    finally:
-        module.set_attn_implementation(NAME)
-    layers = probes[0].layers
-    if sorted(layers) != list(range(text.num_hidden_layers)):
-        raise UnsupportedModel(
-            f"{kind}: {len(layers)} of {text.num_hidden_layers} layers went through the attention interface"
-        )
-    if logits[0].shape[:2] != (1, second):
-        raise UnsupportedModel(f"{kind}: computes logits of tokens nobody asked for")
-    if device.type != "meta":
-        # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
-        # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
-        drift = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
-        if not drift < 0.05:
-            raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
-    return [layers[i] for i in range(text.num_hidden_layers)], logits[0].shape[2]
