@@ -32,6 +32,7 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.precision import check_dtype, check_quantisation, check_stored_dtypes
 from engine.executor.models.probe import probe
 from engine.executor.models.weights import tensor_bytes, weight_files
 from engine.executor.progress import Progress
@@ -104,6 +105,7 @@ def load_model(
     config = read_config(directory)
     max_model_len = check_length(config, max_model_len)
     module = random_model(directory, config, dtype, device) if random else read_weights(directory, config, dtype)
+    check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
@@ -155,6 +157,9 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
 def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     """The model of a checkpoint, complete.  Raises ModelLoadError."""
     check_files(directory)
+    check_stored_dtypes(directory, config.model_type)
+    if dtype == "auto":
+        check_dtype(config.model_type, config.dtype)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -164,18 +169,39 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
                 attn_implementation=NAME,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    check_report(directory, config, report)
+    model: PreTrainedModel = module
+    return model
+
+
+def check_report(directory: Path, config: PretrainedConfig, report: dict[str, Any]) -> None:
+    """Raise ModelLoadError or UnsupportedModel unless the files and the architecture have the same tensors."""
     if missing := sorted(report["missing_keys"]):
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelLoadError(f"{directory}: the weight files lack {missing[0]}{others}")
+        raise ModelLoadError(f"{directory}: the weight files lack {some(missing)}")
     if report["mismatched_keys"]:
         key, found, wanted = min(report["mismatched_keys"])
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
-    model: PreTrainedModel = module
-    return model
+    text = config.get_text_config()
+    first = text.num_hidden_layers
+    further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    if unused := sorted(name for name in report["unexpected_keys"] if not drafts(name, further)):
+        reason = "which the model of this config does not use"
+        raise UnsupportedModel(f"{config.model_type}: the weight files hold {some(unused)}, {reason}")
+
+
+def drafts(name: str, further: range) -> bool:
+    """Whether a tensor is of a head that drafts further tokens: stored as a layer after the last one, or as `mtp`."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return bool((layer and int(layer[1]) in further) or re.search(r"(^|\.)mtp\b", name))
+
+
+def some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextlib.contextmanager
@@ -201,9 +227,14 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ModelLoadError(f"{directory}: no config.json")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # config classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
     check_architecture(config)
+    check_quantisation(directory, config)
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < text.vocab_size:
+        text.pad_token_id = None  # torch refuses such a token; no batch is padded here
     return config
 
 
