@@ -36,7 +36,7 @@ def test_packed_linear(rows: int, bias: bool, ordered: bool) -> None:
     x = torch.randn(1, rows, 512).bfloat16()
     exact = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None)
     noise = (linear(x).float() - exact).abs().max()
-    ours = PackedLinear(packed, linear.bias)(x)
+    ours = PackedLinear(packed, linear.bias, torch.bfloat16)(x)
     assert ours.shape == (1, rows, 384)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).abs().max() <= 2 * noise

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf
+from engine.executor.models.fused import PackedLinear
 from engine.executor.models.probe import probe
+from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
@@ -129,6 +132,58 @@ def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint:
     model.model.layers[0].mlp.forward = lambda x: mlp(x.cumsum(1))
     with pytest.raises(UnsupportedModel, match=r"^llama: a sequence's logits change with what it is packed with"):
         probe(model)
+
+
+def test_positions_from_the_place_in_the_batch_are_refused() -> None:
+    """As llama4 takes them for the temperature of its attention, where all its layers see everything."""
+    config = config_of(
+        "llama4_text",
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+        layer_types=["full_attention"] * 2,
+        floor_scale=8,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        for tensor in model.parameters():
+            tensor.data.normal_(std=0.2)
+    with pytest.raises(UnsupportedModel, match=r"^llama4_text: takes a token's position from its place in the batch"):
+        probe(model.eval(), 64)
+
+
+def test_what_fails_only_after_modules_are_swapped_is_refused_at_load(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a module does that computes with the weight of a linear layer, which is packed by then."""
+    monkeypatch.setattr(PackedLinear, "forward", nn.Linear.forward)
+    with pytest.raises(UnsupportedModel, match=r"^gpt_neox: fails as it would be served: "):
+        load(checkpoint("gpt_neox"))
+
+
+def test_swapped_modules_that_compute_something_else_are_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a decoder would whose families rotate heads in another way than ours."""
+
+    def swap(model: PreTrainedModel, max_model_len: int, *, ordered: bool) -> None:
+        model.model.layers[0].self_attn.q_proj.weight.data.neg_()
+
+    monkeypatch.setattr(hf, "fuse", swap)
+    with pytest.raises(UnsupportedModel, match=r"^llama: as it would be served its logits differ from the model's own"):
+        load(checkpoint("llama"))
+
+
+def test_layers_that_cache_heads_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    directory = tiny_checkpoints.make_checkpoint(tmp_path / "gemma4", "gemma4_text", global_head_dim=64)
+    assert refusal(directory) == (
+        "gemma4_text: layers that cache 2 heads of 32 and 2 heads of 64 numbers; all must cache the same"
+    )
 
 
 def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:

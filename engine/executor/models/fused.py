@@ -58,11 +58,13 @@ VECTOR = 64  # torch takes so many numbers, or half, at a time through an activa
 class PackedLinear(nn.Module):
     """nn.Linear whose weight [out, in] exists in packed form only, so that it takes its memory once."""
 
-    def __init__(self, packed: ops.Packed, bias: Tensor | None) -> None:
+    def __init__(self, packed: ops.Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features = packed.size
         self.bias = bias
         self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
+        # Routers ask their own linear layer for its dtype.  Code that computes with this fails, and is refused at load.
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.packed_linear(x, self.packed, self.bias)
@@ -220,7 +222,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
             if type(child) in (nn.Linear, Conv1D):
                 weight = child.weight if type(child) is nn.Linear else child.weight.T
                 if packed := ops.pack_weight(weight, ordered=ordered):
-                    setattr(parent, name, PackedLinear(packed, child.bias))
+                    setattr(parent, name, PackedLinear(packed, child.bias, weight.dtype))
 
 
 def batch_dependence(model: PreTrainedModel) -> str:

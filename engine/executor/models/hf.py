@@ -4,7 +4,7 @@ A model is served only if it is proved, at load, to compute what its authors mea
 
     config          names known to be different (encoder-decoders, layers that are not plain attention): refused
     weights         every tensor of the architecture is in the files; transformers would silently make up the rest
-    probe           a few small forwards (`probe.py`)
+    probe           a few small forwards, before and after submodules are swapped (`probe.py`)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_quantisation, check_stored_dtypes
-from engine.executor.models.probe import probe
+from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.weights import tensor_bytes, weight_files
 from engine.executor.progress import Progress
 
@@ -109,11 +109,16 @@ def load_model(
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
-    layers, vocab_size = probe(module)
+    proof = probe(module, max_model_len)
+    layers = proof.layers
+    if other := [layer for layer in layers if layer != layers[0]]:
+        both = " and ".join(f"{layer.heads} heads of {layer.head_size}" for layer in (layers[0], other[0]))
+        raise UnsupportedModel(f"{config.model_type}: layers that cache {both} numbers; all must cache the same")
     if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
         sizes = sorted(GPU_HEAD_SIZES)
         raise UnsupportedModel(f"{config.model_type}: head size {min(odd)}; on a GPU it must be one of {sizes}")
     fuse(module, max_model_len, ordered=deterministic)
+    prove_served(module, proof)
     dependence = batch_dependence(module)
     if deterministic and dependence:
         raise UnsupportedModel(f"{config.model_type}: --deterministic: {dependence}")
@@ -122,7 +127,7 @@ def load_model(
         directory=directory,
         dtype=module.dtype,
         layers=layers,
-        vocab_size=vocab_size,
+        vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module),
         batch_dependence=dependence,

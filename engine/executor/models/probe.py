@@ -1,24 +1,33 @@
 """Proves, at load, that an architecture computes what its authors meant when Quire packs sequences for it.
 
 A few small forwards with a recording attention function show that every layer called it, once, with nothing that is not
-implemented.  They also show that a sequence's logits do not change with what it is packed together with.
+implemented.  They also show that a sequence's logits do not change with what it is packed together with, and that its
+positions come from `position_ids`.  After submodules were swapped, one step proves that
+what is served computes the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.executor.attention import NAME
+from engine.executor.batch import Plans, StepTensors
 from engine.executor.errors import UnsupportedModel, one_line
-from engine.executor.kv_cache import KVShape
+from engine.executor.kv_cache import KVShape, allocate
+from engine.executor.models.fused import Forward
 
 PROBE = "kv_blocks_probe"
 MAX_HEAD_SIZE = 256
+# How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
+LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
+MOST_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 
@@ -85,44 +94,119 @@ def probe_attention(
 AttentionInterface.register(PROBE, probe_attention)
 
 
+def past(length: int) -> SimpleNamespace:
+    """Stand for a cache with `length` tokens before the step's, which attention here never reads from it.
+
+    A model that takes positions from its cache, and not from `position_ids`, then computes with these."""
+    return SimpleNamespace(
+        get_seq_length=lambda layer_idx=0: length,
+        get_mask_sizes=lambda query_length, layer_idx=0: (length + query_length, 0),
+        update=lambda key, value, *_args, **_kwargs: (key, value),
+        is_compileable=False,
+    )
+
+
+class Proof(NamedTuple):
+    """What a probe saw."""
+
+    layers: list[KVShape]  # what each attention layer caches
+    vocab_size: int  # width of the logits
+    ids: Tensor  # [1, FIRST + SECOND] of two packed sequences
+    positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
+    logits: Tensor  # [1, SECOND, V] of the second sequence
+
+
+FIRST, SECOND = 5, 7  # tokens of the two packed sequences
+
+
 @torch.inference_mode()
-def probe(module: PreTrainedModel) -> tuple[list[KVShape], int]:
+def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
 
-    Returns what each layer caches, and the width of the logits.  Raises UnsupportedModel, naming the architecture.
+    max_model_len: positions to prove; 0: a few.  Raises UnsupportedModel, naming the architecture.
     """
     kind, text = module.config.model_type, module.config.get_text_config()
-    first, second = 5, 7
     device = module.get_input_embeddings().weight.device
-    positions = torch.tensor([*range(first), *range(second)], device=device)[None]
-    keep = torch.arange(first, first + second, device=device)
-    ids = torch.arange(1, first + second + 1, device=device)[None] * 31 % text.vocab_size
+    at = max(FIRST, max_model_len - SECOND)  # position of the second sequence's first token
+    positions = torch.tensor([*range(FIRST), *range(at, at + SECOND)], device=device)[None]
+    in_a_row = torch.arange(at - FIRST, at + SECOND, device=device)[None]
+    keep = torch.arange(FIRST, FIRST + SECOND, device=device)
+    ids = torch.arange(1, FIRST + SECOND + 1, device=device)[None] * 31 % text.vocab_size
     other = ids.clone()
-    other[:, :first] = (ids[:, :first] + 17) % text.vocab_size
-    probes, logits = [], []
+    other[:, :FIRST] = (ids[:, :FIRST] + 17) % text.vocab_size
+    seen, logits = Probe([0, FIRST, FIRST + SECOND]), []
+    runs: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
+        (ids, positions, {"logits_to_keep": keep}),
+        (other, positions, {"logits_to_keep": keep}),
+        (ids, in_a_row, {"logits_to_keep": keep, "past_key_values": past(at - FIRST)}),
+    ]
     module.set_attn_implementation(PROBE)
     try:
-        for tokens in (ids, other):
-            probes.append(seen := Probe([0, first, first + second]))
-            out = module(input_ids=tokens, position_ids=positions, use_cache=False, probe=seen, logits_to_keep=keep)
+        for tokens, where, others in runs:
+            seen.layers.clear()
+            out = module(input_ids=tokens, position_ids=where, use_cache=False, probe=seen, **others)
             logits.append(out.logits)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{kind}: {error}") from error
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+    except Exception as error:  # of the model's own code
         raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
     finally:
         module.set_attn_implementation(NAME)
-    layers = probes[0].layers
-    if sorted(layers) != list(range(text.num_hidden_layers)):
+    if sorted(seen.layers) != list(range(text.num_hidden_layers)):
         raise UnsupportedModel(
-            f"{kind}: {len(layers)} of {text.num_hidden_layers} layers went through the attention interface"
+            f"{kind}: {len(seen.layers)} of {text.num_hidden_layers} layers went through the attention interface"
         )
-    if logits[0].shape[:2] != (1, second):
-        raise UnsupportedModel(f"{kind}: computes logits of tokens nobody asked for")
+    if logits[0].shape[:2] != (1, SECOND):
+        raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
     if device.type != "meta":
         # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
         # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
-        drift = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
-        if not drift < 0.05:
+        most = LEAK[module.dtype]
+        if not (drift := drift_of(logits[1], logits[0])) < most:
             raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
-    return [layers[i] for i in range(text.num_hidden_layers)], logits[0].shape[2]
+        if not (drift := drift_of(logits[2], logits[0])) < most:
+            raise UnsupportedModel(f"{kind}: takes a token's position from its place in the batch ({drift:.0e})")
+    layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
+    return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
+
+
+def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The largest difference, as a share of the largest logit."""
+    return (logits.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+
+
+@torch.inference_mode()
+def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16) -> None:
+    """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
+
+    Raises UnsupportedModel if that fails, or if the logits are not those of the probe."""
+    kind, device = module.config.model_type, module.device
+    caches = allocate(proof.layers, 2, block_size, module.dtype, device)
+
+    def ints(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    step = StepTensors(
+        input_ids=proof.ids,
+        position_ids=proof.positions,
+        kv_indices=ints(*range(FIRST), *range(block_size, block_size + SECOND), dtype=torch.int64),
+        tables=ints(0, 1)[:, None],
+        rows=ints(0, 1),
+        q_start=ints(0, FIRST, FIRST + SECOND),
+        lens=ints(FIRST, SECOND),
+        decodes=0,
+        caches=caches,
+        plans=Plans(max_seqs=2, max_tokens=FIRST + SECOND, device=device),
+        logits_at=None,
+        sample_slots=ints(dtype=torch.int64),
+        known=ints(dtype=torch.int64),
+    )
+    keep = torch.arange(FIRST, FIRST + SECOND, device=device)
+    try:
+        logits = Forward(module, step).logits(keep)
+    except Exception as error:  # of the model's own code, with modules that it may not expect
+        raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
+    # Rounding grows with depth, and a mixture of experts may send a token elsewhere for it: the median token decides.
+    each = (logits.float() - proof.logits[0].float()).abs().amax(1) / proof.logits.float().abs().max()
+    if not (drift := each.median()) < MOST_DRIFT[module.dtype]:
+        raise UnsupportedModel(f"{kind}: as it would be served its logits differ from the model's own ({drift:.0e})")
