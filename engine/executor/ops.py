@@ -119,6 +119,31 @@ def paged_attention(
     )
 
 
+def paged_attention_with_sinks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    q_start: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """`paged_attention` on a CPU, with sinks [H] float32: a score in every softmax of its head, without a value.
+
+    A head whose sink is high attends less; -inf is no sink.
+    """
+    torch.ops.quire.paged_attention_with_sinks.default(
+        q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, sinks, out
+    )
+
+
 def attention_plan(
     q_start: torch.Tensor,
     lens: torch.Tensor,
@@ -339,15 +364,22 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool) -> Packed | None:
 
 
 def packed_linear(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None = None
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    plus: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
-    One dtype.  Sums in float32, rounded once.
+    One dtype.  Sums in float32, rounded once.  wide: an ordered product is not rounded; the result is float32.
     """
     y: torch.Tensor
+    assert packed.ordered or not wide
     if packed.ordered:
-        y = x.new_empty(*x.shape[:-1], packed.size) if plus is None else plus
+        dtype = torch.float32 if wide else x.dtype
+        y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
         rows = y.view(-1, packed.size)
         torch.ops.quire.product.default(
             x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows

@@ -102,7 +102,6 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "v
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gpt_oss", {"head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 64}, "attention takes `s_aux`"),
         ("deepseek_v3", {"num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 2}, "head size"),
         ("llama", {"head_dim": 512, "num_key_value_heads": 1}, "head size 512 is over 256"),
         ("bert", {"intermediate_size": 64}, "attention that is not causal"),

@@ -44,25 +44,31 @@ void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<
   for (const auto& [who, t] : {std::pair{"x", &x}, {"out", &out}, {"packed", &packed}, {"plus", plus ? &*plus : &out}}) {
     expect_device(who, *t, on_cpu());
     expect_last_contiguous(who, *t);
-    expect_dtype(who, *t, x.scalar_type(), "x");
   }
-  by_dtype("x", x, [&](auto type) {
+  expect_dtype("packed", packed, x.scalar_type(), "x");
+  if (out.scalar_type() != at::kFloat) expect_dtype("out", out, x.scalar_type(), "x");
+  if (plus) expect_dtype("plus", *plus, out.scalar_type(), "out");
+  const auto compute = [&](auto type, auto out_type) {
     using T = decltype(type);
+    using Out = decltype(out_type);
     const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
-    cpu::product<T>({
+    cpu::product(cpu::ProductArgs<T, Out>{
         .x = numbers(x),
         .x_stride = x.stride(0),
         .weight = numbers(packed),
         .bias = bias ? numbers(*bias) : nullptr,
-        .plus = plus ? numbers(*plus) : nullptr,
+        .plus = plus ? static_cast<const Out*>(plus->const_data_ptr()) : nullptr,
         .plus_stride = plus ? plus->stride(0) : 0,
-        .out = static_cast<T*>(out.data_ptr()),
+        .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
         .rows = rows,
         .inner = inner,
         .features = features,
         .threads = threads(),
     });
+  };
+  by_dtype("x", x, [&](auto type) {
+    out.scalar_type() == at::kFloat ? compute(type, float{}) : compute(type, type);
   });
 }
 

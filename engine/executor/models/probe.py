@@ -52,6 +52,7 @@ def probe_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
@@ -69,6 +70,8 @@ def probe_attention(
         raise UnsupportedModel("attention that is not causal self-attention")
     if scaling is None:
         raise UnsupportedModel("attention without a scale")
+    if s_aux is not None and query.device.type == "cuda":
+        raise UnsupportedModel("attention sinks, which are not implemented on a GPU; --device cpu can do it")
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int) or index in probe.layers:
         raise UnsupportedModel("attention layers without an index of their own")
@@ -86,7 +89,10 @@ def probe_attention(
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
-        weight = score.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
+        score = score.masked_fill(future, float("-inf"))
+        if s_aux is not None:
+            score = torch.cat([score, s_aux.to(score.dtype).view(1, -1, 1, 1).expand(*score.shape[:3], 1)], 3)
+        weight = score.softmax(-1, dtype=torch.float32)[..., : end - first].to(value.dtype)
         out[:, :, first:end] = weight @ value[:, :, first:end]
     return out.transpose(1, 2).contiguous(), None
 
