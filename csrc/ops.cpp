@@ -75,6 +75,8 @@ TORCH_LIBRARY(quire, m) {
   //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
   // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // out = x weight^T in float32, of x and packed in bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
+  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
   // For weights of like's dtype: (columns, together), where packed is [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");

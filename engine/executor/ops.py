@@ -343,47 +343,53 @@ class Packed:
 
     numbers: torch.Tensor
     size: int  # out
-    ordered: bool  # ours: a row's bits don't depend on the batch; else oneDNN's
+    ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
+    float32_out: bool = False  # the result is not rounded to the weight's dtype
 
 
-def pack_weight(weight: torch.Tensor, *, ordered: bool) -> Packed | None:
+def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
     """A packed copy of weight [out, in] on a CPU.
 
     ordered: for products whose bits don't depend on the batch.  Else for those that are fastest here; None where
-    nothing is faster than torch's own linear.
+    nothing is faster than torch's own linear.  float32_out: for products of 16-bit weights with a result in float32.
     """
     size, inner = weight.shape
-    if ordered or _ordered_is_fast(weight.dtype):
+    float32_out = float32_out and weight.dtype != torch.float32
+    ordered = ordered or _ordered_is_fast(weight.dtype)
+    if not ordered and float32_out:  # matrix tiles are faster than ours, and take the same layout
+        together = torch.ops.quire.product_layout.default(weight)[1]
+        ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
+    if ordered or float32_out:
         columns, together = torch.ops.quire.product_layout.default(weight)
         padded = torch.nn.functional.pad(weight.detach(), (0, -inner % together, 0, -size % columns))
         strips = padded.view(len(padded) // columns, columns, -1, together)
-        return Packed(strips.transpose(1, 2).contiguous(), size, True)
+        return Packed(strips.transpose(1, 2).contiguous(), size, ordered, float32_out)
     if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
     return None
 
 
 def packed_linear(
-    x: torch.Tensor,
-    packed: Packed,
-    bias: torch.Tensor | None,
-    plus: torch.Tensor | None = None,
-    *,
-    wide: bool = False,
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
-    One dtype.  Sums in float32, rounded once.  wide: an ordered product is not rounded; the result is float32.
+    Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
+    `plus` has the dtype of the result.
     """
     y: torch.Tensor
-    assert packed.ordered or not wide
     if packed.ordered:
-        dtype = torch.float32 if wide else x.dtype
+        dtype = torch.float32 if packed.float32_out else x.dtype
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
         rows = y.view(-1, packed.size)
         torch.ops.quire.product.default(
             x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows
         )
+    elif packed.float32_out:
+        y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
+        torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))
+        for more in (bias, plus):
+            y = y if more is None else y.add_(more)
     elif plus is None:
         y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
     else:

@@ -8,6 +8,7 @@ what is served computes the same.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -81,20 +82,33 @@ def probe_attention(
     if size > MAX_HEAD_SIZE:
         raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
     probe.layers[index] = KVShape(heads, size)
-    group = query.shape[1] // heads
+    return plain_attention(query, key, value, probe.starts, scaling, softcap, s_aux), None
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: list[int],
+    scaling: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention within each packed sequence; shapes and sinks as `attention.kv_blocks`."""
+    group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     out = torch.empty_like(query)
-    for first, end in zip(probe.starts, probe.starts[1:], strict=False):
+    for first, end in itertools.pairwise(starts):
         score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
+        if soft_cap:
+            score = soft_cap * torch.tanh(score / soft_cap)
         future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
         score = score.masked_fill(future, float("-inf"))
-        if s_aux is not None:
-            score = torch.cat([score, s_aux.to(score.dtype).view(1, -1, 1, 1).expand(*score.shape[:3], 1)], 3)
+        if sinks is not None:
+            score = torch.cat([score, sinks.to(score.dtype).view(1, -1, 1, 1).expand(*score.shape[:3], 1)], 3)
         weight = score.softmax(-1, dtype=torch.float32)[..., : end - first].to(value.dtype)
         out[:, :, first:end] = weight @ value[:, :, first:end]
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(PROBE, probe_attention)
