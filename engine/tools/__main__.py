@@ -4,6 +4,7 @@ simulate   the scheduler on a virtual clock, or an exact replay of a flight log
 oracle     the best on-time share of a burst: with perfect knowledge, and as an upper bound
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
+models     which model families are served, proved against transformers; writes docs/models.md
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = {"simulate": "simulate", "oracle": "oracle", "bench": "bench", "gpu-idle": "gpu_idle"}
+NAMES = {"simulate": "simulate", "oracle": "oracle", "bench": "bench", "gpu-idle": "gpu_idle", "models": "models"}
 
 
 def main(argv: list[str]) -> int:
