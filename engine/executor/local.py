@@ -85,7 +85,7 @@ class LocalExecutor:
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
             vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
+            max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
