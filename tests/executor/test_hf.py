@@ -411,3 +411,15 @@ def test_a_token_embedding_of_another_size_than_the_config_says(copy: Path) -> N
     rewrite(copy, lambda weights: None, vocab_size=VOCAB + 1)
     with pytest.raises(ModelLoadError, match=r"has shape|shapes"):
         load(copy)
+
+
+def test_the_end_token_of_the_tokenizer_ends_an_answer_too(copy: Path) -> None:
+    """A model may name one end token in its config and write another: the one of its chat template."""
+    own = tokenizer().eos_token_id
+    described = json.loads((copy / "generation_config.json").read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))
+    assert load(copy).eos_ids == [7, 5, own]
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|turn|>"}}))
+    assert load(copy).eos_ids == [7, 5, 2]
+    (copy / "tokenizer_config.json").write_text("{")
+    assert load(copy).eos_ids == [7, 5]

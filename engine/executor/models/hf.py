@@ -10,6 +10,7 @@ A model is served only if it is proved, at load, to compute what its authors mea
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import time
@@ -129,7 +130,7 @@ def load_model(
         layers=layers,
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module),
+        eos_ids=eos_ids(module, directory),
         batch_dependence=dependence,
     )
 
@@ -286,10 +287,30 @@ def check_files(directory: Path) -> None:
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
 
 
-def eos_ids(module: PreTrainedModel) -> list[int]:
-    """End-of-sequence tokens, from generation_config.json, else from config.json."""
+def eos_ids(module: PreTrainedModel, directory: Path) -> list[int]:
+    """End-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's own."""
+    ids: list[int] = []
     for source in (module.generation_config, module.config.get_text_config()):
         found = getattr(source, "eos_token_id", None)
         if found is not None:
-            return list(found) if isinstance(found, (list, tuple)) else [int(found)]
-    return []
+            ids = list(found) if isinstance(found, (list, tuple)) else [int(found)]
+            break
+    own = tokenizer_end(directory)
+    return ids if own is None or own in ids else [*ids, own]
+
+
+def tokenizer_end(directory: Path) -> int | None:
+    """The token that the tokenizer of a checkpoint calls its end; None where its files don't say."""
+    try:
+        described = json.loads((directory / "tokenizer_config.json").read_bytes())
+        end = described.get("eos_token")
+        name = end.get("content") if isinstance(end, dict) else end
+        for number, token in (described.get("added_tokens_decoder") or {}).items():
+            if token["content"] == name:
+                return int(number)
+        for token in json.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or []:
+            if token["content"] == name:
+                return int(token["id"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not what we know
+        pass
+    return None
