@@ -31,7 +31,10 @@ TORCH_LIBRARY(quire, m) {
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
       "Tensor lens, Tensor? scales, int decodes, Tensor(a!) plan, float scale, int window, float soft_cap, "
       "Tensor(b!) out) -> ()");
-
+  // The same with sinks [H] f32: every softmax of a head has one more score, which no value belongs to.  On a CPU only.
+  m.def(
+      "paged_attention_with_sinks(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
+      "Tensor lens, Tensor? scales, float scale, int window, float soft_cap, Tensor sinks, Tensor(a!) out) -> ()");
   // Decides once a step how the work of paged_attention is divided, for all layers of equal sizes and window.
   // plan [bytes] u8 has at least attention_plan_bytes.  The device also keeps partial results there.  A CPU needs none.
   m.def(
@@ -67,9 +70,11 @@ TORCH_LIBRARY(quire, m) {
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]
-  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus
+  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
   // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // The same in float32, of bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
+  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
   // For weights of like's dtype: (columns, together), where packed is [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");

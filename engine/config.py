@@ -112,7 +112,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ] = "auto"
     max_model_len: Annotated[
         int,
-        Meta(ge=0, description="Most tokens of a request, prompt and output together. 0: the model's own limit."),
+        Meta(
+            ge=0,
+            description="Most tokens of a request, prompt and output together. 0: the model's own limit, or what the "
+            "KV cache holds where that is less.",
+        ),
     ] = 0
     max_seqs: Annotated[
         int,

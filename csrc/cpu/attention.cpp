@@ -299,7 +299,7 @@ class Attention {
     for (int r = 0; r < item.rows; ++r) {
       T* out = static_cast<T*>(a_.out) + row_offset(item, r, a_.out_token_stride, a_.out_head_stride);
       const float* acc = total.acc + r * dim_;
-      const Floats share = broadcast(value_scale(item) / total.sum[r]);
+      const Floats share = broadcast(value_scale(item) / (total.sum[r] + sink(item, r, total.max[r])));
       int d = 0;
       for (; d + kLanes <= a_.head_size; d += kLanes) store(out + d, load(acc + d) * share);
       if (d == a_.head_size) continue;
@@ -307,6 +307,13 @@ class Attention {
       store(rest, load(acc + d) * share);
       std::copy_n(rest, a_.head_size - d, out + d);
     }
+  }
+
+  // What the head's sink adds to a row's sum of exp2(score - max).
+  float sink(const Item& item, int row, float max) const {
+    if (!a_.sinks) return 0.0f;
+    const float score = a_.sinks[item.kv_head * group_ + (item.row + row) % group_] * kLog2e;
+    return exp2_one(std::min(score - max, 126.0f));  // beyond that nothing of the values is left
   }
 
   const Kv* k_cache() const { return static_cast<const Kv*>(a_.k_cache); }

@@ -18,6 +18,7 @@ struct AttentionArgs {
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;  // elements from one block to the next
   const float* scales;                     // [2, Hkv] of an e4m3 cache, for keys and for values; else null
+  const float* sinks;                      // [H]: a score without a value, in every softmax of the head; null: none
 
   const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;   // elements
@@ -34,7 +35,8 @@ struct AttentionArgs {
 
 // T: float, bf16 or fp16, of q and out.  Kv: of both caches, T or e4m3.  Sums are kept in float.
 // A sequence with lens 0 has zeros as its result.
-// The result of one query depends only on the query, its position, the keys and values it sees, window and soft cap.
+// The result of one query depends only on the query, its position, the keys and values it sees, window, soft cap
+// and sinks.
 // It does not depend on other sequences, the chunks of its prompt, block places, block size or the number of threads.
 // One exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.
 // The kernel never reads a key that no query of this call sees.

@@ -102,14 +102,14 @@ void multiply(int64_t rows, const Rows<T>& x, const T* weight, int64_t steps, fl
 }
 
 // One strip of one row: what remains is elementwise.
-template <class T>
-void finish(const ProductArgs<T>& args, int64_t row, int64_t column, const float* sums) {
+template <class T, class Out>
+void finish(const ProductArgs<T, Out>& args, int64_t row, int64_t column, const float* sums) {
   const int64_t columns = std::min(kColumns, args.features - column);
-  T* out = args.out + row * args.out_stride + column;
+  Out* out = args.out + row * args.out_stride + column;
   const T* bias = args.bias ? args.bias + column : nullptr;
-  const T* plus = args.plus ? args.plus + row * args.plus_stride + column : nullptr;
+  const Out* plus = args.plus ? args.plus + row * args.plus_stride + column : nullptr;
   for (int64_t j = 0; j < columns; j += kLanes) {
-    const auto value = [&](const T* of_bias, const T* of_plus) {
+    const auto value = [&](const T* of_bias, const Out* of_plus) {
       Floats y = load(sums + j);
       if (of_bias) y += load(of_bias);
       if (of_plus) y += load(of_plus);
@@ -119,16 +119,17 @@ void finish(const ProductArgs<T>& args, int64_t row, int64_t column, const float
       store(out + j, value(bias ? bias + j : nullptr, plus ? plus + j : nullptr));
       continue;
     }
-    T rest[3][kLanes] = {};
-    if (bias) std::copy_n(bias + j, columns - j, rest[0]);
-    if (plus) std::copy_n(plus + j, columns - j, rest[1]);
-    store(rest[2], value(bias ? rest[0] : nullptr, plus ? rest[1] : nullptr));
-    std::copy_n(rest[2], columns - j, out + j);
+    T rest_of_bias[kLanes] = {};
+    Out rest[2][kLanes] = {};
+    if (bias) std::copy_n(bias + j, columns - j, rest_of_bias);
+    if (plus) std::copy_n(plus + j, columns - j, rest[0]);
+    store(rest[1], value(bias ? rest_of_bias : nullptr, plus ? rest[0] : nullptr));
+    std::copy_n(rest[1], columns - j, out + j);
   }
 }
 
-template <class T>
-void task(const ProductArgs<T>& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+template <class T, class Out>
+void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) float sums[kTaskRows][kTaskStrips * kColumns];
   Rows<T> x;
   const int64_t strip_size = (args.inner + kTogether<T> - 1) / kTogether<T> * kTogether<T> * kColumns;
@@ -154,8 +155,8 @@ void task(const ProductArgs<T>& args, int64_t first_row, int64_t rows, int64_t f
 
 }  // namespace
 
-template <class T>
-void product(const ProductArgs<T>& args) {
+template <class T, class Out>
+void product(const ProductArgs<T, Out>& args) {
   const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
   const int64_t row_tasks = (args.rows + kTaskRows - 1) / kTaskRows;
   const int threads = args.rows * args.inner * args.features < kWorthSharing ? 1 : args.threads;
@@ -172,8 +173,10 @@ void product(const ProductArgs<T>& args) {
   });
 }
 
-template void product<float>(const ProductArgs<float>&);
-template void product<bf16>(const ProductArgs<bf16>&);
-template void product<fp16>(const ProductArgs<fp16>&);
+template void product(const ProductArgs<float>&);
+template void product(const ProductArgs<bf16>&);
+template void product(const ProductArgs<fp16>&);
+template void product(const ProductArgs<bf16, float>&);
+template void product(const ProductArgs<fp16, float>&);
 
 }  // namespace quire::cpu

@@ -34,28 +34,55 @@ def kv_blocks(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of one layer over the KV blocks.
 
     query [1, H, T, D], key and value [1, Hkv, T, D]: views, usually a transposed [1, T, H, D].  T: all tokens of the
     step, sequence after sequence.  Returns [1, T, H, D] and no attention weights.
-    `scaling`, `sliding_window` (tokens a query sees, itself included) and `softcap` are what the model passes.
+    `scaling`, `sliding_window` (tokens a query sees, itself included), `softcap` and `s_aux` (sinks [H], on a CPU only)
+    are what the model passes.
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
     ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.kv_indices, cache.scales)
-    return attend(step, q, cache, scaling, sliding_window or 0, softcap or 0.0)[None], None
+    return attend(step, q, cache, scaling, sliding_window or 0, softcap or 0.0, s_aux)[None], None
 
 
-def attend(step: StepTensors, q: Tensor, cache: LayerCache, scale: float, window: int, soft_cap: float) -> Tensor:
+def attend(
+    step: StepTensors,
+    q: Tensor,
+    cache: LayerCache,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of a step's queries [T, H, D] over one layer's cache, where their keys are already -> [T, H, D].
 
-    window 0 and soft_cap 0.0: none.
+    window 0 and soft_cap 0.0: none.  sinks [H]: one more score in every softmax of a head, without a value.
     """
     heads, size = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if sinks is not None:
+        ops.paged_attention_with_sinks(
+            q,
+            cache.k,
+            cache.v,
+            step.tables,
+            step.rows,
+            step.q_start,
+            step.lens,
+            scale,
+            window,
+            soft_cap,
+            sinks.float(),
+            out,
+            scales=cache.scales,
+        )
+        return out
     ops.paged_attention(
         q,
         cache.k,

@@ -17,3 +17,9 @@ class UnsupportedModel(ModelLoadError):
 
 class NotEnoughMemory(ModelLoadError):
     """The KV cache cannot hold even one sequence of max_model_len."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -21,9 +21,10 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
+from engine.executor.errors import one_line
 from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin, fused
-from engine.executor.models.hf import load_model, one_line
+from engine.executor.models.hf import load_model
 from engine.executor.models.weights import fingerprint
 from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
@@ -84,7 +85,7 @@ class LocalExecutor:
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
             vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
+            max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,

@@ -119,6 +119,31 @@ def paged_attention(
     )
 
 
+def paged_attention_with_sinks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    q_start: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """`paged_attention` on a CPU, with sinks [H] float32: a score in every softmax of its head, without a value.
+
+    A head whose sink is high attends less; -inf is no sink.
+    """
+    torch.ops.quire.paged_attention_with_sinks.default(
+        q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, sinks, out
+    )
+
+
 def attention_plan(
     q_start: torch.Tensor,
     lens: torch.Tensor,
@@ -318,21 +343,27 @@ class Packed:
 
     numbers: torch.Tensor
     size: int  # out
-    ordered: bool  # ours: a row's bits don't depend on the batch; else oneDNN's
+    ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
+    float32_out: bool = False  # the result is not rounded to the weight's dtype
 
 
-def pack_weight(weight: torch.Tensor, *, ordered: bool) -> Packed | None:
+def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
     """A packed copy of weight [out, in] on a CPU.
 
     ordered: for products whose bits don't depend on the batch.  Else for those that are fastest here; None where
-    nothing is faster than torch's own linear.
+    nothing is faster than torch's own linear.  float32_out: for products of 16-bit weights with a result in float32.
     """
     size, inner = weight.shape
-    if ordered or _ordered_is_fast(weight.dtype):
+    float32_out = float32_out and weight.dtype != torch.float32
+    ordered = ordered or _ordered_is_fast(weight.dtype)
+    if not ordered and float32_out:  # matrix tiles are faster than ours, and take the same layout
+        together = torch.ops.quire.product_layout.default(weight)[1]
+        ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
+    if ordered or float32_out:
         columns, together = torch.ops.quire.product_layout.default(weight)
         padded = torch.nn.functional.pad(weight.detach(), (0, -inner % together, 0, -size % columns))
         strips = padded.view(len(padded) // columns, columns, -1, together)
-        return Packed(strips.transpose(1, 2).contiguous(), size, True)
+        return Packed(strips.transpose(1, 2).contiguous(), size, ordered, float32_out)
     if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
     return None
@@ -343,15 +374,22 @@ def packed_linear(
 ) -> torch.Tensor:
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
-    One dtype.  Sums in float32, rounded once.
+    Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
+    `plus` has the dtype of the result.
     """
     y: torch.Tensor
     if packed.ordered:
-        y = x.new_empty(*x.shape[:-1], packed.size) if plus is None else plus
+        dtype = torch.float32 if packed.float32_out else x.dtype
+        y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
         rows = y.view(-1, packed.size)
         torch.ops.quire.product.default(
             x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows
         )
+    elif packed.float32_out:
+        y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
+        torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))
+        for more in (bias, plus):
+            y = y if more is None else y.add_(more)
     elif plus is None:
         y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
     else:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -78,7 +78,8 @@ class Worker:
     def __init__(self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int) -> None:
         """Take the KV memory and capture CUDA graphs.  The kernels must be loaded.
 
-        Raises NotEnoughMemory when the cache cannot hold one sequence of the model's max_model_len.
+        Raises NotEnoughMemory when the cache cannot hold one sequence of the max_model_len that the configuration asks
+        for.  Without one, `max_model_len` is what the cache holds.
         """
         self.device = device = model.module.device
         self._gpu = device.type == "cuda"
@@ -119,15 +120,23 @@ class Worker:
         graph_rows = self._max_seqs if self._has_graphs else 0
         self._graph_logits = torch.zeros(graph_rows, model.vocab_size, dtype=model.dtype, device=self.device)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
+        # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
-            max_model_len=model.max_model_len,
+            max_model_len=model.max_model_len if config.max_model_len else 1,
             kv_blocks=config.kv_blocks,
             kv_memory_gib=config.kv_memory_gib,
             device=self.device,
             activations=self._planned_activations(kv_dtype),
         )
+        if (fits := self.blocks * config.block_size) < model.max_model_len:
+            log.warning(
+                "max_model_len is %d tokens, which is what the KV cache holds; the model was made for %d: raise "
+                "kv_memory_gib for more",
+                *(fits, model.max_model_len),
+            )
+            self._loaded = model = replace(model, max_model_len=fits)
         fill = float("nan") if config.poison_free_blocks else 0.0
         caches = allocate(
             model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill, on_demand=config.standby
@@ -178,6 +187,11 @@ class Worker:
             self._postponed.extend(itertools.chain(*self._captures()))
         else:
             self._capture(self._config.graph_seconds)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence: the model's, or what the KV cache holds."""
+        return self._loaded.max_model_len
 
     def reset(self) -> None:
         """Free every slot.  KV contents stay, because a new owner of a block writes it before reading it.

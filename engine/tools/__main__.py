@@ -5,6 +5,7 @@ oracle     the best on-time share of a burst: with perfect knowledge, and as an 
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 structured what grammars cost: tokens a second with and without them, in pairs
+models     which model families are served, proved against transformers; writes docs/models.md
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ NAMES = {
     "bench": "bench",
     "gpu-idle": "gpu_idle",
     "structured": "structured",
+    "models": "models",
 }
 
 

@@ -36,7 +36,7 @@ def test_packed_linear(rows: int, bias: bool, ordered: bool) -> None:
     x = torch.randn(1, rows, 512).bfloat16()
     exact = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None)
     noise = (linear(x).float() - exact).abs().max()
-    ours = PackedLinear(packed, linear.bias)(x)
+    ours = PackedLinear(packed, linear.bias, torch.bfloat16)(x)
     assert ours.shape == (1, rows, 384)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).abs().max() <= 2 * noise
@@ -134,3 +134,32 @@ def test_bfloat16_logits_stay_within_the_noise_of_bfloat16(checkpoint: Callable[
     driver.add(prompt[0].tolist(), None, targets=True)
     driver.step()
     assert (driver.worker.logits.float() - exact).pow(2).mean().sqrt() <= 2 * noise
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # swapped whole, plain, with what follows the head
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_not_rounded_to_sixteen_bits(
+    checkpoint: Callable[[str], Path], family: str, dtype: torch.dtype
+) -> None:
+    driver = Driver(load_model(str(checkpoint(family)), dtype=str(dtype).removeprefix("torch."), device=CPU))
+    driver.add(words(9))
+    driver.step()
+    logits = driver.worker.logits
+    assert logits.dtype == torch.float32
+    assert (logits != logits.to(dtype)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_a_product_in_sixteen_bits_with_a_result_in_thirty_two(rows: int, dtype: torch.dtype, ordered: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 300).to(dtype), torch.randn(70, 300).to(dtype), torch.randn(70).to(dtype)
+    exact = nn.functional.linear(x.double(), weight.double(), bias.double())
+    packed = ops.pack_weight(weight, ordered=ordered, float32_out=True)
+    assert packed is not None
+    wide = ops.packed_linear(x, packed, bias)
+    assert wide.dtype == torch.float32
+    assert (wide - exact).abs().max() < 1e-4
+    plus = torch.randn(rows, 70)
+    assert (ops.packed_linear(x, packed, bias, plus.clone()) - exact - plus).abs().max() < 1e-4

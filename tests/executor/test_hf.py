@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf
-from tests.checkpoints import FAMILIES, config_of, make_checkpoint, tokenizer
+from engine.executor.models.fused import PackedLinear
+from engine.executor.models.probe import probe
+from engine.tools import tiny_checkpoints
+from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
 Checkpoint = Callable[[str], Path]
@@ -98,7 +102,6 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "v
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gpt_oss", {"head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 64}, "attention takes `s_aux`"),
         ("deepseek_v3", {"num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 2}, "head size"),
         ("llama", {"head_dim": 512, "num_key_value_heads": 1}, "head size 512 is over 256"),
         ("bert", {"intermediate_size": 64}, "attention that is not causal"),
@@ -111,14 +114,14 @@ def test_the_probe_sees_what_attention_is_asked_for(family: str, changes: dict[s
             config_of(family, **(SMALL | changes)), attn_implementation=attention.NAME
         )
     with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
-        hf.probe(model.eval())
+        probe(model.eval())
 
 
 def test_the_probe_catches_layers_that_never_attend(checkpoint: Checkpoint) -> None:
     model = plain(checkpoint("llama"))
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(UnsupportedModel, match=r"^llama: 1 of 2 layers went through the attention interface"):
-        hf.probe(model)
+        probe(model)
 
 
 def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint: Checkpoint) -> None:
@@ -127,7 +130,59 @@ def test_the_probe_catches_state_that_leaks_between_packed_sequences(checkpoint:
     mlp = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda x: mlp(x.cumsum(1))
     with pytest.raises(UnsupportedModel, match=r"^llama: a sequence's logits change with what it is packed with"):
-        hf.probe(model)
+        probe(model)
+
+
+def test_positions_from_the_place_in_the_batch_are_refused() -> None:
+    """As llama4 takes them for the temperature of its attention, where all its layers see everything."""
+    config = config_of(
+        "llama4_text",
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+        layer_types=["full_attention"] * 2,
+        floor_scale=8,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        for tensor in model.parameters():
+            tensor.data.normal_(std=0.2)
+    with pytest.raises(UnsupportedModel, match=r"^llama4_text: takes a token's position from its place in the batch"):
+        probe(model.eval(), 64)
+
+
+def test_what_fails_only_after_modules_are_swapped_is_refused_at_load(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a module does that computes with the weight of a linear layer, which is packed by then."""
+    monkeypatch.setattr(PackedLinear, "forward", nn.Linear.forward)
+    with pytest.raises(UnsupportedModel, match=r"^gpt_neox: fails as it would be served: "):
+        load(checkpoint("gpt_neox"))
+
+
+def test_swapped_modules_that_compute_something_else_are_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a decoder would whose families rotate heads in another way than ours."""
+
+    def swap(model: PreTrainedModel, max_model_len: int, *, ordered: bool) -> None:
+        model.model.layers[0].self_attn.q_proj.weight.data.neg_()
+
+    monkeypatch.setattr(hf, "fuse", swap)
+    with pytest.raises(UnsupportedModel, match=r"^llama: as it would be served its logits differ from the model's own"):
+        load(checkpoint("llama"))
+
+
+def test_layers_that_cache_heads_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    directory = tiny_checkpoints.make_checkpoint(tmp_path / "gemma4", "gemma4_text", global_head_dim=64)
+    assert refusal(directory) == (
+        "gemma4_text: layers that cache 2 heads of 32 and 2 heads of 64 numbers; all must cache the same"
+    )
 
 
 def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
@@ -135,7 +190,7 @@ def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
     inner = model.model.layers[0].forward
     model.model.layers[0].forward = lambda h, **kw: inner(h, **(kw | {"attention_mask": torch.zeros(1, 1, 12, 12)}))
     with pytest.raises(UnsupportedModel, match=r"^llama: a mask or position bias of its own"):
-        hf.probe(model)
+        probe(model)
 
 
 def test_kv_bytes_of_opt_13b_from_its_config() -> None:
@@ -145,7 +200,7 @@ def test_kv_bytes_of_opt_13b_from_its_config() -> None:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    assert bytes_per_token(hf.probe(model)[0], torch.float16) == 819_200
+    assert bytes_per_token(probe(model)[0], torch.float16) == 819_200
 
 
 def test_missing_tensor(copy: Path) -> None:
@@ -259,3 +314,112 @@ def test_random_weights_leave_room_for_those_of_files(checkpoint: Checkpoint, tm
     save_file({name: own[:1].clone()}, tmp_path / "some.safetensors")
     with pytest.raises(ModelLoadError, match=r"weight has shape \[1, 128\], the config says \[640, 128\]"):
         load(tmp_path, random=True)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: object) -> None:
+    """Change the tensors and the config of a checkpoint."""
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    described = json.loads((directory / "config.json").read_bytes())
+    (directory / "config.json").write_text(json.dumps(described | config))
+
+
+def refusal(directory: Path, **options: object) -> str:
+    """The one line with which a checkpoint is refused."""
+    with pytest.raises(UnsupportedModel) as caught:
+        load(directory, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt (FP8)"),
+        ({"quant_method": "tomorrow"}, "tomorrow"),
+        ({"producer": {"name": "modelopt"}}, "modelopt"),
+        ({"bits": 4}, "an unnamed method"),
+    ],
+)
+def test_quantised_weights_are_refused_by_the_name_of_their_method(
+    copy: Path, described: dict[str, object], named: str
+) -> None:
+    rewrite(copy, lambda weights: None, quantization_config=described)
+    assert refusal(copy) == f"llama: weights quantised by {named}, which is not implemented; serve an unquantised copy"
+
+
+def test_modelopt_may_say_so_in_a_file_of_its_own_only(copy: Path) -> None:
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (copy / "hf_quant_config.json").write_text(json.dumps(described))
+    assert refusal(copy).startswith("llama: weights quantised by modelopt (FP8), which is not implemented")
+    (copy / "hf_quant_config.json").write_text("[")
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json: "):
+        load(copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_weights_of_few_bits_without_a_config_are_refused(copy: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(copy, lambda weights: weights.update({name: weights[name].to(dtype)}))
+    assert refusal(copy).startswith(f"llama: {name} is ")
+    assert refusal(copy).endswith("and the config says nothing of quantised weights")
+
+
+def test_tensors_that_the_config_denies_are_refused(copy: Path) -> None:
+    """A model with attention biases whose config says that it has none would be served without them."""
+    name = "model.layers.{}.self_attn.q_proj.bias"
+    rewrite(copy, lambda weights: weights.update({name.format(layer): torch.ones(128) for layer in (0, 1)}))
+    assert refusal(copy) == (
+        f"llama: the weight files hold {name.format(0)} and 1 more, which the model of this config does not use"
+    )
+
+
+def test_tensors_of_further_layers_are_not_needed(copy: Path) -> None:
+    """Heads that draft further tokens are stored as layers after the last one, or under a name of their own."""
+    names = ["model.layers.2.self_attn.q_proj.weight", "mtp.layers.0.input_layernorm.weight"]
+    rewrite(copy, lambda weights: weights.update({name: torch.ones(4) for name in names}), num_nextn_predict_layers=1)
+    assert len(load(copy).layers) == 2
+    rewrite(copy, lambda weights: None, num_nextn_predict_layers=0)
+    assert refusal(copy) == f"llama: the weight files hold {names[0]}, which the model of this config does not use"
+
+
+@pytest.mark.parametrize("asked", ["auto", "float32"])
+def test_weights_in_float64(copy: Path, asked: str) -> None:
+    rewrite(copy, lambda weights: weights.update({k: w.double() for k, w in weights.items()}), dtype="float64")
+    if asked == "float32":
+        assert load(copy, dtype=asked).dtype == torch.float32
+    else:
+        assert refusal(copy) == "llama: weights in float64; choose --dtype float32, bfloat16 or float16"
+
+
+@pytest.mark.parametrize("named", ["float8_e4m3fn", "int8", "no_such_type"])
+def test_a_dtype_that_does_not_fit(copy: Path, named: str) -> None:
+    rewrite(copy, lambda weights: None, dtype=named)
+    with pytest.raises(ModelLoadError, match=named) as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_padding_token_past_the_vocabulary(copy: Path) -> None:
+    """Padding is never computed, so it does not matter which token it would be."""
+    rewrite(copy, lambda weights: None, pad_token_id=VOCAB)
+    assert load(copy).vocab_size == VOCAB
+
+
+def test_a_token_embedding_of_another_size_than_the_config_says(copy: Path) -> None:
+    rewrite(copy, lambda weights: None, vocab_size=VOCAB + 1)
+    with pytest.raises(ModelLoadError, match=r"has shape|shapes"):
+        load(copy)
+
+
+def test_the_end_token_of_the_tokenizer_ends_an_answer_too(copy: Path) -> None:
+    """A model may name one end token in its config and write another: the one of its chat template."""
+    own = tokenizer().eos_token_id
+    described = json.loads((copy / "generation_config.json").read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))
+    assert load(copy).eos_ids == [7, 5, own]
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|turn|>"}}))
+    assert load(copy).eos_ids == [7, 5, 2]
+    (copy / "tokenizer_config.json").write_text("{")
+    assert load(copy).eos_ids == [7, 5]

@@ -91,7 +91,22 @@ def test_a_failed_step_voids_all_in_flight_and_nothing_else(executor: Executor) 
 
 def test_too_little_memory_for_one_sequence(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(NotEnoughMemory, match=r"has 63 blocks of 16 tokens .*max_model_len 1024 needs 64"):
-        load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=63, threads=1))
+        load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=63, max_model_len=1024, threads=1))
+
+
+def test_a_context_that_does_not_fit_becomes_what_the_cache_holds(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = load(EngineConfig(model=str(checkpoint("llama")), kv_blocks=3, max_seqs=2, threads=1))
+    assert executor.info.max_model_len == 48
+    said = [record.getMessage() for record in caplog.records if "max_model_len" in record.getMessage()]
+    assert said == [
+        "max_model_len is 48 tokens, which is what the KV cache holds; the model was made for 1024: raise "
+        "kv_memory_gib for more"
+    ]
+    executor.close()
+    with pytest.raises(NotEnoughMemory, match="has 0 blocks"):
+        load(EngineConfig(model=str(checkpoint("llama")), kv_memory_gib=1e-6, threads=1))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,14 @@ class Batch:
         )
         return out
 
+    def attend_with_sinks(self, sinks: torch.Tensor, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
+        """The same with sinks [H], on a CPU."""
+        out = torch.full_like(self.q, NAN)
+        args = self.q, self.k_cache, self.v_cache, self.tables, self.rows, self.q_start, self.lens
+        scale = self.q.shape[2] ** -0.5
+        ops.paged_attention_with_sinks(*args, scale, window, soft_cap, sinks, out, scales=self.scales)
+        return out
+
     def only(self, s: int, chunk: slice = slice(None)) -> Batch:
         """Sequence `s` alone; with `chunk`, those of its queries, as if the later ones had not been computed yet."""
         begin, end = self.q_start[s : s + 2].tolist()
@@ -149,6 +157,7 @@ def reference(
     scale: float | None = None,
     compute: torch.dtype = torch.float64,
     store: torch.dtype | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, one sequence at a time, computed in `compute`, rounded to `store`; returned as float64."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
@@ -167,7 +176,11 @@ def reference(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         distance = torch.arange(length - (end - begin), length)[:, None] - torch.arange(length)[None]
         seen = (distance >= 0) & ((distance < window) if window else True)
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            column = sinks.to(compute)[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, column], 2)
+        weights = scores.softmax(-1)[..., :length]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(store or compute).double()
     return out
 

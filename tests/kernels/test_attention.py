@@ -67,6 +67,33 @@ def test_e4m3_cache(dtype: torch.dtype, dim: int) -> None:
     assert_close(batch, window=50, soft_cap=5.0)
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (50, 5.0)])
+def test_sinks(window: int, soft_cap: float, dtype: torch.dtype, e4m3: bool) -> None:
+    """One that takes nearly everything, one that takes nothing, and two between; decodes, chunks and merged splits."""
+    batch = make_batch(LENS, [1 if n % 2 else -(-n // 2) for n in LENS], dtype=dtype, e4m3=e4m3)
+    sinks = torch.tensor([8.0, -torch.inf, 0.5, -2.0])
+    exact = reference(batch, window, soft_cap, sinks=sinks)
+    plain = reference(batch, window, soft_cap, sinks=sinks, compute=torch.float32, store=dtype)
+    ours = batch.attend_with_sinks(sinks, window, soft_cap)
+    assert error(ours, exact) <= 2 * error(plain, exact) + 1e-7
+    assert torch.equal(ours[:, 1], batch.attend(window, soft_cap)[:, 1])
+
+
+@pytest.mark.parametrize("sink", [100.0, 1e4, torch.inf])
+def test_a_sink_above_all_scores_leaves_nothing(sink: float) -> None:
+    assert make_batch([300, 5], [1, 5]).attend_with_sinks(torch.full([4], sink)).abs().max() < 1e-30
+
+
+def test_sinks_of_the_wrong_number_or_type() -> None:
+    batch = make_batch([5], [1])
+    with pytest.raises(ValueError, match="sinks"):
+        batch.attend_with_sinks(torch.zeros(3))
+    with pytest.raises(ValueError, match="sinks"):
+        batch.attend_with_sinks(torch.zeros(4, dtype=torch.bfloat16))
+
+
 def test_scale_is_applied() -> None:
     assert_close(make_batch([50, 9], [1, 9]), scale=0.7)
 

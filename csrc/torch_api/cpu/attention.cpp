@@ -36,13 +36,14 @@ void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, in
   }
 }
 
-void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                     const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
-                     const at::Tensor& lens, const std::optional<at::Tensor>& scales, int64_t /*decodes*/,
-                     const at::Tensor& /*plan*/, double scale, int64_t window, double soft_cap,
-                     const at::Tensor& out) {
-  const AttentionSizes sizes =
+// sinks: null for none.
+void attend(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& tables,
+            const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens,
+            const std::optional<at::Tensor>& scales, double scale, int64_t window, double soft_cap,
+            const at::Tensor* sinks, const at::Tensor& out) {
+  AttentionSizes sizes =
       check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, window, out, on_cpu());
+  if (sinks) expect_plain("sinks", *sinks, {sizes.heads}, at::kFloat, on_cpu());
   const int64_t head_size = sizes.cache.head_size;
   TORCH_CHECK_VALUE(head_size > 0 && head_size <= kMaxHeadSize, "q: head size ", head_size, " is over ", kMaxHeadSize);
   const AttentionArgs args{
@@ -57,6 +58,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       .k_block_stride = k_cache.stride(0),
       .v_block_stride = v_cache.stride(0),
       .scales = sizes.scales,
+      .sinks = sinks ? sinks->const_data_ptr<float>() : nullptr,
       .tables = tables.const_data_ptr<int32_t>(),
       .table_stride = tables.stride(0),
       .rows = rows.const_data_ptr<int32_t>(),
@@ -79,6 +81,21 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
   });
 }
 
+void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                     const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
+                     const at::Tensor& lens, const std::optional<at::Tensor>& scales, int64_t /*decodes*/,
+                     const at::Tensor& /*plan*/, double scale, int64_t window, double soft_cap,
+                     const at::Tensor& out) {
+  attend(q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, nullptr, out);
+}
+
+void paged_attention_with_sinks(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                                const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
+                                const at::Tensor& lens, const std::optional<at::Tensor>& scales, double scale,
+                                int64_t window, double soft_cap, const at::Tensor& sinks, const at::Tensor& out) {
+  attend(q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, &sinks, out);
+}
+
 // A CPU needs no plan: its threads take work by ticket.
 void attention_plan(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, int64_t, int64_t,
                     const at::Tensor&) {}
@@ -87,6 +104,7 @@ int64_t attention_plan_bytes(const at::Tensor&, int64_t, int64_t, int64_t, int64
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("paged_attention", paged_attention);
+  m.impl("paged_attention_with_sinks", paged_attention_with_sinks);
   m.impl("attention_plan", attention_plan);
   m.impl("attention_plan_bytes", attention_plan_bytes);
 }

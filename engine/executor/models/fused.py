@@ -58,11 +58,13 @@ VECTOR = 64  # torch takes so many numbers, or half, at a time through an activa
 class PackedLinear(nn.Module):
     """nn.Linear whose weight [out, in] exists in packed form only, so that it takes its memory once."""
 
-    def __init__(self, packed: ops.Packed, bias: Tensor | None) -> None:
+    def __init__(self, packed: ops.Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features = packed.size
         self.bias = bias
         self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
+        # Routers ask their own linear layer for its dtype.  Code that computes with this fails, and is refused at load.
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.packed_linear(x, self.packed, self.bias)
@@ -83,8 +85,17 @@ class Product(nn.Module):
     Several linear layers of the same input become one product: their outputs, one after another.
     """
 
-    def __init__(self, *linears: nn.Linear, ordered: bool, norm: RMSNorm | None = None, silu_mul: bool = False) -> None:
-        """norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up."""
+    def __init__(
+        self,
+        *linears: nn.Linear,
+        ordered: bool,
+        norm: RMSNorm | None = None,
+        silu_mul: bool = False,
+        float32_out: bool = False,
+    ) -> None:
+        """norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
+
+        float32_out: on a CPU, don't round the result to the dtype of the weights."""
         super().__init__()
         first, *others = linears
         weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
@@ -92,7 +103,8 @@ class Product(nn.Module):
         self.out_features = len(weight)
         self.norm = norm
         self.silu_mul = silu_mul
-        self.packed = ops.pack_weight(weight, ordered=ordered) if weight.device.type == "cpu" else None
+        cpu = weight.device.type == "cpu"
+        self.packed = ops.pack_weight(weight, ordered=ordered, float32_out=float32_out) if cpu else None
         self.weight = weight if self.packed is None else None
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -184,7 +196,8 @@ class Decoder(nn.Module):
         for i, layer in enumerate(plain.layers):
             self.layers.append(Layer(layer, window(layer.self_attn), ordered))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
-        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered)
+        # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
+        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered, float32_out=True)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Hidden states of a step, after all layers: [T, hidden]."""
@@ -199,7 +212,8 @@ class Decoder(nn.Module):
         if at is not None:
             x = x.index_select(0, at)
         if not len(x):
-            logits: Tensor = x.new_empty(0, self.head.out_features)
+            dtype = torch.float32 if self.head.packed else x.dtype
+            logits: Tensor = x.new_empty(0, self.head.out_features, dtype=dtype)
         else:
             logits = self.head(x, out=out)
         return logits
@@ -215,12 +229,13 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
         model.model, model.lm_head = Decoder(model, max_model_len, ordered), nn.Identity()
     if model.device.type != "cpu":
         return
+    head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) in (nn.Linear, Conv1D):
                 weight = child.weight if type(child) is nn.Linear else child.weight.T
-                if packed := ops.pack_weight(weight, ordered=ordered):
-                    setattr(parent, name, PackedLinear(packed, child.bias))
+                if packed := ops.pack_weight(weight, ordered=ordered, float32_out=child is head):
+                    setattr(parent, name, PackedLinear(packed, child.bias, weight.dtype))
 
 
 def batch_dependence(model: PreTrainedModel) -> str:

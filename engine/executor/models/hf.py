@@ -4,18 +4,18 @@ A model is served only if it is proved, at load, to compute what its authors mea
 
     config          names known to be different (encoder-decoders, layers that are not plain attention): refused
     weights         every tensor of the architecture is in the files; transformers would silently make up the rest
-    probe           one small forward with a recording attention function: every layer called it, once, with nothing
-                    we do not implement; and a sequence's logits do not change with what it is packed together with
+    probe           a few small forwards, before and after submodules are swapped (`probe.py`)
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,26 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
-from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.precision import check_dtype, check_quantisation, check_stored_dtypes
+from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.weights import tensor_bytes, weight_files
 from engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
 
-PROBE = "kv_blocks_probe"
-MAX_HEAD_SIZE = 256
 GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-# Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
 # Models that Quire makes by itself, by the names that options have for them.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -109,14 +106,21 @@ def load_model(
     config = read_config(directory)
     max_model_len = check_length(config, max_model_len)
     module = random_model(directory, config, dtype, device) if random else read_weights(directory, config, dtype)
+    check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
-    layers, vocab_size = probe(module)
+    proof = probe(module, max_model_len)
+    layers = proof.layers
+    if other := [layer for layer in layers if layer != layers[0]]:
+        both = " and ".join(f"{layer.heads} heads of {layer.head_size}" for layer in (layers[0], other[0]))
+        raise UnsupportedModel(f"{config.model_type}: layers that cache {both} numbers; all must cache the same")
     if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
         sizes = sorted(GPU_HEAD_SIZES)
         raise UnsupportedModel(f"{config.model_type}: head size {min(odd)}; on a GPU it must be one of {sizes}")
     fuse(module, max_model_len, ordered=deterministic)
+    if device.type == "cpu":  # not tried on a GPU yet
+        prove_served(module, proof)
     dependence = batch_dependence(module)
     if deterministic and dependence:
         raise UnsupportedModel(f"{config.model_type}: --deterministic: {dependence}")
@@ -125,9 +129,9 @@ def load_model(
         directory=directory,
         dtype=module.dtype,
         layers=layers,
-        vocab_size=vocab_size,
+        vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module),
+        eos_ids=eos_ids(module, directory),
         batch_dependence=dependence,
     )
 
@@ -160,6 +164,9 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
 def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     """The model of a checkpoint, complete.  Raises ModelLoadError."""
     check_files(directory)
+    check_stored_dtypes(directory, config.model_type)
+    if dtype == "auto":
+        check_dtype(config.model_type, config.dtype)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -169,18 +176,39 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
                 attn_implementation=NAME,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    check_report(directory, config, report)
+    model: PreTrainedModel = module
+    return model
+
+
+def check_report(directory: Path, config: PretrainedConfig, report: dict[str, Any]) -> None:
+    """Raise ModelLoadError or UnsupportedModel unless the files and the architecture have the same tensors."""
     if missing := sorted(report["missing_keys"]):
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelLoadError(f"{directory}: the weight files lack {missing[0]}{others}")
+        raise ModelLoadError(f"{directory}: the weight files lack {some(missing)}")
     if report["mismatched_keys"]:
         key, found, wanted = min(report["mismatched_keys"])
         raise ModelLoadError(f"{directory}: {key} has shape {list(found)}, the config says {list(wanted)}")
-    model: PreTrainedModel = module
-    return model
+    text = config.get_text_config()
+    first = text.num_hidden_layers
+    further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    if unused := sorted(name for name in report["unexpected_keys"] if not drafts(name, further)):
+        reason = "which the model of this config does not use"
+        raise UnsupportedModel(f"{config.model_type}: the weight files hold {some(unused)}, {reason}")
+
+
+def drafts(name: str, further: range) -> bool:
+    """Whether a tensor is of a head that drafts further tokens: stored as a layer after the last one, or as `mtp`."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return bool((layer and int(layer[1]) in further) or re.search(r"(^|\.)mtp\b", name))
+
+
+def some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextlib.contextmanager
@@ -206,9 +234,14 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ModelLoadError(f"{directory}: no config.json")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # config classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
     check_architecture(config)
+    check_quantisation(directory, config)
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < text.vocab_size:
+        text.pad_token_id = None  # torch refuses such a token; no batch is padded here
     return config
 
 
@@ -255,121 +288,30 @@ def check_files(directory: Path) -> None:
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
 
 
-def eos_ids(module: PreTrainedModel) -> list[int]:
-    """End-of-sequence tokens, from generation_config.json, else from config.json."""
+def eos_ids(module: PreTrainedModel, directory: Path) -> list[int]:
+    """End-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's own."""
+    ids: list[int] = []
     for source in (module.generation_config, module.config.get_text_config()):
         found = getattr(source, "eos_token_id", None)
         if found is not None:
-            return list(found) if isinstance(found, (list, tuple)) else [int(found)]
-    return []
+            ids = list(found) if isinstance(found, (list, tuple)) else [int(found)]
+            break
+    own = tokenizer_end(directory)
+    return ids if own is None or own in ids else [*ids, own]
 
 
-def one_line(error: BaseException) -> str:
-    """The first line that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-@dataclass
-class Probe:
-    """Packed sequences for one recording forward, and what each attention layer asked for."""
-
-    starts: list[int]  # first token of each sequence, then the total
-    layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
-
-
-def probe_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    probe: Probe | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
-
-    Shapes as `attention.kv_blocks`.  Windows are left out: the packed sequences are shorter than any.
-    """
-    if probe is None:
-        raise UnsupportedModel("the model keeps keywords from its attention layers")
-    if attention_mask is not None:
-        raise UnsupportedModel("a mask or position bias of its own")
-    if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
-        raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal or getattr(module, "is_cross_attention", False):
-        raise UnsupportedModel("attention that is not causal self-attention")
-    if scaling is None:
-        raise UnsupportedModel("attention without a scale")
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int) or index in probe.layers:
-        raise UnsupportedModel("attention layers without an index of their own")
-    heads, size = key.shape[1], key.shape[3]
-    if value.shape != key.shape or query.shape[3] != size:
-        raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
-    if size > MAX_HEAD_SIZE:
-        raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
-    probe.layers[index] = KVShape(heads, size)
-    group = query.shape[1] // heads
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = torch.empty_like(query)
-    for first, end in zip(probe.starts, probe.starts[1:], strict=False):
-        score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
-        weight = score.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
-        out[:, :, first:end] = weight @ value[:, :, first:end]
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(PROBE, probe_attention)
-
-
-@torch.inference_mode()
-def probe(module: PreTrainedModel) -> tuple[list[KVShape], int]:
-    """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
-
-    Returns what each layer caches, and the width of the logits.  Raises UnsupportedModel, naming the architecture.
-    """
-    kind, text = module.config.model_type, module.config.get_text_config()
-    first, second = 5, 7
-    device = module.get_input_embeddings().weight.device
-    positions = torch.tensor([*range(first), *range(second)], device=device)[None]
-    keep = torch.arange(first, first + second, device=device)
-    ids = torch.arange(1, first + second + 1, device=device)[None] * 31 % text.vocab_size
-    other = ids.clone()
-    other[:, :first] = (ids[:, :first] + 17) % text.vocab_size
-    probes, logits = [], []
-    module.set_attn_implementation(PROBE)
+def tokenizer_end(directory: Path) -> int | None:
+    """The token that the tokenizer of a checkpoint calls its end; None where its files don't say."""
     try:
-        for tokens in (ids, other):
-            probes.append(seen := Probe([0, first, first + second]))
-            out = module(input_ids=tokens, position_ids=positions, use_cache=False, probe=seen, logits_to_keep=keep)
-            logits.append(out.logits)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{kind}: {error}") from error
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
-    finally:
-        module.set_attn_implementation(NAME)
-    layers = probes[0].layers
-    if sorted(layers) != list(range(text.num_hidden_layers)):
-        raise UnsupportedModel(
-            f"{kind}: {len(layers)} of {text.num_hidden_layers} layers went through the attention interface"
-        )
-    if logits[0].shape[:2] != (1, second):
-        raise UnsupportedModel(f"{kind}: computes logits of tokens nobody asked for")
-    if device.type != "meta":
-        # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
-        # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
-        drift = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
-        if not drift < 0.05:
-            raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
-    return [layers[i] for i in range(text.num_hidden_layers)], logits[0].shape[2]
+        described = json.loads((directory / "tokenizer_config.json").read_bytes())
+        end = described.get("eos_token")
+        name = end.get("content") if isinstance(end, dict) else end
+        for number, token in (described.get("added_tokens_decoder") or {}).items():
+            if token["content"] == name:
+                return int(number)
+        for token in json.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or []:
+            if token["content"] == name:
+                return int(token["id"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not what we know
+        pass
+    return None

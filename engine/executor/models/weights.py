@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,15 +47,19 @@ def weight_files(directory: Path) -> list[Path]:
 
 def tensor_bytes(files: list[Path]) -> dict[str, int]:
     """The size of each tensor of these files, in bytes, by its name.  The files must have been checked."""
-    sizes = {}
+    return {name: described["data_offsets"][1] - described["data_offsets"][0] for name, described in _headers(files)}
+
+
+def tensor_dtypes(files: list[Path]) -> dict[str, str]:
+    """The type of each tensor, in the words of safetensors, by its name.  The files must have been checked."""
+    return {name: described["dtype"] for name, described in _headers(files)}
+
+
+def _headers(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, described in header.items():
-            if name != "__metadata__":
-                first, end = described["data_offsets"]
-                sizes[name] = end - first
-    return sizes
+        yield from ((name, described) for name, described in header.items() if name != "__metadata__")
 
 
 def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:

@@ -1,0 +1,232 @@
+"""Proves, at load, that an architecture computes what its authors meant when Quire packs sequences for it.
+
+A few small forwards with a recording attention function show that every layer called it, once, with nothing that is not
+implemented.  They also show that a sequence's logits do not change with what it is packed together with, and that its
+positions come from `position_ids`.  After submodules were swapped, one step proves that
+what is served computes the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.executor.attention import NAME
+from engine.executor.batch import Plans, StepTensors
+from engine.executor.errors import UnsupportedModel, one_line
+from engine.executor.kv_cache import KVShape, allocate
+from engine.executor.models.fused import Forward
+
+PROBE = "kv_blocks_probe"
+MAX_HEAD_SIZE = 256
+# How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
+LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
+MOST_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
+# Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
+
+
+@dataclass
+class Probe:
+    """Packed sequences for one recording forward, and what each attention layer asked for."""
+
+    starts: list[int]  # first token of each sequence, then the total
+    layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
+
+
+def probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    probe: Probe | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
+
+    Shapes as `attention.kv_blocks`.  Windows are left out: the packed sequences are shorter than any.
+    """
+    if probe is None:
+        raise UnsupportedModel("the model keeps keywords from its attention layers")
+    if attention_mask is not None:
+        raise UnsupportedModel("a mask or position bias of its own")
+    if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
+        raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or getattr(module, "is_cross_attention", False):
+        raise UnsupportedModel("attention that is not causal self-attention")
+    if scaling is None:
+        raise UnsupportedModel("attention without a scale")
+    if s_aux is not None and query.device.type == "cuda":
+        raise UnsupportedModel("attention sinks, which are not implemented on a GPU; --device cpu can do it")
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int) or index in probe.layers:
+        raise UnsupportedModel("attention layers without an index of their own")
+    heads, size = key.shape[1], key.shape[3]
+    if value.shape != key.shape or query.shape[3] != size:
+        raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
+    if size > MAX_HEAD_SIZE:
+        raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
+    probe.layers[index] = KVShape(heads, size)
+    return plain_attention(query, key, value, probe.starts, scaling, softcap, s_aux), None
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: list[int],
+    scaling: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention within each packed sequence; shapes and sinks as `attention.kv_blocks`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    out = torch.empty_like(query)
+    for first, end in itertools.pairwise(starts):
+        score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
+        if soft_cap:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        future = torch.ones(end - first, end - first, dtype=torch.bool, device=score.device).triu(1)
+        score = score.masked_fill(future, float("-inf"))
+        if sinks is not None:
+            score = torch.cat([score, sinks.to(score.dtype).view(1, -1, 1, 1).expand(*score.shape[:3], 1)], 3)
+        weight = score.softmax(-1, dtype=torch.float32)[..., : end - first].to(value.dtype)
+        out[:, :, first:end] = weight @ value[:, :, first:end]
+    return out.transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(PROBE, probe_attention)
+
+
+def past(length: int) -> SimpleNamespace:
+    """Stand for a cache with `length` tokens before the step's, which attention here never reads from it.
+
+    A model that takes positions from its cache, and not from `position_ids`, then computes with these."""
+    return SimpleNamespace(
+        get_seq_length=lambda layer_idx=0: length,
+        get_mask_sizes=lambda query_length, layer_idx=0: (length + query_length, 0),
+        update=lambda key, value, *_args, **_kwargs: (key, value),
+        is_compileable=False,
+    )
+
+
+class Proof(NamedTuple):
+    """What a probe saw."""
+
+    layers: list[KVShape]  # what each attention layer caches
+    vocab_size: int  # width of the logits
+    ids: Tensor  # [1, FIRST + SECOND] of two packed sequences
+    positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
+    logits: Tensor  # [1, SECOND, V] of the second sequence
+
+
+FIRST, SECOND = 5, 7  # tokens of the two packed sequences
+
+
+@torch.inference_mode()
+def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
+    """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
+
+    max_model_len: positions to prove; 0: a few.  Raises UnsupportedModel, naming the architecture.
+    """
+    kind, text = module.config.model_type, module.config.get_text_config()
+    device = module.get_input_embeddings().weight.device
+    at = max(FIRST, max_model_len - SECOND)  # position of the second sequence's first token
+    positions = torch.tensor([*range(FIRST), *range(at, at + SECOND)], device=device)[None]
+    in_a_row = torch.arange(at - FIRST, at + SECOND, device=device)[None]
+    keep = torch.arange(FIRST, FIRST + SECOND, device=device)
+    ids = torch.arange(1, FIRST + SECOND + 1, device=device)[None] * 31 % text.vocab_size
+    other = ids.clone()
+    other[:, :FIRST] = (ids[:, :FIRST] + 17) % text.vocab_size
+    seen, logits = Probe([0, FIRST, FIRST + SECOND]), []
+    runs: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
+        (ids, positions, {"logits_to_keep": keep}),
+        (other, positions, {"logits_to_keep": keep}),
+        (ids, in_a_row, {"logits_to_keep": keep, "past_key_values": past(at - FIRST)}),
+    ]
+    module.set_attn_implementation(PROBE)
+    try:
+        for tokens, where, others in runs:
+            seen.layers.clear()
+            out = module(input_ids=tokens, position_ids=where, use_cache=False, probe=seen, **others)
+            logits.append(out.logits)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{kind}: {error}") from error
+    except Exception as error:  # of the model's own code
+        raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
+    finally:
+        module.set_attn_implementation(NAME)
+    if sorted(seen.layers) != list(range(text.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"{kind}: {len(seen.layers)} of {text.num_hidden_layers} layers went through the attention interface"
+        )
+    if logits[0].shape[:2] != (1, SECOND):
+        raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
+    if device.type != "meta":
+        # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
+        # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
+        most = LEAK[module.dtype]
+        if not (drift := drift_of(logits[1], logits[0])) < most:
+            raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
+        if not (drift := drift_of(logits[2], logits[0])) < most:
+            raise UnsupportedModel(f"{kind}: takes a token's position from its place in the batch ({drift:.0e})")
+    layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
+    return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
+
+
+def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
+    """The largest difference, as a share of the largest logit."""
+    return (logits.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+
+
+@torch.inference_mode()
+def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16) -> None:
+    """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
+
+    Raises UnsupportedModel if that fails, or if the logits are not those of the probe."""
+    kind, device = module.config.model_type, module.device
+    caches = allocate(proof.layers, 2, block_size, module.dtype, device)
+
+    def ints(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    step = StepTensors(
+        input_ids=proof.ids,
+        position_ids=proof.positions,
+        kv_indices=ints(*range(FIRST), *range(block_size, block_size + SECOND), dtype=torch.int64),
+        tables=ints(0, 1)[:, None],
+        rows=ints(0, 1),
+        q_start=ints(0, FIRST, FIRST + SECOND),
+        lens=ints(FIRST, SECOND),
+        decodes=0,
+        caches=caches,
+        plans=Plans(max_seqs=2, max_tokens=FIRST + SECOND, device=device),
+        logits_at=None,
+        sample_slots=ints(dtype=torch.int64),
+        known=ints(dtype=torch.int64),
+    )
+    keep = torch.arange(FIRST, FIRST + SECOND, device=device)
+    try:
+        logits = Forward(module, step).logits(keep)
+    except Exception as error:  # of the model's own code, with modules that it may not expect
+        raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
+    # Rounding grows with depth, and a mixture of experts may send a token elsewhere for it: the median token decides.
+    each = (logits.float() - proof.logits[0].float()).abs().amax(1) / proof.logits.float().abs().max()
+    if not (drift := each.median()) < MOST_DRIFT[module.dtype]:
+        raise UnsupportedModel(f"{kind}: as it would be served its logits differ from the model's own ({drift:.0e})")

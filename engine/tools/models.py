@@ -1,0 +1,198 @@
+"""Which model families of the installed transformers are served, proved on tiny checkpoints; writes docs/models.md.
+
+    python -m engine.tools models                     every causal family; takes about ten minutes on two cores
+    python -m engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
+
+For each family a tiny checkpoint with random weights is made, in float32, and three prompts are continued greedily on a
+CPU, as `transformers.generate` continues them: whole and in one batch, again with their prefixes cached, and in chunks
+of 7 tokens without a cache.  A family is equal only if all nine texts are, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gc
+import logging
+import random
+import sys
+import tempfile
+import textwrap
+import warnings
+from pathlib import Path
+
+import msgspec
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.config import EngineConfig
+from engine.executor import local
+from engine.executor.errors import ModelLoadError, one_line
+from engine.executor.models.bars import no_bars
+from engine.llm import LLM
+from engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from engine.wire.messages import Sampling
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PROMPTS = (5, 33, 61)  # tokens
+OUTPUT = 12  # tokens
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+CHUNK = 7  # tokens
+EQUAL, UNCACHED, REFUSED, DIFFERENT, FAILS, NOT_MADE = (
+    "equal",
+    "equal without their cache",
+    "refused",
+    "different",
+    "fails",
+    "not tried",
+)
+MEANING = {
+    EQUAL: "all texts equal those of transformers, token for token",
+    UNCACHED: "texts equal those of transformers' forward, with which its own generation with a cache disagrees",
+    REFUSED: "refused at the start, with this line",
+    DIFFERENT: "served, and some text differs: a bug",
+    FAILS: "an error that is no refusal: a bug",
+    NOT_MADE: "no tiny checkpoint could be made, or transformers cannot generate with it",
+}
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of one family."""
+
+    family: str
+    outcome: str  # a key of MEANING
+    reason: str = ""
+
+
+def families() -> list[str]:
+    """Model types for which transformers has a causal language model, sorted."""
+    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+
+
+def judge(family: str, directory: Path) -> Verdict:
+    """Make the family's tiny checkpoint in `directory`, and compare."""
+    try:
+        make_checkpoint(directory, family)
+    except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
+        return Verdict(family, NOT_MADE, one_line(error))
+    try:
+        ours = our_texts(directory)
+    except ModelLoadError as error:
+        return Verdict(family, REFUSED, str(error).replace(str(directory), "checkpoint"))
+    except Exception as error:
+        return Verdict(family, FAILS, one_line(error))
+    try:
+        wanted = own_texts(directory)
+    except Exception as error:
+        return Verdict(family, NOT_MADE, f"transformers.generate: {one_line(error)}")
+    if all(texts != wanted and texts == ours["whole"] for texts in ours.values()):
+        with contextlib.suppress(Exception):  # of models that cannot run without a cache
+            if ours["whole"] == own_texts(directory, use_cache=False):
+                return Verdict(family, UNCACHED)
+    if odd := [name for name, texts in ours.items() if texts != wanted]:
+        return Verdict(family, DIFFERENT, ", ".join(odd))
+    return Verdict(family, EQUAL)
+
+
+def prompts() -> list[list[int]]:
+    """Random token ids, always the same."""
+    draw = random.Random(0)
+    return [draw.choices(range(3, VOCAB), k=count) for count in PROMPTS]
+
+
+def our_texts(directory: Path) -> dict[str, list[list[int]]]:
+    """The continuations of all prompts, by how they were computed.  Raises ModelLoadError, RuntimeError."""
+    settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1)
+    chunked = msgspec.structs.replace(settings, chunk_tokens=CHUNK, prefix_cache=False)
+    found = {}
+    for config, names in ((settings, ("whole", "repeated")), (chunked, (f"in chunks of {CHUNK}",))):
+        llm = LLM.over(config, local.load(config))
+        for name in names:
+            outputs = [completion.outputs[0] for completion in llm.generate(prompts(), GREEDY, max_new_tokens=OUTPUT)]
+            for output in outputs:
+                if output.finish_reason == "error":
+                    raise RuntimeError(output.message)
+            found[name] = [output.token_ids for output in outputs]
+        llm.close()
+    return found
+
+
+@torch.inference_mode()
+def own_texts(directory: Path, *, use_cache: bool = True) -> list[list[int]]:
+    """The continuations that transformers makes."""
+    with no_bars():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    texts = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        if use_cache:
+            mask = torch.ones_like(ids)
+            ids = model.generate(ids, attention_mask=mask, max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1)
+        while ids.shape[1] < len(prompt) + OUTPUT:
+            following = model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(2)
+            ids = torch.cat([ids, following], 1)
+        texts.append(ids[0, len(prompt) :].tolist())
+    return texts
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The text of docs/models.md."""
+    counts = collections.Counter(verdict.outcome for verdict in verdicts)
+    lines = [
+        "# Model families",
+        "",
+        f"Made by `python -m engine.tools models` with transformers {transformers.__version__} on a CPU. Every causal",
+        "family gets a tiny checkpoint with random weights in float32. Three prompts are continued greedily: whole and",
+        f"in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
+        "",
+        "| outcome | families | meaning |",
+        "|---|---|---|",
+        *(f"| {outcome} | {counts[outcome]} | {meaning} |" for outcome, meaning in MEANING.items()),
+        "",
+        "## Equal",
+        "",
+        textwrap.fill(", ".join(f"`{verdict.family}`" for verdict in verdicts if verdict.outcome == EQUAL), 118),
+    ]
+    for outcome in (DIFFERENT, FAILS, UNCACHED, REFUSED, NOT_MADE):
+        if counts[outcome]:
+            lines += ["", f"## {outcome.capitalize()}", "", "| family | reason |", "|---|---|"]
+            lines += [row(verdict) for verdict in verdicts if verdict.outcome == outcome]
+    return "\n".join(lines) + "\n"
+
+
+def row(verdict: Verdict) -> str:
+    reason = verdict.reason.removeprefix(f"{verdict.family}: ").replace("|", "\\|")
+    return f"| `{verdict.family}` | {reason if len(reason) <= 160 else reason[:157] + '...'} |"
+
+
+def compare(names: list[str]) -> list[Verdict]:
+    """Judge these families, one after another; print each outcome to stderr."""
+    verdicts = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="quire-models-") as folder:
+            verdicts.append(judge(name, Path(folder) / name))
+        print(f"{name}: {verdicts[-1].outcome} {verdicts[-1].reason}".rstrip(), file=sys.stderr, flush=True)
+        gc.collect()
+    return verdicts
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.tools models", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--only", default="", help="families, separated by commas; the page is not written then")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)  # more only wait for each other in models of this size
+    transformers.logging.set_verbosity_error()
+    verdicts = compare(options.only.split(",") if options.only else families())
+    if options.only:
+        print(page(verdicts))
+    else:
+        options.out.write_text(page(verdicts), encoding="utf-8")
+    return int(any(verdict.outcome in (DIFFERENT, FAILS) for verdict in verdicts))

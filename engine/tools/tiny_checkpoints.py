@@ -1,0 +1,121 @@
+"""Tiny checkpoints of any causal family of the installed transformers: random weights, no tokenizer.
+
+A config begins with its class' own defaults.  Fields that make a model large are set by their names, so a family that
+transformers adds tomorrow needs no line here.  Head size 32, a vocabulary of 640; each kind of layer appears.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.executor.models.bars import no_bars
+
+VOCAB = 640
+MAX_LEN = 512  # positions
+HIDDEN = 128
+HEADS = 4
+SEED = 1
+# The first pattern that matches a whole field name decides.
+SIZES: list[tuple[str, int]] = [
+    (r"vocab_size(_per_layer_input)?", VOCAB),
+    (r"(hidden_size|n_embd|d_model|model_dim|word_embed_proj_dim|embedding_size|emb_dim|text_hidden_size)", HIDDEN),
+    (r"(hidden_size_per_layer_input|altup_num_inputs|laurel_rank)", 16),
+    (r"(moe|shared_expert|expert|mamba_expand).*(intermediate_size|ffn.*(size|dim))", HIDDEN),
+    (r"(intermediate_size(_mlp)?|ffn_dim|d_ff|n_inner|ffn_hidden_size|dim_ff|feed_forward_size|mlp_hidden_size)", 192),
+    (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers)", 2),
+    (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)", HEADS),
+    (r"(num_key_value_heads|num_kv_heads|multi_query_group_num|num_global_key_value_heads|swa_num_key_value_heads)", 2),
+    (r"(swa_num_attention_heads)", HEADS),
+    (r"((global_|swa_|attention_)?head_dim|kv_channels|swa_v_head_dim)", HIDDEN // HEADS),
+    (r"(max_position_embeddings|n_positions|max_seq_len|max_sequence_length|n_ctx)", MAX_LEN),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)", 4),
+    (r"(num_experts_per_tok|moe_k|moe_topk|top_k_experts|experts_per_token|num_selected_experts)", 2),
+    (r"(n_group|topk_group)", 1),
+    (r"(sliding_window|attention_chunk_size|local_attention|window_size)", 24),
+    (r"(q_lora_rank|kv_lora_rank|qk_rope_head_dim|qk_nope_head_dim|index_head_dim)", 32),
+    (r"(v_head_dim)", HIDDEN // HEADS),
+    (r"(index_n_heads|index_topk)", 4),
+    (r"(mamba_n_heads|linear_num_value_heads|linear_num_key_heads|mamba_num_heads)", HEADS),
+    (r"(mamba_d_head|linear_key_head_dim|linear_value_head_dim|mamba_head_dim)", 64),
+    (r"(num_mem_blocks|num_kv_shared_layers|num_nextn_predict_layers|first_k_dense_replace|num_dense_layers)", 0),
+]
+# The tokens that a model may add by itself all exist in the tiny vocabulary.
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+
+
+def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
+    """Return the config of a tiny model; `fields` override or add to it.
+
+    Raises whatever the config class raises for values that it doesn't like."""
+    return AutoConfig.for_model(family, **(changes(AutoConfig.for_model(family)) | fields))
+
+
+def changes(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields to change in a config, those of the configs in it included."""
+    own = config.to_dict()
+    names = [*own, *config.attribute_map]
+    fixed = {name for name in names if isinstance(getattr(type(config), name, None), property)}
+    settable = [name for name in names if name not in fixed and config.attribute_map.get(name) not in fixed]
+    found: dict[str, Any] = {}
+    for name in settable:
+        value = own[name] if name in own else getattr(config, name, None)
+        if isinstance(value, dict):  # to_dict() turns the configs in it into dicts
+            value = getattr(config, name, None)
+        if isinstance(value, PretrainedConfig):
+            found[name] = {"model_type": value.model_type} | changes(value)
+        elif name in config.attribute_map and config.attribute_map[name] in names:
+            continue  # another name of a field that is changed already
+        elif isinstance(value, int) and not isinstance(value, bool) and (size := size_of(name)) is not None:
+            found[name] = min(size, value) if name.startswith("num_dense") else size
+    if "head_dim" in inspect.signature(type(config)).parameters:  # often None by default, with a size computed from it
+        found["head_dim"] = HIDDEN // HEADS
+    if "layer_types" in settable and (kinds := getattr(config, "layer_types", None)):
+        distinct = list(dict.fromkeys(kinds))
+        layers = max(2, len(distinct))
+        found["layer_types"] = [distinct[i % len(distinct)] for i in range(layers)]
+        found["num_hidden_layers"] = layers
+        for name in settable:  # of one entry a layer
+            value = own.get(name)
+            if name != "layer_types" and isinstance(value, list) and len(value) == len(kinds):
+                found[name] = [value[kinds.index(kind)] for kind in found["layer_types"]]
+    found |= {name: value for name, value in SPECIAL.items() if name in settable}
+    return found
+
+
+def size_of(name: str) -> int | None:
+    """Return the tiny value of a field; None: it stays as it is."""
+    return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    edit: Callable[[PreTrainedModel], None] | None = None,
+    **fields: Any,
+) -> Path:
+    """Write the tiny checkpoint of a family, in float32, and return its directory.  The weights are always the same.
+
+    `fields` override the config's, `edit` changes the model before it is saved.  Raises whatever transformers raises
+    for a config that the sizes do not suit."""
+    config = tiny_config(family, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, tensor in sorted(model.named_parameters()):
+            if tensor.dim() > 1:
+                tensor.data.normal_(std=0.15)
+            elif "bias" in name or "sink" in name:
+                tensor.data.normal_(std=0.1)
+    if edit:
+        edit(model)
+    with no_bars():
+        model.save_pretrained(directory)
+    return directory
