@@ -80,7 +80,9 @@ class Gateway:
         self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
         document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
-        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity, document)
+        self._status = Status(
+            [model, *aliases], root, streams, telemetry, self.capacity, document, strict=config.strict_fields
+        )
         self._middleware = Middleware(
             telemetry,
             tenants,
@@ -128,6 +130,7 @@ class Gateway:
             web.get("/v1/models", status.models),
             web.get("/v1/models/{id:.+}", status.model),
             web.get("/engine/state", self.engine_state.stream),
+            web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/ping", status.ping),

@@ -105,7 +105,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         list[str],
         Meta(
             description="Bearer keys like those of --api-keys, with the admin scope: they may watch the engines "
-            "(GET /engine/state). A tenant's keys have it with `admin = true` in the tenants file."
+            "(GET /engine/state) and empty their prefix caches (POST /reset_prefix_cache). A tenant's keys have it "
+            "with `admin = true` in the tenants file."
         ),
     ] = []
     cors_origins: Annotated[

@@ -393,6 +393,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         self.rig.crash()
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Teardown compares the text of every request that ran meanwhile with the reference."""
+        rig, held = self.rig, [list(seq.table) for seq in self.rig.core.live()]
+        available = rig.pool.available
+        rig.core.reset_prefix_cache()
+        rig.core.auditor.whole()
+        assert [seq.table for seq in rig.core.live()] == held
+        assert (rig.pool.available, rig.pool.idle) == (available, 0)
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
     def abort(self, data: st.DataObject, index: int) -> None:
@@ -588,6 +598,24 @@ def test_second_request_finds_the_shared_prefix() -> None:
     rig.add([*system, 4, 5, 6, 7], 4, salt="tenant", ignore_eos=True)
     rig.run()
     assert rig.deltas[-4].cached_tokens == 0
+
+
+def test_after_a_reset_no_prefix_is_found_and_running_requests_stay() -> None:
+    rig = Rig()
+    prompt = list(range(1, 33))
+    rig.add(prompt, 3, ignore_eos=True)
+    rig.run()
+    rig.add(prompt, 20, ignore_eos=True)  # it runs during the reset, on blocks that the cache had
+    rig.submit()
+    rig.commit()
+    computed = rig.executor.forward_tokens
+    rig.core.reset_prefix_cache()
+    rig.core.auditor.whole()
+    last = rig.add(prompt, 3, ignore_eos=True)
+    rig.run()
+    cached = {delta.id: delta.cached_tokens for delta in rig.deltas if delta.first == 0}
+    assert cached == {"r0": 0, "r1": 28, last: 0}
+    assert rig.executor.forward_tokens - computed >= len(prompt)
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
