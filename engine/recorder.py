@@ -152,7 +152,9 @@ def _arrival(order: Generate | Resume, block_size: int, fingerprint: str) -> Arr
     stops = [STOP] if sampling.stop_token_ids or not sampling.ignore_eos else []
     sampling = Sampling(ignore_eos=True, stop_token_ids=stops, prompt_logprobs=min(0, sampling.prompt_logprobs))
     names = {"tenant": digest(request.tenant), "cache_salt": digest(request.cache_salt)}
-    bare = msgspec.structs.replace(request, gateway="", token_ids=[], sampling=sampling, traceparent="", **names)
+    bare = msgspec.structs.replace(
+        request, gateway="", token_ids=[], sampling=sampling, traceparent="", tracestate="", **names
+    )
     return Arrival(bare, len(tokens), _joined(digests[1:]), begun)
 
 

@@ -139,4 +139,4 @@ class RequestTimes:
             attributes["gen_ai.usage.output_tokens"] = event.tokens
             attributes["gen_ai.response.finish_reasons"] = [event.reason]
             error = event.reason if event.reason in ("error", "deadline") else ""
-        self._tracing.add(name, request.traceparent, since, now, attributes, error)
+        self._tracing.add(name, request.traceparent, since, now, attributes, error, request.tracestate)

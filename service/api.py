@@ -642,6 +642,25 @@ def traceparent(header: str) -> str:
     return header if re.fullmatch(form, header) else ""
 
 
+TRACESTATE_CHARS = 512  # that a W3C trace state must be passed on with; members beyond are left out
+TRACESTATE_MEMBERS = 32
+_STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
+_STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
+
+
+def tracestate(header: str) -> str:
+    """Return the members of a W3C trace state header, or "" if it is malformed: then it is ignored.
+
+    https://www.w3.org/TR/trace-context/: up to 32 members `key=value`, no key twice.  Several headers count as one."""
+    members = [member for one in header.split(",") if (member := one.strip(" \t"))]
+    keys = {member.partition("=")[0] for member in members}
+    if len(keys) < len(members) or len(members) > TRACESTATE_MEMBERS or not all(map(_STATE_MEMBER.fullmatch, members)):
+        return ""
+    while len(kept := ",".join(members)) > TRACESTATE_CHARS:
+        members.pop()
+    return kept
+
+
 def generates(
     valid: ValidRequest,
     request_id: str,
@@ -649,12 +668,14 @@ def generates(
     encoded: list[list[int]],
     rooms: list[int],
     deadline_ms: int,
-    trace: str = "",
+    trace: tuple[str, str] = ("", ""),
     tenant: str = "",
     weight: float = 1.0,
     queued_ms: int = 0,
 ) -> list[Generate]:
     """Return one order per prompt; choice number = prompt number * n + continuation.
+
+    `trace`: `traceparent` and `tracestate`.
 
     Every seed is chosen here, so that a replay on another engine samples the same tokens."""
     return [
@@ -668,7 +689,8 @@ def generates(
             else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
             deadline_ms=deadline_ms,
             cache_salt=valid.cache_salt,
-            traceparent=trace,
+            traceparent=trace[0],
+            tracestate=trace[1],
             n=valid.n,
             priority=valid.priority,
             tenant=tenant,

@@ -35,6 +35,7 @@ from service.connections import Connections
 from service.cors import Cors
 from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
+from service.inference_headers import InferenceHeaders, ObjectivesError
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
@@ -201,7 +202,8 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
         tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
         defaults = generation_config.read(config)
-    except (TenantsError, ModelError) as error:
+        InferenceHeaders(config)
+    except (TenantsError, ModelError, ObjectivesError) as error:
         raise StartError(str(error)) from None
     async with _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()

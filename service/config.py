@@ -124,6 +124,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "tenants."
         ),
     ] = ""
+    inference_headers: Annotated[
+        bool,
+        Meta(
+            description="Believe the headers x-gateway-inference-objective and x-gateway-inference-fairness-id of "
+            "Kubernetes' inference gateways: see --objectives; a fairness id is a tenant where no key names one. Set "
+            "it only where the gateway in front sets or removes them on every request. Off: they are ignored."
+        ),
+    ] = False
+    objectives: Annotated[
+        list[str],
+        Meta(
+            description="Priorities of the objectives that x-gateway-inference-objective may name, such as "
+            "critical=high,batch=50: high, normal, low, or a number from -100 (first) to 100. Other names are a 400. "
+            "Only with --inference-headers."
+        ),
+    ] = []
     literal_content: Annotated[
         bool,
         Meta(

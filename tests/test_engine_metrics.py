@@ -105,6 +105,13 @@ def test_a_request_is_a_queue_a_prefill_and_a_decode(traced: Traced) -> None:
     assert traced.named("queue")[0]["gen_ai.usage.cache_read.input_tokens"] == 32
 
 
+def test_the_state_of_its_trace_is_on_every_span(traced: Traced) -> None:
+    traced.run(msgspec.structs.replace(a_request(), tracestate="rojo=1"))
+    spans = traced.spans.get_finished_spans()
+    assert {span.name for span in spans} == {"queue", "prefill", "decode"}
+    assert {span.context.trace_state.to_header() for span in spans} == {"rojo=1"}
+
+
 def test_what_never_starts_has_a_queue_that_failed(traced: Traced) -> None:
     traced.run(msgspec.structs.replace(a_request(), deadline_ms=1), a_request("long", prompt=500))
     assert [one["error.type"] for one in traced.named("queue")] == ["error", "deadline"]

@@ -66,6 +66,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     tenant: str = ""  # its tokens are charged to this tenant: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share relative to other tenants
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
+    tracestate: str = ""  # what other systems have put beside `traceparent`
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):

@@ -154,6 +154,12 @@ async def test_a_trace_context_goes_along_if_it_is_one(
             async with served.session.post("/v1/completions", json=body, headers={"traceparent": header}) as response:
                 assert response.status == 200
         assert [generate.traceparent for generate in fake.seen] == [good, *[""] * len(void)]
+        fake.seen.clear()
+        for parent, state in ((good, "rojo=00f067aa, congo=t61"), ("x", "rojo=1"), (good, "Rojo=1")):
+            headers = {"traceparent": parent, "tracestate": state}
+            async with served.session.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+        assert [generate.tracestate for generate in fake.seen] == ["rojo=00f067aa,congo=t61", "", ""]
 
 
 async def test_a_client_that_leaves_stops_the_engine(
