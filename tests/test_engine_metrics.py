@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from engine.core.limits import Totals
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from engine.loop import Engine
-from engine.metrics import Telemetry
+from engine.metrics import VLLM_TABLE, Telemetry
 from engine.orders import LocalBox, Order, Resume
 from engine.turn_record import PHASES, TurnRecord
 from engine.wire.messages import EngineLoad, Generate, Sampling
@@ -36,12 +37,13 @@ class Traced:
 
     blocks: int = 64
     config: EngineConfig = CONFIG
+    vllm: bool = False
     spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        self.telemetry = Telemetry("e0", tracing=Tracing(self.provider))
+        self.telemetry = Telemetry("e0", tracing=Tracing(self.provider), vllm=self.vllm)
         self.box = LocalBox(lambda delta: None)
         executor = ScriptedExecutor(INFO, self.blocks, host_blocks=self.blocks)
         self.telemetry.describe_model(INFO, self.config)
@@ -213,3 +215,72 @@ def test_the_page_says_what_a_takeover_took() -> None:
     assert samples["quire_start_takeover"] == 1
     assert samples["quire_start_seconds weights"] == 0.5
     assert samples["quire_start_seconds recompute"] > 0
+
+
+def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
+    traced = Traced(vllm=True)
+    seconds = time.monotonic()
+    traced.run(a_request("a", prompt=40, tokens=5, n=2), a_request("b", prompt=7, tokens=3))
+    traced.run(a_request("again", prompt=40, tokens=9))  # 32 of its prompt tokens are cached
+    stop = Sampling(seed=4, stop_token_ids=[scripted_token(4, 0, 1, INFO.vocab_size)])
+    traced.run(Generate("stops", "g", [6] * 5, 50, stop, 2**60), Generate("late", "g", [7], 5, Sampling(), 1))
+    seconds = time.monotonic() - seconds
+    traced.telemetry.queue_share = 2.5  # of the shared queue
+    traced.telemetry.load = msgspec.structs.replace(
+        traced.telemetry.load, running=3, waiting=4, swapped=1, free_blocks=48
+    )
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(traced.telemetry.expose().decode())
+        if family.name.startswith("vllm:")
+    }
+    for family in families.values():
+        for sample in family.samples:
+            assert (sample.labels["engine"], sample.labels["model_name"]) == ("e0", "scripted")
+    page = {name: value for name, value in traced.samples().items() if name.startswith("vllm:")}
+    totals = traced.engine.core.report.totals
+    assert totals.cached_prompt_tokens == 32
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4 + 2.5,
+        "vllm:num_requests_swapped": 1,
+        "vllm:kv_cache_usage_perc": (64 - 48) / 64,
+        "vllm:gpu_cache_usage_perc": (64 - 48) / 64,
+        "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all continuations of a prompt
+        "vllm:generation_tokens_total": 2 * 5 + 3 + 9 + 2,
+        "vllm:prefix_cache_queries_total": 40 + 7 + 40 + 5,
+        "vllm:prefix_cache_hits_total": 32,
+        "vllm:num_preemptions_total": 0,
+        "vllm:request_success_total length": 4,
+        "vllm:request_success_total stop": 1,
+        "vllm:request_success_total abort": 1,
+        "vllm:request_success_total error": 0,
+    }
+    sizes = {  # count and sum
+        "vllm:request_prompt_tokens": (4, 40 + 7 + 40 + 5),
+        "vllm:request_generation_tokens": (5, 5 + 5 + 3 + 9 + 2),
+        "vllm:request_max_num_generation_tokens": (4, 5 + 3 + 9 + 2),
+        "vllm:request_prefill_kv_computed_tokens": (4, 40 + 7 + 8 + 5),
+    }
+    for name, (count, total) in sizes.items():
+        expected |= {f"{name}_count": count, f"{name}_sum": total}
+    times = {f"vllm:request_{part}_time_seconds": 5 for part in ("prefill", "decode", "inference")}
+    times["vllm:request_queue_time_seconds"] = 4
+    for name, count in times.items():
+        expected[f"{name}_count"] = count
+        assert 0 < page.pop(f"{name}_sum") <= count * seconds
+    steps = page.pop("vllm:iteration_tokens_total_sum")
+    # Prompts, and outputs but the first of each sequence; the step after the stop token ran before the token was known.
+    assert steps == (40 + 7 + 8 + 5) + (totals.generated_tokens - 5) + 1
+    assert page.pop("vllm:iteration_tokens_total_count") == traced.engine.core.step
+    (config,) = families["vllm:cache_config_info"].samples
+    assert (config.labels["block_size"], config.labels["num_gpu_blocks"], config.value) == ("16", "64", 1.0)
+    page = {name: value for name, value in page.items() if "_bucket" not in name and "_config_info" not in name}
+    assert page == pytest.approx(expected)
+    described = {row.name for row in VLLM_TABLE}
+    assert described == families.keys()
+    tested = {re.sub(r"(_total|_count)?( .*)?$", "", name) for name in expected}
+    assert {name.removesuffix("_total") for name in described} - tested == {
+        "vllm:cache_config_info",
+        "vllm:iteration_tokens",
+    }
