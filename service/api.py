@@ -76,6 +76,7 @@ class _Common(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -156,6 +157,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
+    bad_words: tuple[str, ...] = ()  # until `sampling.logit_bias` forbids them
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
 
@@ -388,6 +390,9 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     check("stop", len(stop), config)
     for text in stop:
         check("stop chars", len(text), config)
+    check("bad_words", len(body.bad_words or ()), config)
+    for word in body.bad_words or ():
+        check("bad_words chars", len(word), config)
     check("cache_salt", len(body.cache_salt or ""), config)
     side = _or(body.truncation_side, "left")
     if side not in ("left", "right"):
@@ -402,6 +407,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "n": _int("n", body.n, 1, config),
         "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
+        "bad_words": tuple(body.bad_words or ()),
         "include_stop": bool(body.include_stop_str_in_output),
         "skip_special": _or(body.skip_special_tokens, True),
         "stream": bool(body.stream),
@@ -605,10 +611,14 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
     """Raise Refusal if no token is left for the first position: before `min_tokens` no token may end the answer.
 
-    Every other filter keeps a token: a bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    Every other filter keeps a token: a client's bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    never = {token for token, bias in sampling.logit_bias if bias == -math.inf}
+    if never and all(token in never for token in sampling.allowed_token_ids or range(limits.vocab_size)):
+        message = "bad_words: a token must be left that they do not forbid"
+        raise _bad("invalid_value", message, "bad_words", ">= 1 token that is not forbidden", 0)
     if not sampling.min_tokens:
         return
-    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_ids)
+    ends = never | set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_ids)
     name = "allowed_token_ids" if sampling.allowed_token_ids else "stop_token_ids"
     if all(token in ends for token in sampling.allowed_token_ids or range(limits.vocab_size)):
         message = f"{name}: with min_tokens {sampling.min_tokens} a token must be left that does not end the answer"

@@ -248,7 +248,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
     ] = 256
     max_token_list: Annotated[
-        int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids and allowed_token_ids.")
+        int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words.")
     ] = 1024
     default_timeout_s: Annotated[
         float,

@@ -59,7 +59,6 @@ UNSERVED: dict[str, Unserved] = {
     "tool_choice": Unserved("a call of tools outside /v1/chat/completions", ("none", "auto"), ("completions",)),
     "functions": Unserved("the older form of tools", EMPTY),
     "use_beam_search": Unserved("beam search", EMPTY),
-    "bad_words": Unserved("bad words", EMPTY),
     "audio": Unserved("audio", EMPTY),
     "logits_processors": Unserved("code of clients", EMPTY),
     "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),

@@ -372,6 +372,7 @@ class Handlers:
         )
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._max_tokens())
+        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
         valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
         rooms = await self._offload(size, api.fit, valid, encoded, limits)

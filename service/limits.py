@@ -18,6 +18,7 @@ from engine.wire.messages import PRIORITIES
 from service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
+WORD_CHARS = 256  # of each of bad_words; one of so many is never one token
 SALT_CHARS = 256  # of cache_salt; only its digest travels
 KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
@@ -170,6 +171,8 @@ LIMITS: dict[str, Limit] = {
     "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
     "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
     "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words": Limit("bad_words", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
     "grammar": Limit(
         "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
         "bytes of JSON of the schema, regex, choices or grammar",

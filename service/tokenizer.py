@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
+
+import msgspec
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
@@ -432,6 +435,33 @@ class Tokenizer:
             options = ChatOptions(generation_prompt=generation_prompt)
             return await self.offload(size, self._encode_chat, messages, budget, options)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
+
+    def forbid(self, valid: ValidRequest) -> ValidRequest:
+        """Return a request whose sampling never draws its `bad_words`, with and without a blank before each.
+
+        Raises Refusal for a word that the tokenizer may write with several tokens of which none is forbidden: engines
+        do not look at the tokens before the next one."""
+        if not valid.bad_words:
+            return valid
+        never: set[int] = set()
+        longer: list[tuple[int, list[int]]] = []  # (place of the word, tokens)
+        for at, word in enumerate(valid.bad_words):
+            bare = word.lstrip()
+            for text in (bare, f" {bare}") if bare else (word,):
+                ids = self._encode(text, special=False)
+                if len(ids) == 1:
+                    never.update(ids)
+                else:
+                    longer.append((at, ids))
+        for at, ids in longer:
+            if never.isdisjoint(ids):
+                field, blank = f"bad_words[{at}]", "with or without a blank before it, "
+                reason = f"{blank}this model's tokenizer writes it with {len(ids)} tokens; only words of one are served"
+                raise _unsupported(field, reason)
+        bias = [(token, added) for token, added in valid.sampling.logit_bias if token not in never]
+        bias += [(token, -math.inf) for token in sorted(never)]
+        sampling = msgspec.structs.replace(valid.sampling, logit_bias=bias)
+        return msgspec.structs.replace(valid, sampling=sampling, bad_words=())
 
     def token_strs(self, ids: list[int]) -> list[str]:
         """Return tokens as the vocabulary writes them; "" for ids without a token."""

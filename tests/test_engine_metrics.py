@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common.tracing import Tracing
@@ -217,6 +218,18 @@ def test_the_page_says_what_a_takeover_took() -> None:
     assert samples["quire_start_seconds recompute"] > 0
 
 
+def aliases(traced: Traced) -> dict[str, Metric]:
+    """The families of vLLM's names; each sample has the labels of vLLM's own."""
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(traced.telemetry.expose().decode())
+        if family.name.startswith("vllm:")
+    }
+    for sample in (sample for family in families.values() for sample in family.samples):
+        assert (sample.labels["engine"], sample.labels["model_name"]) == ("e0", "scripted")
+    return families
+
+
 def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     traced = Traced(vllm=True)
     seconds = time.monotonic()
@@ -229,14 +242,7 @@ def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     traced.telemetry.load = msgspec.structs.replace(
         traced.telemetry.load, running=3, waiting=4, swapped=1, free_blocks=48
     )
-    families = {
-        family.name: family
-        for family in text_string_to_metric_families(traced.telemetry.expose().decode())
-        if family.name.startswith("vllm:")
-    }
-    for family in families.values():
-        for sample in family.samples:
-            assert (sample.labels["engine"], sample.labels["model_name"]) == ("e0", "scripted")
+    families = aliases(traced)
     page = {name: value for name, value in traced.samples().items() if name.startswith("vllm:")}
     totals = traced.engine.core.report.totals
     assert totals.cached_prompt_tokens == 32
