@@ -120,6 +120,7 @@ class ChatBody(_Common, kw_only=True):
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template: str | None = None
 
 
 Prompt = str | list[int]

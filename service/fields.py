@@ -64,7 +64,6 @@ UNSERVED: dict[str, Unserved] = {
     "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),
     "suffix": Unserved("text insertion", EMPTY, ("completions",)),
     "echo": Unserved("echo of a chat", (False,), ("chat",)),
-    "chat_template": Unserved("a template of the client", EMPTY, ("chat",)),
     "length_penalty": Unserved("beam search", (1,)),
     "early_stopping": Unserved("beam search", (False,)),
     "num_beams": Unserved("beam search", (1,)),

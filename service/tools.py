@@ -37,6 +37,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}  # further variables
     generation_prompt: bool = True
     continue_final: bool = False
+    template: str = ""  # the client's own chat template; "": the model's
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
 
@@ -50,6 +51,7 @@ class Asked(Protocol):
     chat_template_kwargs: Any
     reasoning_effort: str | None
     add_generation_prompt: bool | None
+    chat_template: str | None
     continue_final_message: bool | None
 
 
@@ -75,6 +77,7 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
         arguments=_arguments(asked, config),
         generation_prompt=not continued and asked.add_generation_prompt is not False,
         continue_final=continued,
+        template=_template(asked.chat_template, config),
     )
 
 
@@ -156,6 +159,17 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> list[str]:
         value = shown(name)
         raise bad_request("invalid_value", f"{field}: '{value}' is not in tools", field, "a name of tools", value)
     return [name]
+
+
+def _template(given: str | None, config: GatewayConfig) -> str:
+    """Return the client's own chat template; "": it has none.  Raises Refusal where the operator allows none."""
+    if not given:
+        return ""
+    if not config.client_template_s:
+        message = "chat_template: this server renders no template of a client (--client-template-s)"
+        raise bad_request("unsupported", message, "chat_template")
+    check("chat_template", len(given), config)
+    return given
 
 
 def _documents(given: Any, config: GatewayConfig) -> list[dict[str, Any]]:
