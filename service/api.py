@@ -121,6 +121,7 @@ class ChatBody(_Common, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template: str | None = None
+    thinking_token_budget: int | None = None
 
 
 Prompt = str | list[int]

@@ -157,6 +157,7 @@ LIMITS: dict[str, Limit] = {
     "choices": Limit("n", "continuations of all prompts together", option="max_choices", entries=True, code="too_many"),
     "max_tokens": Limit("max_tokens", "tokens of each continuation; -1: what fits; 0 with `echo`", 1, WHOLE),
     "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation; -1: what fits", 1, WHOLE),
+    "thinking_token_budget": Limit("thinking_token_budget", "tokens between the markers of reasoning", 0, WHOLE),
     "min_tokens": Limit("min_tokens", "tokens, at most max_tokens", 0, WHOLE),
     "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens; -1: what fits", 1, WHOLE),
     "temperature": Limit("temperature", "number", 0, 2),

@@ -31,6 +31,7 @@ from service.grammar import Constraint
 from service.history import Dialect, dialect_of, for_template
 from service.literal import LiteralContent, Span
 from service.regions import Reading, find
+from service.thinking_budget import thinking_rules, unserved
 from service.tools import ChatOptions, reduced
 
 P = ParamSpec("P")
@@ -403,6 +404,8 @@ class Tokenizer:
     def constraint(self, valid: ValidRequest, reading: Reading | None) -> Constraint | None:
         """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
         options, asked = valid.options, valid.constraint
+        if options.thinking_budget is not None:
+            return self._thinking_rules(valid, options.thinking_budget, reading)
         if not options.tools or not (options.demanded or options.strict or asked):
             return asked
         field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
@@ -415,6 +418,19 @@ class Tokenizer:
         answer = None if options.demanded else asked
         rules = call_rules(self.call_form, options, self._grammar_tokens, self._thinks(reading), answer)
         return Constraint(field, "calls", rules)
+
+    def _thinking_rules(self, valid: ValidRequest, budget: int, reading: Reading | None) -> Constraint:
+        """Return what holds an answer to its budget of reasoning tokens.  Raises Refusal."""
+        options, asked = valid.options, valid.constraint
+        for field in (asked.param if asked is not None else "", "tool_choice" if options.demanded else options.strict):
+            if field:
+                raise unserved(f"not together with {field}")
+        if valid.sampling.ignore_eos:
+            raise unserved("not together with ignore_eos")
+        responses = self.responses
+        markers = responses.reasoning_markers if responses is not None else None
+        opened = responses is not None and reading is not None and bool(responses.reader(reading).reasoning)
+        return thinking_rules(budget, markers, self._grammar_tokens, opened=opened)
 
     @cached_property
     def _grammar_tokens(self) -> dict[str, int]:

@@ -38,6 +38,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     generation_prompt: bool = True
     continue_final: bool = False
     template: str = ""  # the client's own chat template; "": the model's
+    thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
 
@@ -52,6 +53,7 @@ class Asked(Protocol):
     reasoning_effort: str | None
     add_generation_prompt: bool | None
     chat_template: str | None
+    thinking_token_budget: int | None
     continue_final_message: bool | None
 
 
@@ -68,6 +70,8 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
     if continued and not (messages[-1]["role"] == "assistant" and messages[-1]["content"]):
         message = "continue_final_message: the last message must be the assistant's, with content"
         raise bad_request("invalid_value", message, "continue_final_message")
+    if (budget := asked.thinking_token_budget) is not None:
+        check("thinking_token_budget", budget, config)
     return ChatOptions(
         tools=shown_tools,
         demanded=demanded,
@@ -78,6 +82,7 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
         generation_prompt=not continued and asked.add_generation_prompt is not False,
         continue_final=continued,
         template=_template(asked.chat_template, config),
+        thinking_budget=budget,
     )
 
 
