@@ -417,6 +417,12 @@ class Handlers:
         constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
         if constraint is None:
             return valid
+        if (
+            constraint.kind == "thinking"
+            and valid.options.thinking_target
+            and not admission.grammars(self._streams.fleet)
+        ):
+            return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:
             grammar = await self._grammars.compile(constraint)

@@ -405,7 +405,11 @@ class Tokenizer:
         """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
         options, asked = valid.options, valid.constraint
         if options.thinking_budget is not None:
-            return self._thinking_rules(valid, options.thinking_budget, reading)
+            try:
+                return self._thinking_rules(valid, options.thinking_budget, reading)
+            except Refusal:
+                if not options.thinking_target:
+                    raise
         if not options.tools or not (options.demanded or options.strict or asked):
             return asked
         field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict

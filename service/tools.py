@@ -39,6 +39,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     continue_final: bool = False
     template: str = ""  # the client's own chat template; "": the model's
     thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
+    thinking_target: bool = False  # the budget is a target: where it cannot be held, nothing bounds the reasoning
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
 

@@ -115,3 +115,37 @@ async def test_engines_get_it_where_they_follow_grammars(serve: Serve, engine: E
             assert await post(**more) == (400, "unsupported thinking_token_budget")
         assert await post(thinking_token_budget=-1) == (400, "invalid_value thinking_token_budget")
         assert len(fake.seen) == 2
+
+
+async def test_the_budget_of_a_message_is_held_where_it_can_be(
+    serve: Serve, engine: EngineMaker, thinker: Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    served = await serve(thinker)
+
+    async def post(budget: Any, **fields: Any) -> tuple[int, str]:
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, "thinking": thinking, **fields}
+        async with served.session.post("/v1/messages", json=body) as response:
+            return response.status, (await response.text())
+
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    async with engine(says(thinker)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        assert (await post(7))[0] == 200  # engines that follow no grammar: a target, as at Anthropic
+        assert fake.seen[-1].sampling.grammar == ""
+        fake.load_changes = {"grammars": True}
+        await settled(lambda: served.streams.fleet.engines[0].grammars)
+        assert (await post(7))[0] == 200
+        assert "[max_tokens=7]" in fake.seen[-1].sampling.grammar
+        assert (await post(7, tools=[tool], tool_choice={"type": "any"}))[
+            0
+        ] == 200  # the calls are held, not the budget
+        assert "max_tokens" not in fake.seen[-1].sampling.grammar
+        assert (await post(10**18))[0] == 200
+        assert LLMatcher.validate_grammar(fake.seen[-1].sampling.grammar, vocabulary) == ""
+        assert (await post(None))[0] == 200
+        assert fake.seen[-1].sampling.grammar == ""
+        for wrong in ("7", True, 1.5, -1):
+            status, text = await post(wrong)
+            assert (status, "thinking.budget_tokens" in text) == (400, True)
+        assert len(fake.seen) == 5

@@ -169,3 +169,20 @@ async def test_a_bad_word_is_never_drawn(stack: Stack) -> None:
             for choice in await whole(session, {**body, **more, "bad_words": served}):
                 assert len(choice["token_ids"]) == 24
                 assert not banned & set(choice["token_ids"])
+
+
+async def test_a_reset_empties_the_prefix_cache_before_the_next_request(stack: Stack) -> None:
+    body = {"prompt": "the same words again and again " * 8, "max_tokens": 2}
+    async with aiohttp.ClientSession(stack.url) as session:
+
+        async def cached() -> int:
+            async with session.post("/v1/completions", json=body) as response:
+                return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        await cached()
+        assert await cached() > 0
+        for _ in range(2):
+            async with session.post("/reset_prefix_cache") as response:
+                assert await response.json() == {"engines": 1}
+            assert await cached() == 0
+        assert await cached() > 0
