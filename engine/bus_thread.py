@@ -23,7 +23,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.metrics import Telemetry
-from engine.orders import Order, Report, Resume, merged, on_own_clock, without
+from engine.orders import Order, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
 from engine.pool_state import PoolPublisher
 from engine.wire.engine_side import EngineSide
 from engine.wire.layout import STALE_MS
@@ -267,6 +267,8 @@ class BusThread:
             self._losses += 1
             self._lost[request_id] = self._losses
             self._orders.put(Abort(request_id, reassigned=True))
+        if reply.reset_prefix_cache:  # before the claims: they may find nothing that was cached before
+            self._orders.put(ResetPrefixCache())
         for request in reply.generates:
             request = on_own_clock(request, bus.clock)
             self._claims += 1

@@ -31,7 +31,7 @@ from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
 from engine.grammar_gate import GrammarGate
 from engine.load_report import LoadReport
-from engine.orders import Inbox, Outbox, Report, Resume, apply_order
+from engine.orders import Inbox, Outbox, Report, Resume, apply_order, request_of
 from engine.turn_record import Observer, TurnRecord
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort
@@ -137,9 +137,9 @@ class Engine:
         now = time.monotonic()
         for order in orders:
             apply_order(self.core, order)
-            if not isinstance(order, Abort):
+            if request_of(order) is not None:
                 self._accepted += 1
-            elif order.reassigned:
+            elif isinstance(order, Abort) and order.reassigned:
                 self._dropped += 1
             if isinstance(order, Resume):
                 self._behind_since = self._behind_since or now

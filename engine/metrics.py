@@ -49,7 +49,8 @@ class StepTimes:
             slices = record.plan.slices
             self._kinds.append("mixed" if slices else "decode")
             tokens = sum(len(piece.token_ids) for piece in slices)
-            self.tokens.add(record.running - len(slices) + tokens if slices else record.running)
+            others = record.running - len(slices) - len(record.plan.forks)  # a fork samples from its leader's logits
+            self.tokens.add(others + tokens)
         if record.failed:
             self._kinds.clear()
             self.failures += 1
@@ -197,7 +198,7 @@ def forecast_outputs(t: Telemetry, column: int) -> dict[str, int]:
 def ended_as_vllm(t: Telemetry) -> Counter[str]:
     """Return ended sequences by vLLM's reasons."""
     reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
-    found: Counter[str] = Counter()
+    found: Counter[str] = Counter(dict.fromkeys(reasons.values(), 0))
     for reason, count in dict(t.requests.ended).items():
         if reason in reasons:
             found[reasons[reason]] += count
@@ -494,6 +495,13 @@ VLLM_TABLE: tuple[Row, ...] = (
         lambda t: used_blocks(t) / t.load.total_blocks,
     ),
     Row(
+        "vllm:gpu_cache_usage_perc",  # its name until vLLM 0.9
+        "gauge",
+        "KV-cache utilisation, 0 to 1.",
+        lambda t: used_blocks(t) / t.load.total_blocks,
+    ),
+    Row("vllm:num_requests_swapped", "gauge", "Waiting sequences in host memory.", lambda t: t.load.swapped),
+    Row(
         "vllm:cache_config_info",
         "info",
         "Size of the KV cache in the labels; the value is 1.",
@@ -549,6 +557,18 @@ VLLM_TABLE: tuple[Row, ...] = (
         "histogram",
         "Output tokens of a sequence.",
         lambda t: t.requests.output_tokens,
+    ),
+    Row(
+        "vllm:request_max_num_generation_tokens",
+        "histogram",
+        "Output tokens of a request's longest continuation.",
+        lambda t: t.requests.longest_tokens,
+    ),
+    Row(
+        "vllm:request_prefill_kv_computed_tokens",
+        "histogram",
+        "Prompt tokens of a request that the prefix cache did not have.",
+        lambda t: t.requests.computed_tokens,
     ),
     Row("vllm:iteration_tokens_total", "histogram", "Tokens computed in a step.", lambda t: t.steps.tokens),
 )

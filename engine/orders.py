@@ -1,6 +1,6 @@
 """What enters the step loop and what leaves it: orders, tokens and reports.
 
-    Inbox.drain() ==Generate, Resume, Abort==> Engine.turn ==Outputs, Report==> Outbox.put()
+    Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
 
 The bus thread (`bus_thread.py`) is the inbox and outbox of a server, `LocalBox` that of a caller in the same process.
 """
@@ -25,7 +25,11 @@ class Resume(msgspec.Struct, frozen=True):
     outputs: list[list[int] | None]  # tokens of each continuation so far; None: that continuation has ended
 
 
-Order = Generate | Resume | Abort
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Empty the prefix cache.  Requests that run keep their blocks."""
+
+
+Order = Generate | Resume | Abort | ResetPrefixCache
 
 
 class Inbox(Protocol):
@@ -84,6 +88,8 @@ def apply_order(core: Scheduler, order: Order) -> None:
         core.accept(order)
     elif isinstance(order, Resume):
         core.accept(order.request, order.outputs)
+    elif isinstance(order, ResetPrefixCache):
+        core.reset_prefix_cache()
     elif order.reassigned:
         core.drop(order.id)
     else:
@@ -91,8 +97,8 @@ def apply_order(core: Scheduler, order: Order) -> None:
 
 
 def request_of(order: Order) -> Generate | None:
-    """Return the request that an order brings; None for an abort."""
-    if isinstance(order, Abort):
+    """Return the request that an order brings; None for one that brings none."""
+    if isinstance(order, Abort | ResetPrefixCache):
         return None
     return order.request if isinstance(order, Resume) else order
 

@@ -24,7 +24,7 @@ from engine.core.blocks import chain_digest, root_digest
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import Executor, ModelInfo
 from engine.log_file import LogFile
-from engine.orders import Resume
+from engine.orders import ResetPrefixCache, Resume
 from engine.request_log import digest
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Abort, Generate, Sampling
@@ -73,7 +73,7 @@ class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """The inputs and the decisions of one turn."""
 
     now_ms: int  # unix time the plan was made for
-    orders: list[Arrival | Abort] = []  # taken in before the plan
+    orders: list[Arrival | Abort | ResetPrefixCache] = []  # taken in before the plan
     stalled: bool = False  # no plan was made: the outbox was full
     failed: bool = False  # the steps in flight were lost
     result: StepResult | None = None  # of the step that was collected, without rows, tokens and texts
@@ -129,7 +129,10 @@ def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
         result = msgspec.structs.replace(result, **blank, **texts)
     return LoggedTurn(
         record.now_ms,
-        [order if isinstance(order, Abort) else _arrival(order, block_size, fingerprint) for order in record.orders],
+        [
+            order if isinstance(order, Abort | ResetPrefixCache) else _arrival(order, block_size, fingerprint)
+            for order in record.orders
+        ],
         record.stalled,
         record.failed,
         result,
@@ -149,7 +152,9 @@ def _arrival(order: Generate | Resume, block_size: int, fingerprint: str) -> Arr
     stops = [STOP] if sampling.stop_token_ids or not sampling.ignore_eos else []
     sampling = Sampling(ignore_eos=True, stop_token_ids=stops, prompt_logprobs=min(0, sampling.prompt_logprobs))
     names = {"tenant": digest(request.tenant), "cache_salt": digest(request.cache_salt)}
-    bare = msgspec.structs.replace(request, gateway="", token_ids=[], sampling=sampling, traceparent="", **names)
+    bare = msgspec.structs.replace(
+        request, gateway="", token_ids=[], sampling=sampling, traceparent="", tracestate="", **names
+    )
     return Arrival(bare, len(tokens), _joined(digests[1:]), begun)
 
 

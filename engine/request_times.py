@@ -19,7 +19,9 @@ from engine.wire.messages import Generate
 class Clock:
     """Times of the milestones of one request, `time.monotonic` seconds; 0: not reached."""
 
-    __slots__ = ("claimed", "first", "preempted", "queued", "request", "resumed", "started", "step", "traced")
+    __slots__ = (
+        *("claimed", "first", "longest", "preempted", "queued", "request", "resumed", "started", "step", "traced"),
+    )
 
     def __init__(self, request: Generate, queued: float, claimed: float, *, traced: bool) -> None:
         self.request = request
@@ -29,6 +31,7 @@ class Clock:
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # continuations that wait to enter the batch again
         self.resumed: dict[int, float] = {}  # continuations that another engine began, since they run here
+        self.longest = 0  # output tokens of its longest continuation that has ended
         self.step = 0  # the first step of its present phase
         self.traced = traced
 
@@ -48,6 +51,8 @@ class RequestTimes:
         self.preempted_s = Tally(histograms.FINE_REQUEST_S)
         self.prompt_tokens = Tally(histograms.TOKENS)
         self.output_tokens = Tally(histograms.TOKENS)
+        self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest continuation
+        self.computed_tokens = Tally(histograms.TOKENS)  # of each request: prompt tokens that no prefix cache had
 
     def observe(self, record: TurnRecord) -> None:
         for order in record.orders:
@@ -56,7 +61,9 @@ class RequestTimes:
         for event in record.outputs.events:
             self._milestone(event, record, record.marks[-1])
         for request_id in record.outputs.finished:
-            self.open.pop(request_id, None)
+            clock = self.open.pop(request_id, None)
+            if clock is not None and clock.started:
+                self.longest_tokens.add(clock.longest)
 
     def oldest_wait_s(self, now: float) -> float:
         """Return the seconds since the oldest request that has not started was queued; 0: none waits."""
@@ -83,6 +90,7 @@ class RequestTimes:
             clock.started, clock.step = now, record.last_step
             self.queue_s.add(now - clock.queued)
             self.prompt_tokens.add(len(event.request.token_ids))
+            self.computed_tokens.add(len(event.request.token_ids) - event.tokens)
             self._span("queue", clock, event, clock.queued, now)
         elif event.kind == "first":
             if not clock.first:  # the other continuations forked from its prefill
@@ -104,6 +112,7 @@ class RequestTimes:
 
     def _end(self, clock: Clock, event: Event, step: int, now: float) -> None:
         first = clock.first.get(event.index)
+        clock.longest = max(clock.longest, event.tokens)
         if clock.started:
             self.inference_s.add(now - clock.started)
             self.output_tokens.add(event.tokens)
@@ -139,4 +148,4 @@ class RequestTimes:
             attributes["gen_ai.usage.output_tokens"] = event.tokens
             attributes["gen_ai.response.finish_reasons"] = [event.reason]
             error = event.reason if event.reason in ("error", "deadline") else ""
-        self._tracing.add(name, request.traceparent, since, now, attributes, error)
+        self._tracing.add(name, request.traceparent, since, now, attributes, error, request.tracestate)

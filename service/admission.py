@@ -79,6 +79,11 @@ def limits(fleet: Fleet) -> EngineLimits:
     )
 
 
+def grammars(fleet: Fleet) -> bool:
+    """Return whether every engine that may claim a request follows grammars."""
+    return all(load.grammars for load in fleet.engines if not load.draining)
+
+
 def require_grammars(fleet: Fleet, param: str) -> None:
     """Raise Refusal unless every engine that may claim the request can hold its answer to a grammar.
 

@@ -76,6 +76,7 @@ class _Common(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -119,6 +120,8 @@ class ChatBody(_Common, kw_only=True):
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    thinking_token_budget: int | None = None
 
 
 Prompt = str | list[int]
@@ -156,6 +159,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
+    bad_words: tuple[str, ...] = ()  # until `sampling.logit_bias` forbids them
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
 
@@ -388,6 +392,9 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     check("stop", len(stop), config)
     for text in stop:
         check("stop chars", len(text), config)
+    check("bad_words", len(body.bad_words or ()), config)
+    for word in body.bad_words or ():
+        check("bad_words chars", len(word), config)
     check("cache_salt", len(body.cache_salt or ""), config)
     side = _or(body.truncation_side, "left")
     if side not in ("left", "right"):
@@ -402,6 +409,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "n": _int("n", body.n, 1, config),
         "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
+        "bad_words": tuple(body.bad_words or ()),
         "include_stop": bool(body.include_stop_str_in_output),
         "skip_special": _or(body.skip_special_tokens, True),
         "stream": bool(body.stream),
@@ -605,10 +613,14 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
     """Raise Refusal if no token is left for the first position: before `min_tokens` no token may end the answer.
 
-    Every other filter keeps a token: a bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    Every other filter keeps a token: a client's bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    never = {token for token, bias in sampling.logit_bias if bias == -math.inf}
+    if never and all(token in never for token in sampling.allowed_token_ids or range(limits.vocab_size)):
+        message = "bad_words: a token must be left that they do not forbid"
+        raise _bad("invalid_value", message, "bad_words", ">= 1 token that is not forbidden", 0)
     if not sampling.min_tokens:
         return
-    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_ids)
+    ends = never | set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_ids)
     name = "allowed_token_ids" if sampling.allowed_token_ids else "stop_token_ids"
     if all(token in ends for token in sampling.allowed_token_ids or range(limits.vocab_size)):
         message = f"{name}: with min_tokens {sampling.min_tokens} a token must be left that does not end the answer"
@@ -642,6 +654,25 @@ def traceparent(header: str) -> str:
     return header if re.fullmatch(form, header) else ""
 
 
+TRACESTATE_CHARS = 512  # that a W3C trace state must be passed on with; members beyond are left out
+TRACESTATE_MEMBERS = 32
+_STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
+_STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
+
+
+def tracestate(header: str) -> str:
+    """Return the members of a W3C trace state header, or "" if it is malformed: then it is ignored.
+
+    https://www.w3.org/TR/trace-context/: up to 32 members `key=value`, no key twice.  Several headers count as one."""
+    members = [member for one in header.split(",") if (member := one.strip(" \t"))]
+    keys = {member.partition("=")[0] for member in members}
+    if len(keys) < len(members) or len(members) > TRACESTATE_MEMBERS or not all(map(_STATE_MEMBER.fullmatch, members)):
+        return ""
+    while len(kept := ",".join(members)) > TRACESTATE_CHARS:
+        members.pop()
+    return kept
+
+
 def generates(
     valid: ValidRequest,
     request_id: str,
@@ -649,12 +680,14 @@ def generates(
     encoded: list[list[int]],
     rooms: list[int],
     deadline_ms: int,
-    trace: str = "",
+    trace: tuple[str, str] = ("", ""),
     tenant: str = "",
     weight: float = 1.0,
     queued_ms: int = 0,
 ) -> list[Generate]:
     """Return one order per prompt; choice number = prompt number * n + continuation.
+
+    `trace`: `traceparent` and `tracestate`.
 
     Every seed is chosen here, so that a replay on another engine samples the same tokens."""
     return [
@@ -668,7 +701,8 @@ def generates(
             else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
             deadline_ms=deadline_ms,
             cache_salt=valid.cache_salt,
-            traceparent=trace,
+            traceparent=trace[0],
+            tracestate=trace[1],
             n=valid.n,
             priority=valid.priority,
             tenant=tenant,

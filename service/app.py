@@ -35,6 +35,7 @@ from service.connections import Connections
 from service.cors import Cors
 from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
+from service.inference_headers import InferenceHeaders, ObjectivesError
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
 from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
@@ -80,7 +81,9 @@ class Gateway:
         self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
         document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
-        self._status = Status([model, *aliases], root, streams, telemetry, self.capacity, document)
+        self._status = Status(
+            [model, *aliases], root, streams, telemetry, self.capacity, document, strict=config.strict_fields
+        )
         self._middleware = Middleware(
             telemetry,
             tenants,
@@ -128,6 +131,7 @@ class Gateway:
             web.get("/v1/models", status.models),
             web.get("/v1/models/{id:.+}", status.model),
             web.get("/engine/state", self.engine_state.stream),
+            web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/ping", status.ping),
@@ -196,11 +200,17 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
-        tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
+        tokenizer = Tokenizer(
+            config.model,
+            literal_content=config.literal_content,
+            client_template_s=config.client_template_s,
+            client_template_chars=config.max_body_bytes,
+        )
         defaults = generation_config.read(config)
-    except (TenantsError, ModelError) as error:
+        InferenceHeaders(config)
+    except (TenantsError, ModelError, ObjectivesError) as error:
         raise StartError(str(error)) from None
-    async with _streams(config, gateway_id) as (streams, telemetry):
+    async with _templates_of(tokenizer), _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed, defaults)
         if chosen := generation_config.describe(defaults):
@@ -230,6 +240,19 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
                 await gateway.break_off(Finish("error", message="this gateway lost its token stream"))
                 raise Unserviceable(f"{why}; ending, to be started again")
             await gateway.drain()
+
+
+@contextlib.asynccontextmanager
+async def _templates_of(tokenizer: Tokenizer) -> AsyncIterator[None]:
+    """A context in which templates of clients can be rendered.  Raises StartError."""
+    try:
+        await asyncio.to_thread(tokenizer.start)
+    except OSError as error:
+        raise StartError(f"cannot render templates of clients: {error}; see --client-template-s") from None
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(tokenizer.close)
 
 
 @contextlib.asynccontextmanager

@@ -229,7 +229,7 @@ class Background:
         try:
             async with self._streams.join([f"{response_id}.0"], [[0]], record.tenant, left_s) as opened:
                 log.info("took over the background response %s", response_id)
-                meter.resume(response_id, record.valid, 1, record.tenant, record.traceparent)
+                meter.resume(response_id, record.valid, 1, record.tenant, record.context)
                 status = await self._answer(Job(response_id, holder, record.valid, form, meter), opened)
         except Refusal as refusal:
             if refusal.code != "stream_gone":

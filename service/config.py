@@ -105,7 +105,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         list[str],
         Meta(
             description="Bearer keys like those of --api-keys, with the admin scope: they may watch the engines "
-            "(GET /engine/state). A tenant's keys have it with `admin = true` in the tenants file."
+            "(GET /engine/state) and empty their prefix caches (POST /reset_prefix_cache). A tenant's keys have it "
+            "with `admin = true` in the tenants file."
         ),
     ] = []
     cors_origins: Annotated[
@@ -123,6 +124,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "tenants."
         ),
     ] = ""
+    inference_headers: Annotated[
+        bool,
+        Meta(
+            description="Believe the headers x-gateway-inference-objective and x-gateway-inference-fairness-id of "
+            "Kubernetes' inference gateways: see --objectives; a fairness id is a tenant where no key names one. Set "
+            "it only where the gateway in front sets or removes them on every request. Off: they are ignored."
+        ),
+    ] = False
+    objectives: Annotated[
+        list[str],
+        Meta(
+            description="Priorities of the objectives that x-gateway-inference-objective may name, such as "
+            "critical=high,batch=50: high, normal, low, or a number from -100 (first) to 100. Other names are a 400. "
+            "Only with --inference-headers."
+        ),
+    ] = []
     literal_content: Annotated[
         bool,
         Meta(
@@ -132,6 +149,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "every message may, as in vLLM."
         ),
     ] = True
+    client_template_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=10,
+            description="CPU seconds that the field chat_template of a request may take to render. 0: a template of a "
+            "client is refused. It runs in jinja2's sandbox, in a process of its own without files and keys. 0.15 "
+            "suffices for templates of 8 KB and stops one that loops within 0.2 s.",
+        ),
+    ] = 0.0
     strict_fields: Annotated[
         bool,
         Meta(
@@ -231,7 +258,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int, Meta(ge=1, description="Length of one stop string. So much text may be held back from the client.")
     ] = 256
     max_token_list: Annotated[
-        int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids and allowed_token_ids.")
+        int, Meta(ge=0, description="Entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words.")
     ] = 1024
     default_timeout_s: Annotated[
         float,

@@ -63,9 +63,7 @@ class EngineStateFeed:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /engine/state.  Raises Refusal: 403 without the admin scope, 429 beyond WATCHERS, 503 at a drain."""
-        if not request[TENANT].admin:
-            message = "Authorization: this key lacks the admin scope (--admin-keys, or admin = true of its tenant)"
-            raise Refusal(403, "admin_only", message)
+        request[TENANT].require_admin()
         if self._closing.is_set():
             raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
         with self._watching():

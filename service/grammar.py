@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
 
-Kind = Literal["json", "regex", "choice", "grammar", "calls"]
+Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking"]
 
 TOO_LARGE = LIMITS["grammar"].code
 # An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
@@ -84,7 +84,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
     param: str  # the path of the field that holds `value`
     kind: Kind
-    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules
+    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -369,6 +369,8 @@ def compile_grammar(constraint: Constraint) -> str:
     if size > GRAMMAR_BYTES:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
         raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
+    if constraint.kind == "thinking":  # it was made here, of token ids that only the model's tokenizer has
+        return str(constraint.value)
     if constraint.kind == "calls":
         return _calls_grammar(constraint)
     grammar = MAKERS[constraint.kind](constraint)

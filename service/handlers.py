@@ -33,6 +33,7 @@ from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
 from service.grammar import Grammars, NotServed
+from service.inference_headers import InferenceHeaders
 from service.limits import VALUES
 from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
@@ -94,6 +95,7 @@ class Handlers:
             config, tokenizer, streams, self.bodies, capacity, self._work, model=model, served=served
         )
         self._grammars = Grammars()
+        self._inference_headers = InferenceHeaders(config)
         self._stored = StoredResponses(config, streams)
         self._background = Background(config, tokenizer, streams, self._stored, capacity, telemetry)
 
@@ -269,7 +271,8 @@ class Handlers:
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
-        config, streams, tenant, size = self._config, self._streams, request[TENANT], len(body.data)
+        config, streams, size = self._config, self._streams, len(body.data)
+        tenant, priority = self._inference_headers.place(request.headers, request[TENANT])
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
         if prefix == responses.PREFIX:
@@ -279,9 +282,15 @@ class Handlers:
             parse = partial(responses.parse, history=history)
         valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         request[METER].record_unknown(valid.unknown)
-        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), unknown=())
+        valid = msgspec.structs.replace(
+            valid,
+            cache_salt=tenant.salt(valid.cache_salt),
+            priority=valid.priority if priority is None else priority,
+            unknown=(),
+        )
         limits = admission.limits(streams.fleet)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
+        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
         valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
@@ -299,8 +308,8 @@ class Handlers:
         now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
-        given = api.traceparent(request.headers.get("traceparent", ""))
-        trace = request[METER].describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), given)
+        given = _trace_context(request)
+        trace = request[METER].describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), *given)
         orders = api.generates(
             valid, request_id, self._gateway, encoded, rooms, deadline_ms, trace, tenant.name, tenant.weight, now_ms
         )
@@ -313,7 +322,8 @@ class Handlers:
             created=now_ms // 1000,
             fingerprint=streams.fingerprint,
             deadline_ms=deadline_ms,
-            traceparent=trace,
+            traceparent=trace[0],
+            tracestate=trace[1],
         )
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(request_id, self._tokenizer.table, ids=ids)
@@ -324,6 +334,12 @@ class Handlers:
         tokenizer = self._tokenizer
         constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
         if constraint is None:
+            return valid
+        if (
+            constraint.kind == "thinking"
+            and valid.options.thinking_target
+            and not admission.grammars(self._streams.fleet)
+        ):
             return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:
@@ -374,8 +390,8 @@ class Handlers:
                 left_s,
             ) as opened,
         ):
-            given = api.traceparent(request.headers.get("traceparent", ""))
-            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.traceparent, given)
+            given = _trace_context(request)
+            request[METER].resume(request_id, valid, prompts * n, record.tenant, record.context, given)
             cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
             reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
             form.skip(had, cached, reasoning)
@@ -453,6 +469,12 @@ async def _ending_with(
         yield changed
     if last is not None:
         await last()
+
+
+def _trace_context(request: web.Request) -> tuple[str, str]:
+    """Return the `traceparent` and `tracestate` of a request; both are empty where the first is no valid one."""
+    parent = api.traceparent(request.headers.get("traceparent", ""))
+    return parent, api.tracestate(",".join(request.headers.getall("tracestate", ()))) if parent else ""
 
 
 def _stream_of(request: web.Request) -> tuple[str, Position | None]:

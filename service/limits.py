@@ -18,6 +18,7 @@ from engine.wire.messages import PRIORITIES
 from service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
+WORD_CHARS = 256  # of each of bad_words; one of so many is never one token
 SALT_CHARS = 256  # of cache_salt; only its digest travels
 KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
@@ -28,6 +29,7 @@ TOOLS = 128  # of one request, as at OpenAI
 TOOL_NAME_CHARS = 64  # as at OpenAI
 TOOLS_BYTES = 256 * 1024  # of all tools as JSON: templates write them into the prompt in up to 5 ms
 TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
+CLIENT_TEMPLATE_CHARS = 65_536  # jinja2 compiles 1,000 in about 10 ms
 DOCUMENTS = 1024
 METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a response, as at OpenAI
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
@@ -115,6 +117,7 @@ LIMITS: dict[str, Limit] = {
     "template arguments": Limit(
         "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
     ),
+    "chat_template": Limit("chat_template", "characters", high=CLIENT_TEMPLATE_CHARS, entries=True, code="too_long"),
     "metadata entries": Limit(
         "metadata", "entries of a response", high=METADATA_ENTRIES, entries=True, code="too_many"
     ),
@@ -154,6 +157,7 @@ LIMITS: dict[str, Limit] = {
     "choices": Limit("n", "continuations of all prompts together", option="max_choices", entries=True, code="too_many"),
     "max_tokens": Limit("max_tokens", "tokens of each continuation; -1: what fits; 0 with `echo`", 1, WHOLE),
     "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation; -1: what fits", 1, WHOLE),
+    "thinking_token_budget": Limit("thinking_token_budget", "tokens between the markers of reasoning", 0, WHOLE),
     "min_tokens": Limit("min_tokens", "tokens, at most max_tokens", 0, WHOLE),
     "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens; -1: what fits", 1, WHOLE),
     "temperature": Limit("temperature", "number", 0, 2),
@@ -170,6 +174,8 @@ LIMITS: dict[str, Limit] = {
     "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
     "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
     "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words": Limit("bad_words", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
     "grammar": Limit(
         "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
         "bytes of JSON of the schema, regex, choices or grammar",

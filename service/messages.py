@@ -18,7 +18,7 @@ from service.blocks import Block, BlockFormat
 from service.config import GatewayConfig
 from service.format import Piece, Prompted, call_id
 from service.history import Message, Part
-from service.limits import shown
+from service.limits import WHOLE, shown
 from service.refusal import bad_request, check
 
 PREFIX = "msg_"
@@ -134,7 +134,10 @@ def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s:
 
 
 def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
-    options = msgspec.structs.replace(valid.options, thinking=_thinking(asked.thinking))
+    thinking, budget = _thinking(asked.thinking)
+    options = msgspec.structs.replace(
+        valid.options, thinking=thinking, thinking_budget=budget, thinking_target=budget is not None
+    )
     return msgspec.structs.replace(valid, options=options)
 
 
@@ -303,16 +306,21 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
     return choices[str(kind)], parallel
 
 
-def _thinking(given: dict[str, Any] | None) -> bool | None:
-    """Return whether the model shall think; None: as its template has it."""
+def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
+    """Return whether the model shall think (None: as its template has it), and its budget (None: unbounded)."""
     kind = None if given is None else given.get("type")
     if given is None or kind == "adaptive":
-        return None
+        return None, None
     if kind not in ("enabled", "disabled"):
         allowed, value = "enabled, disabled, adaptive", str(shown(str(kind)))
         message = f"thinking.type: must be one of {allowed}, got '{value}'"
         raise bad_request("invalid_value", message, "thinking.type", allowed, value)
-    return bool(kind == "enabled")
+    if kind == "disabled":
+        return False, None
+    budget = given.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise _wrong("thinking.budget_tokens", "a whole number >= 0")
+    return True, None if budget is None else min(budget, WHOLE)
 
 
 def _output_config(given: dict[str, Any] | None) -> tuple[str | None, dict[str, Any] | None]:

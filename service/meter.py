@@ -54,7 +54,7 @@ class Meter:
         self._described = 0.0  # when its body had been parsed and encoded
         self._valid: ValidRequest | None = None
         self._trace: Trace | None = None
-        self._context = ""  # the traceparent that its work belongs to
+        self._context = "", ""  # the traceparent that its work belongs to, and its tracestate
         self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
         self._tenant, self._lane = "", ""
         self._admitted = self._resumed = False
@@ -73,20 +73,23 @@ class Meter:
         prompt_tokens: int,
         max_tokens: int,
         traceparent: str = "",
-    ) -> str:
+        tracestate: str = "",
+    ) -> tuple[str, str]:
         """Record what was asked for.  If it is admitted, the answer's id will be `answer_id`.
 
-        Returns the trace context for all further work: that of its own span, or `traceparent`, as the client sent it,
-        where this request is not traced."""
+        Returns the trace context for all further work, as `traceparent` and `tracestate`: that of its own span, or as
+        the client sent them where this request is not traced."""
         self._answer_id, self._tenant, self._prompt_tokens, self._choices = answer_id, tenant, prompt_tokens, valid.n
         self._max_tokens, self._described = max_tokens, time.monotonic()
-        return self._begin(valid, _operation(valid), traceparent)
+        return self._begin(valid, _operation(valid), traceparent, tracestate)
 
-    def _begin(self, valid: ValidRequest, operation: str, traceparent: str, link: str = "") -> str:
+    def _begin(
+        self, valid: ValidRequest, operation: str, traceparent: str, tracestate: str, link: str = ""
+    ) -> tuple[str, str]:
         self._valid = valid
         name = f"{operation} {self._telemetry.model}"
-        self._trace = self._telemetry.tracing.begin(name, traceparent, self._started, link)
-        self._context = self._trace.traceparent if self._trace is not None else traceparent
+        self._trace = trace = self._telemetry.tracing.begin(name, traceparent, self._started, link, tracestate)
+        self._context = (trace.traceparent, trace.tracestate) if trace is not None else (traceparent, tracestate)
         return self._context
 
     def admit(self, waiting: Waiting | None = None) -> None:
@@ -98,20 +101,28 @@ class Meter:
 
     def _span_admission(self, error: str = "") -> None:
         if self._trace is not None:
+            parent, state = self._context
             now = time.monotonic()
-            self._telemetry.tracing.add("admission", self._trace.traceparent, self._described, now, {}, error)
+            self._telemetry.tracing.add("admission", parent, self._described, now, {}, error, state)
 
     def resume(
-        self, answer_id: str, valid: ValidRequest, choices: int, tenant: str, begun: str = "", traceparent: str = ""
+        self,
+        answer_id: str,
+        valid: ValidRequest,
+        choices: int,
+        tenant: str,
+        begun: tuple[str, str] = ("", ""),
+        given: tuple[str, str] = ("", ""),
     ) -> None:
         """Record that a client resumes an answer that was admitted before.
 
-        `begun`: the trace context of the answer, in which this goes on.  `traceparent`: what the client sent now."""
+        `begun`: the trace context of the answer, in which this goes on.  `given`: what the client sent now."""
         self._answer_id, self._choices, self._tenant = answer_id, choices, tenant
         self._prompt_tokens = 0  # counted when it was admitted
         self._admitted = self._resumed = True
         self._telemetry.count(metrics.COMEBACKS)
-        self._begin(valid, "resume", begun or traceparent, traceparent if begun else "")
+        parent, state = begun if begun[0] else given
+        self._begin(valid, "resume", parent, state, given[0] if begun[0] else "")
 
     def record_piece(self, piece: Piece) -> None:
         """Record new tokens or the end of a choice."""
@@ -217,8 +228,11 @@ class Meter:
             line["error"] = self._code
         if self._retry_after_s is not None:
             line["retry_after_s"] = self._retry_after_s
-        if self._context:
-            line["trace_id"] = self._context.split("-")[1]
+        parent, state = self._context
+        if parent:
+            line["trace_id"] = parent.split("-")[1]
+        if state:
+            line["tracestate"] = state
         log.log(level, "request", extra={"fields": line})
 
     def _attributes(self, valid: ValidRequest, status: int) -> dict[str, Value]:

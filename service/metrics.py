@@ -37,7 +37,7 @@ Labels = tuple[str, ...]
 class Vllm(NamedTuple):
     """How vLLM's own page shows a histogram (`--vllm-metrics`)."""
 
-    name: str
+    names: tuple[str, ...]  # the present one, then those of earlier releases that dashboards still ask for
     text: str
     bounds: tuple[float, ...] = ()  # some of the histogram's own; empty: all
 
@@ -218,36 +218,40 @@ TIME_TO_FIRST_TOKEN = _histogram(
     "Seconds from a request's arrival to its first token here, by the model's fingerprint at that time.",
     histograms.TTFT_S,
     "fingerprint",
-    vllm=Vllm("vllm:time_to_first_token_seconds", "Seconds from arrival to the first token."),
+    vllm=Vllm(("vllm:time_to_first_token_seconds",), "Seconds from arrival to the first token."),
 )
 INTER_TOKEN = _histogram(
     "quire_inter_token_latency_seconds",
     "Seconds between two tokens of a choice.",
     histograms.FINE_ITL_S,
-    vllm=Vllm("vllm:inter_token_latency_seconds", "Seconds between two tokens.", histograms.ITL_S),
+    vllm=Vllm(
+        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        "Seconds between two tokens.",
+        histograms.ITL_S,
+    ),
 )
 PER_TOKEN = _histogram(
     "",
     "",
     histograms.FINE_ITL_S,
     vllm=Vllm(
-        "vllm:request_time_per_output_token_seconds", "Mean seconds per output token of a request.", histograms.ITL_S
+        ("vllm:request_time_per_output_token_seconds",), "Mean seconds per output token of a request.", histograms.ITL_S
     ),
 )
 REQUEST_LATENCY = _histogram(
     "quire_request_latency_seconds",
     "Seconds from a request's arrival to its last byte.",
     histograms.FINE_REQUEST_S,
-    vllm=Vllm("vllm:e2e_request_latency_seconds", "Seconds from arrival to the last byte.", histograms.REQUEST_S),
+    vllm=Vllm(("vllm:e2e_request_latency_seconds",), "Seconds from arrival to the last byte.", histograms.REQUEST_S),
 )
 RETRY_AFTER = _histogram(
     "quire_retry_after_seconds", "Seconds that refused clients were asked to wait.", histograms.RETRY_S
 )
 REQUEST_PROMPT = _histogram("quire_request_prompt_tokens", "Prompt tokens of a request.", histograms.TOKENS)
 REQUEST_OUTPUT = _histogram("quire_request_output_tokens", "Output tokens of a request.", histograms.TOKENS)
-CHOICES = _histogram("", "", histograms.TOKENS, vllm=Vllm("vllm:request_params_n", "Choices of a request."))
+CHOICES = _histogram("", "", histograms.TOKENS, vllm=Vllm(("vllm:request_params_n",), "Choices of a request."))
 MAX_TOKENS = _histogram(
-    "", "", histograms.TOKENS, vllm=Vllm("vllm:request_params_max_tokens", "Output tokens that a request allows.")
+    "", "", histograms.TOKENS, vllm=Vllm(("vllm:request_params_max_tokens",), "Output tokens that a request allows.")
 )
 LOOP_STALL = _histogram(
     "quire_gateway_loop_stall_seconds",
@@ -416,8 +420,9 @@ class Telemetry(Collector):
                 for tally in tallies.values():
                     whole.merge(tally)
                 labels, values = ("model_name", "engine"), (self.model, self._gateway)
-                name, text, bounds = metric.vllm
-                yield histograms.histogram(name, text, labels, [(values, whole)], bounds)
+                names, text, bounds = metric.vllm
+                for name in names:
+                    yield histograms.histogram(name, text, labels, [(values, whole)], bounds)
 
 
 def _identity(load: EngineLoad) -> tuple[str, str, str]:

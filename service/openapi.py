@@ -56,6 +56,7 @@ OPERATIONS = (
     Operation("get", "/v1/models", "List the served model's names"),
     Operation("get", "/v1/models/{id}", "Describe one of them"),
     Operation("get", "/engine/state", "Watch block pools and load of the engines", answers=(EVENTS,)),
+    Operation("post", "/reset_prefix_cache", "Empty the prefix caches of all engines"),
     Operation("get", "/health", "200 if an engine is running"),
     Operation("get", "/ready", "200 if requests are taken"),
     Operation("get", "/ping", "200 if this gateway answers"),

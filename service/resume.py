@@ -45,6 +45,12 @@ class Record(msgspec.Struct, frozen=True):
     fingerprint: str | None
     deadline_ms: int  # unix time on Redis' clock
     traceparent: str = ""  # of the request: a client that resumes continues the same trace
+    tracestate: str = ""  # beside it
+
+    @property
+    def context(self) -> tuple[str, str]:
+        """The trace context of the request: `traceparent` and `tracestate`."""
+        return self.traceparent, self.tracestate
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""

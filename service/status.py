@@ -13,12 +13,17 @@ from aiohttp import web
 
 from engine.common import histograms
 from service.api import Refusal
+from service.limits import shown
 from service.metrics import Telemetry
-from service.middleware import Capacity
+from service.middleware import METER, TENANT, Capacity
 from service.streams import Streams
 
 log = logging.getLogger("quire.gateway")
 
+RESET_PARAMETERS = {  # of vLLM's endpoint
+    "reset_running_requests": "requests that run are not stopped: they keep their blocks",
+    "reset_external": "there is no external cache",
+}
 NO_REDIS = "Redis cannot be used; the log of this gateway says why"
 
 
@@ -37,10 +42,13 @@ class Status:
         telemetry: Telemetry,
         capacity: Capacity,
         document: Callable[[], dict[str, Any]],
+        *,
+        strict: bool = False,
     ) -> None:
         """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
 
-        `document`: returns the OpenAPI document."""
+        `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused."""
+        self._strict = strict
         self._document = document
         self._names, self._root, self._streams = names, root, streams
         self._telemetry, self._capacity = telemetry, capacity
@@ -119,6 +127,22 @@ class Status:
     async def load(self, request: web.Request) -> web.Response:
         """GET /load: how many requests this process answers now, the queued ones included."""
         return _json({"server_load": self._capacity.answering})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """POST /reset_prefix_cache: order all engines to empty their prefix caches.
+
+        Raises Refusal: 403 without the admin scope, 400 for what vLLM's parameters would stop, 503 without Redis."""
+        request[TENANT].require_admin()
+        for name in (name for name in RESET_PARAMETERS if request.query.get(name, "false").lower() != "false"):
+            raise Refusal(400, "unsupported", f"{name}: {RESET_PARAMETERS[name]}", param=name, limit="false")
+        unknown = tuple(sorted(request.query.keys() - RESET_PARAMETERS.keys()))
+        if unknown and self._strict:
+            name = str(shown(unknown[0]))
+            raise Refusal(400, "unknown_field", f"{name}: no such parameter (--strict-fields)", param=name)
+        request[METER].record_unknown(unknown)
+        told = await self._streams.reset_prefix_caches()
+        log.info("ordered %d engines to empty their prefix caches (POST /reset_prefix_cache)", told)
+        return _json({"engines": told})
 
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""

@@ -150,6 +150,12 @@ class Streams:
         """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
         await self._bus.cancel_for_all(order_ids)
 
+    async def reset_prefix_caches(self) -> int:
+        """Order all engines to empty their prefix caches.  Returns how many there are.  Raises Refusal(503)."""
+        if self.trouble is not None:
+            raise unavailable()
+        return len(await self._ask(self._bus.reset_prefix_caches()))
+
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
         return await self._ask(self._bus.find_duplicate(key))

@@ -47,6 +47,12 @@ class Tenant(msgspec.Struct, frozen=True):
     quota: Quota | None = None  # None: unlimited
     admin: bool = False  # its keys have the admin scope
 
+    def require_admin(self) -> None:
+        """Raise Refusal(403) without the admin scope."""
+        if not self.admin:
+            message = "Authorization: this key lacks the admin scope (--admin-keys, or admin = true of its tenant)"
+            raise Refusal(403, "admin_only", message)
+
     def salt(self, asked: str) -> str:
         """Return the prefix-cache namespace for a client's own `cache_salt`.
 

@@ -7,25 +7,31 @@ Gemma) have a table of the bytes of each token.  A tokenizer that has none is re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
 
 from engine.common.errors import OperatorError
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.call_grammar import CallForm, Reasoning, call_rules, form_of
+from service.client_templates import ClientTemplates
 from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.grammar import Constraint
 from service.history import Dialect, dialect_of, for_template
-from service.literal import LiteralContent
+from service.literal import LiteralContent, Span
 from service.regions import Reading, find
+from service.thinking_budget import thinking_rules, unserved
 from service.tools import ChatOptions, reduced
 
 P = ParamSpec("P")
@@ -38,6 +44,7 @@ LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never 
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
 NO_FORM = "the model's chat template does not show how calls are written in JSON"
+TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
@@ -163,13 +170,34 @@ class TokenBudget:
 UNLIMITED = 2**62
 
 
+class Template(NamedTuple):
+    """A chat template, and how it is rendered."""
+
+    text: str
+    dialect: Dialect
+    render: Callable[..., str]  # takes the arguments of transformers' `apply_chat_template`
+
+    def reads(self, name: str) -> bool:
+        """Return whether the template names a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, source: str, *, literal_content: bool = True) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        literal_content: bool = True,
+        client_template_s: float = 0.0,
+        client_template_chars: int = 2**22,
+    ) -> None:
         """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
 
-        `literal_content`: encode the content of chat messages without special tokens (`literal.py`)."""
+        `literal_content`: encode the content of chat messages without special tokens (`literal.py`).
+        `client_template_s`: CPU seconds that a client's chat template may take; 0: none is rendered.
+        `client_template_chars`: that it may write."""
         # Imported here: it takes over a second, which `import service` must not.
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -192,12 +220,18 @@ class Tokenizer:
         for token, added in backend.get_added_tokens_decoder().items():
             if added.special:
                 self._visible[token] = b""
-        self._literal = LiteralContent(backend) if literal_content and self._hf.chat_template else None
+        chats = self._hf.chat_template or client_template_s
+        self._literal = LiteralContent(backend) if literal_content and chats else None
+        self._client_templates: ClientTemplates | None = None
+        if client_template_s:
+            special = {name: str(text) for name, text in self._hf.special_tokens_map.items()}
+            self._client_templates = ClientTemplates(client_template_s, client_template_chars, special)
         self._load_template(backend)
         self._added = _added(backend)
         self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
+        self._template_pool = ThreadPoolExecutor(max_workers=TEMPLATES, thread_name_prefix="client templates")
 
     def _load_template(self, backend: Any) -> None:
         """Find out what the chat template reads, and how answers are cut into regions."""
@@ -214,6 +248,16 @@ class Tokenizer:
             added = backend.get_added_tokens_decoder()
             kept = {token for token, one in added.items() if self.responses.has_marker(one.content)}
             self._marked = [self.table[at] if at in kept else shown for at, shown in enumerate(self._visible)]
+
+    def start(self) -> None:
+        """Start the process that renders templates of clients, where they are allowed; takes a second or two."""
+        if self._client_templates is not None:
+            self._client_templates.start()
+
+    def close(self) -> None:
+        """End that process.  Harmless when called twice."""
+        if self._client_templates is not None:
+            self._client_templates.close()
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool, markers: bool = False) -> list[bytes]:
         """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes.
@@ -252,40 +296,27 @@ class Tokenizer:
         budget.spend(len(prompt))
         return prompt
 
+    @contextlib.contextmanager
+    def _chosen(self, options: ChatOptions) -> Iterator[Template]:
+        """A context with the chat template of a request: the model's, or its client's.  Raises Refusal."""
+        if options.template:
+            if self._client_templates is None:
+                raise _unsupported("chat_template", "this server renders no template of a client")
+            with self._client_templates.open(options.template) as session:
+                yield Template(options.template, session.dialect, session.render)
+        elif self._hf.chat_template:
+            yield Template(self._template, self._dialect, partial(self._hf.apply_chat_template, tokenize=False))
+        else:
+            message = "messages: this model has no chat template; use /v1/completions"
+            raise Refusal(400, "no_chat_template", message, param="messages")
+
     def _encode_chat(
         self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, options: ChatOptions | None = None
     ) -> list[int]:
-        """Render the checkpoint's own template in jinja2's sandbox, then encode: the template places special tokens."""
-        if not self._hf.chat_template:
-            message = "messages: this model has no chat template; use /v1/completions"
-            raise Refusal(400, "no_chat_template", message, param="messages")
+        """Render the chat template in jinja2's sandbox, then encode: the template places special tokens."""
         options = options or ChatOptions()
-        self._check_options(options)
-        variables = {**self._thinking(options), **options.arguments}
-        messages = for_template(messages, self._dialect, self._template)
-        if options.documents:  # they take part in the search for special tokens, like content
-            messages = [*messages, {"role": "documents", "documents": options.documents}]
-
-        def render(messages: list[dict[str, Any]]) -> str:
-            documents = messages[-1]["documents"] if options.documents else None
-            text: str = self._hf.apply_chat_template(
-                messages[:-1] if options.documents else messages,
-                tools=options.tools or None,
-                documents=documents,
-                tokenize=False,
-                add_generation_prompt=options.generation_prompt,
-                continue_final_message=options.continue_final,
-                **variables,
-            )
-            return text
-
-        try:
-            text, spans = self._literal.render(messages, render) if self._literal else (render(messages), [])
-        except Exception as error:  # whatever a template raises is caused by these messages
-            # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
-            reason = f": {error}" if type(error).__name__ == "TemplateError" else ""
-            message = f"messages: the model's chat template refuses them{reason}"
-            raise Refusal(400, "chat_template_error", message, param="messages") from None
+        with self._chosen(options) as template:
+            text, spans = self._render_chat(template, messages, options)
         if self._literal is None or not spans:
             return self._encode(text, special=False, budget=budget)
         self._check_length(text, budget)
@@ -294,30 +325,62 @@ class Tokenizer:
             budget.spend(len(ids))
         return ids
 
-    def _check_options(self, options: ChatOptions) -> None:
-        """Raise Refusal for what this model's chat template does not know, or its answers cannot keep."""
-        if options.tools and not self._dialect.tools:
+    def _render_chat(
+        self, template: Template, messages: list[dict[str, Any]], options: ChatOptions
+    ) -> tuple[str, list[Span]]:
+        """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
+        self._check_options(options, template)
+        variables = {**self._thinking(options, template), **options.arguments}
+        messages = for_template(messages, template.dialect, template.text)
+        if options.documents:  # they take part in the search for special tokens, like content
+            messages = [*messages, {"role": "documents", "documents": options.documents}]
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            documents = messages[-1]["documents"] if options.documents else None
+            text: str = template.render(
+                messages[:-1] if options.documents else messages,
+                tools=options.tools or None,
+                documents=documents,
+                add_generation_prompt=options.generation_prompt,
+                continue_final_message=options.continue_final,
+                **variables,
+            )
+            return text
+
+        try:
+            return self._literal.render(messages, render) if self._literal else (render(messages), [])
+        except Refusal:  # a client's template, and it says why
+            raise
+        except Exception as error:  # whatever a template raises is caused by these messages
+            # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
+            reason = f": {error}" if type(error).__name__ == "TemplateError" else ""
+            message = f"messages: the model's chat template refuses them{reason}"
+            raise Refusal(400, "chat_template_error", message, param="messages") from None
+
+    def _check_options(self, options: ChatOptions, template: Template) -> None:
+        """Raise Refusal for what the chat template does not know, or the model's answers cannot keep."""
+        if options.tools and not template.dialect.tools:
             raise _unsupported("tools", "the model's chat template knows no tools")
-        if options.tools and not self.knows_tools:
+        if options.tools and (self.responses is None or not self.responses.has_calls):
             raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and self.call_form is None:
             raise _unsupported("tool_choice", f"{NO_FORM}, so only 'none' and 'auto' are served")
         if options.strict and not options.demanded and (self.call_form is None or not self.call_form.marker):
             raise _unsupported(options.strict, f"{NO_FORM}, so arguments are not held to their schema")
-        if options.documents and not self._reads("documents"):
+        if options.documents and not template.reads("documents"):
             raise _unsupported("documents", "the model's chat template does not read them")
         for name in options.arguments:
-            if not self._reads(name):
+            if not template.reads(name):
                 field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
                 raise _unsupported(field, "the model's chat template does not read it")
 
-    def _thinking(self, options: ChatOptions) -> dict[str, Any]:
+    def _thinking(self, options: ChatOptions, template: Template) -> dict[str, Any]:
         """Return the template's variable for `options.thinking`.
 
         A template without it is fine where the model thinks in any case, or shall not think.  Raises Refusal."""
         if options.thinking is None:
             return {}
-        if self._reads("enable_thinking"):
+        if template.reads("enable_thinking"):
             return {"enable_thinking": options.thinking}
         if options.thinking and (self.responses is None or not self.responses.has_reasoning):
             raise _unsupported("thinking", "no reasoning of this model is known")
@@ -341,6 +404,12 @@ class Tokenizer:
     def constraint(self, valid: ValidRequest, reading: Reading | None) -> Constraint | None:
         """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
         options, asked = valid.options, valid.constraint
+        if options.thinking_budget is not None:
+            try:
+                return self._thinking_rules(valid, options.thinking_budget, reading)
+            except Refusal:
+                if not options.thinking_target:
+                    raise
         if not options.tools or not (options.demanded or options.strict or asked):
             return asked
         field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
@@ -353,6 +422,19 @@ class Tokenizer:
         answer = None if options.demanded else asked
         rules = call_rules(self.call_form, options, self._grammar_tokens, self._thinks(reading), answer)
         return Constraint(field, "calls", rules)
+
+    def _thinking_rules(self, valid: ValidRequest, budget: int, reading: Reading | None) -> Constraint:
+        """Return what holds an answer to its budget of reasoning tokens.  Raises Refusal."""
+        options, asked = valid.options, valid.constraint
+        for field in (asked.param if asked is not None else "", "tool_choice" if options.demanded else options.strict):
+            if field:
+                raise unserved(f"not together with {field}")
+        if valid.sampling.ignore_eos:
+            raise unserved("not together with ignore_eos")
+        responses = self.responses
+        markers = responses.reasoning_markers if responses is not None else None
+        opened = responses is not None and reading is not None and bool(responses.reader(reading).reasoning)
+        return thinking_rules(budget, markers, self._grammar_tokens, opened=opened)
 
     @cached_property
     def _grammar_tokens(self) -> dict[str, int]:
@@ -367,10 +449,6 @@ class Tokenizer:
         if self.responses.reader(reading).reasoning:
             return "open"
         return "" if self.call_form.reasoning[1] in reading.opening else "may"
-
-    def _reads(self, name: str) -> bool:
-        """Return whether the chat template names a variable."""
-        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def reading(self, valid: ValidRequest, ids: list[int]) -> Reading | None:
         """Return how the answer to a chat is read, whose prompt has the tokens `ids`; None: all of it is content."""
@@ -409,7 +487,10 @@ class Tokenizer:
                 return [self._encode_chat(valid.messages, budget, valid.options)]
             return [self._encode_prompt(prompt, budget, special=valid.special) for prompt in valid.prompts]
 
-        encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
+        if valid.options.template:  # it may take long, whatever its size, and others do not wait for it
+            encoded = await asyncio.get_running_loop().run_in_executor(self._template_pool, work)
+        else:
+            encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             if keep == -1:
                 keep = max(1, longest - max(1, valid.max_tokens or 0))
@@ -432,6 +513,33 @@ class Tokenizer:
             options = ChatOptions(generation_prompt=generation_prompt)
             return await self.offload(size, self._encode_chat, messages, budget, options)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
+
+    def forbid(self, valid: ValidRequest) -> ValidRequest:
+        """Return a request whose sampling never draws its `bad_words`, with and without a blank before each.
+
+        Raises Refusal for a word that the tokenizer may write with several tokens of which none is forbidden: engines
+        do not look at the tokens before the next one."""
+        if not valid.bad_words:
+            return valid
+        never: set[int] = set()
+        longer: list[tuple[int, list[int]]] = []  # (place of the word, tokens)
+        for at, word in enumerate(valid.bad_words):
+            bare = word.lstrip()
+            for text in (bare, f" {bare}") if bare else (word,):
+                ids = self._encode(text, special=False)
+                if len(ids) == 1:
+                    never.update(ids)
+                else:
+                    longer.append((at, ids))
+        for at, ids in longer:
+            if never.isdisjoint(ids):
+                field, blank = f"bad_words[{at}]", "with or without a blank before it, "
+                reason = f"{blank}this model's tokenizer writes it with {len(ids)} tokens; only words of one are served"
+                raise _unsupported(field, reason)
+        bias = [(token, added) for token, added in valid.sampling.logit_bias if token not in never]
+        bias += [(token, -math.inf) for token in sorted(never)]
+        sampling = msgspec.structs.replace(valid.sampling, logit_bias=bias)
+        return msgspec.structs.replace(valid, sampling=sampling, bad_words=())
 
     def token_strs(self, ids: list[int]) -> list[str]:
         """Return tokens as the vocabulary writes them; "" for ids without a token."""

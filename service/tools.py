@@ -37,6 +37,9 @@ class ChatOptions(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}  # further variables
     generation_prompt: bool = True
     continue_final: bool = False
+    template: str = ""  # the client's own chat template; "": the model's
+    thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
+    thinking_target: bool = False  # the budget is a target: where it cannot be held, nothing bounds the reasoning
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
 
@@ -50,6 +53,8 @@ class Asked(Protocol):
     chat_template_kwargs: Any
     reasoning_effort: str | None
     add_generation_prompt: bool | None
+    chat_template: str | None
+    thinking_token_budget: int | None
     continue_final_message: bool | None
 
 
@@ -66,6 +71,8 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
     if continued and not (messages[-1]["role"] == "assistant" and messages[-1]["content"]):
         message = "continue_final_message: the last message must be the assistant's, with content"
         raise bad_request("invalid_value", message, "continue_final_message")
+    if (budget := asked.thinking_token_budget) is not None:
+        check("thinking_token_budget", budget, config)
     return ChatOptions(
         tools=shown_tools,
         demanded=demanded,
@@ -75,6 +82,8 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
         arguments=_arguments(asked, config),
         generation_prompt=not continued and asked.add_generation_prompt is not False,
         continue_final=continued,
+        template=_template(asked.chat_template, config),
+        thinking_budget=budget,
     )
 
 
@@ -156,6 +165,17 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> list[str]:
         value = shown(name)
         raise bad_request("invalid_value", f"{field}: '{value}' is not in tools", field, "a name of tools", value)
     return [name]
+
+
+def _template(given: str | None, config: GatewayConfig) -> str:
+    """Return the client's own chat template; "": it has none.  Raises Refusal where the operator allows none."""
+    if not given:
+        return ""
+    if not config.client_template_s:
+        message = "chat_template: this server renders no template of a client (--client-template-s)"
+        raise bad_request("unsupported", message, "chat_template")
+    check("chat_template", len(given), config)
+    return given
 
 
 def _documents(given: Any, config: GatewayConfig) -> list[dict[str, Any]]:

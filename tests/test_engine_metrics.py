@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common.tracing import Tracing
@@ -20,7 +22,7 @@ from engine.core.limits import Totals
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from engine.loop import Engine
-from engine.metrics import Telemetry
+from engine.metrics import VLLM_TABLE, Telemetry
 from engine.orders import LocalBox, Order, Resume
 from engine.turn_record import PHASES, TurnRecord
 from engine.wire.messages import EngineLoad, Generate, Sampling
@@ -36,12 +38,13 @@ class Traced:
 
     blocks: int = 64
     config: EngineConfig = CONFIG
+    vllm: bool = False
     spans: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        self.telemetry = Telemetry("e0", tracing=Tracing(self.provider))
+        self.telemetry = Telemetry("e0", tracing=Tracing(self.provider), vllm=self.vllm)
         self.box = LocalBox(lambda delta: None)
         executor = ScriptedExecutor(INFO, self.blocks, host_blocks=self.blocks)
         self.telemetry.describe_model(INFO, self.config)
@@ -103,6 +106,13 @@ def test_a_request_is_a_queue_a_prefill_and_a_decode(traced: Traced) -> None:
     traced.spans.clear()
     traced.run(a_request("again"))
     assert traced.named("queue")[0]["gen_ai.usage.cache_read.input_tokens"] == 32
+
+
+def test_the_state_of_its_trace_is_on_every_span(traced: Traced) -> None:
+    traced.run(msgspec.structs.replace(a_request(), tracestate="rojo=1"))
+    spans = traced.spans.get_finished_spans()
+    assert {span.name for span in spans} == {"queue", "prefill", "decode"}
+    assert {span.context.trace_state.to_header() for span in spans} == {"rojo=1"}
 
 
 def test_what_never_starts_has_a_queue_that_failed(traced: Traced) -> None:
@@ -206,3 +216,77 @@ def test_the_page_says_what_a_takeover_took() -> None:
     assert samples["quire_start_takeover"] == 1
     assert samples["quire_start_seconds weights"] == 0.5
     assert samples["quire_start_seconds recompute"] > 0
+
+
+def aliases(traced: Traced) -> dict[str, Metric]:
+    """The families of vLLM's names; each sample has the labels of vLLM's own."""
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(traced.telemetry.expose().decode())
+        if family.name.startswith("vllm:")
+    }
+    for sample in (sample for family in families.values() for sample in family.samples):
+        assert (sample.labels["engine"], sample.labels["model_name"]) == ("e0", "scripted")
+    return families
+
+
+def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
+    traced = Traced(vllm=True)
+    seconds = time.monotonic()
+    traced.run(a_request("a", prompt=40, tokens=5, n=2), a_request("b", prompt=7, tokens=3))
+    traced.run(a_request("again", prompt=40, tokens=9))  # 32 of its prompt tokens are cached
+    stop = Sampling(seed=4, stop_token_ids=[scripted_token(4, 0, 1, INFO.vocab_size)])
+    traced.run(Generate("stops", "g", [6] * 5, 50, stop, 2**60), Generate("late", "g", [7], 5, Sampling(), 1))
+    seconds = time.monotonic() - seconds
+    traced.telemetry.queue_share = 2.5  # of the shared queue
+    traced.telemetry.load = msgspec.structs.replace(
+        traced.telemetry.load, running=3, waiting=4, swapped=1, free_blocks=48
+    )
+    families = aliases(traced)
+    page = {name: value for name, value in traced.samples().items() if name.startswith("vllm:")}
+    totals = traced.engine.core.report.totals
+    assert totals.cached_prompt_tokens == 32
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4 + 2.5,
+        "vllm:num_requests_swapped": 1,
+        "vllm:kv_cache_usage_perc": (64 - 48) / 64,
+        "vllm:gpu_cache_usage_perc": (64 - 48) / 64,
+        "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all continuations of a prompt
+        "vllm:generation_tokens_total": 2 * 5 + 3 + 9 + 2,
+        "vllm:prefix_cache_queries_total": 40 + 7 + 40 + 5,
+        "vllm:prefix_cache_hits_total": 32,
+        "vllm:num_preemptions_total": 0,
+        "vllm:request_success_total length": 4,
+        "vllm:request_success_total stop": 1,
+        "vllm:request_success_total abort": 1,
+        "vllm:request_success_total error": 0,
+    }
+    sizes = {  # count and sum
+        "vllm:request_prompt_tokens": (4, 40 + 7 + 40 + 5),
+        "vllm:request_generation_tokens": (5, 5 + 5 + 3 + 9 + 2),
+        "vllm:request_max_num_generation_tokens": (4, 5 + 3 + 9 + 2),
+        "vllm:request_prefill_kv_computed_tokens": (4, 40 + 7 + 8 + 5),
+    }
+    for name, (count, total) in sizes.items():
+        expected |= {f"{name}_count": count, f"{name}_sum": total}
+    times = {f"vllm:request_{part}_time_seconds": 5 for part in ("prefill", "decode", "inference")}
+    times["vllm:request_queue_time_seconds"] = 4
+    for name, count in times.items():
+        expected[f"{name}_count"] = count
+        assert 0 < page.pop(f"{name}_sum") <= count * seconds
+    steps = page.pop("vllm:iteration_tokens_total_sum")
+    # Prompts, and outputs but the first of each sequence; the step after the stop token ran before the token was known.
+    assert steps == (40 + 7 + 8 + 5) + (totals.generated_tokens - 5) + 1
+    assert page.pop("vllm:iteration_tokens_total_count") == traced.engine.core.step
+    (config,) = families["vllm:cache_config_info"].samples
+    assert (config.labels["block_size"], config.labels["num_gpu_blocks"], config.value) == ("16", "64", 1.0)
+    page = {name: value for name, value in page.items() if "_bucket" not in name and "_config_info" not in name}
+    assert page == pytest.approx(expected)
+    described = {row.name for row in VLLM_TABLE}
+    assert described == families.keys()
+    tested = {re.sub(r"(_total|_count)?( .*)?$", "", name) for name in expected}
+    assert {name.removesuffix("_total") for name in described} - tested == {
+        "vllm:cache_config_info",
+        "vllm:iteration_tokens",
+    }

@@ -19,7 +19,7 @@ from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripte
 from engine.llm import LLM
 from engine.load_report import Rate
 from engine.loop import ConfigError, Engine, build_scheduler
-from engine.orders import LocalBox, Report, Resume, merged
+from engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merged
 from engine.turn_record import TurnRecord
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
@@ -258,6 +258,43 @@ async def test_what_was_said_of_a_lost_request_is_not_sent_after_the_news_of_its
     await thread._exchange(side, say("a", dropped=1, finished=("a",)))
     assert sent[2] == (["a"], ["a"])  # whatever comes after the loop's own drop is of the request's next life
     thread._loop.close()
+
+
+async def test_a_reset_of_the_prefix_cache_precedes_the_claims_of_its_exchange() -> None:
+    thread = BusThread(CONFIG)
+
+    class Side:
+        queue_share, watched = 0.5, False
+        clock = RedisClock()
+
+        async def exchange(self, *_: Any) -> ExchangeReply:
+            return ExchangeReply([Generate("a", "g", [5], 6, Sampling(), 0)], [], reset_prefix_cache=True)
+
+    side: Any = Side()
+    report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 0, 0, 0)
+    await thread._exchange(side, report)
+    assert [type(order) for order in thread.drain(0)] == [ResetPrefixCache, Generate]
+    thread._loop.close()
+
+
+def test_an_engine_resets_its_prefix_cache_between_two_steps() -> None:
+    box = LocalBox(lambda delta: None)
+    engine = Engine(CONFIG, ScriptedExecutor(INFO, 64), box, box)
+
+    def run(*orders: Any) -> int:
+        box.orders += orders
+        while box.orders or not engine.core.idle:
+            engine.turn()
+        return engine.core.report.totals.cached_prompt_tokens
+
+    def ask(name: str) -> Generate:
+        return Generate(name, "g", [5] * 40, 3, Sampling(ignore_eos=True), 2**60)
+
+    assert run(ask("a")) == 0
+    assert (hits := run(ask("b"))) > 0
+    assert run(ResetPrefixCache(), ask("c")) == hits
+    assert engine._accepted == 3  # a reset is no request
+    assert run(ask("d")) == 2 * hits
 
 
 def test_deltas_that_go_out_together_are_merged() -> None:

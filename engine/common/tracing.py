@@ -1,8 +1,8 @@
 """Trace a request from HTTP through the queue to the engine's steps, in OpenTelemetry's terms.
 
-A gateway begins the span of a request and sends its W3C `traceparent` in `Generate`.  The engine that computes the
-request adds its own spans under it afterwards, from times that it has measured anyway.  So no step carries a span
-along, and an untraced request costs a look at an empty string.
+A gateway begins the span of a request and sends its W3C `traceparent` and `tracestate` in `Generate`.  The engine that
+computes the request adds its own spans under it afterwards, from times that it has measured anyway.  So no step carries
+a span along, and an untraced request costs a look at an empty string.
 
     chat MODEL                    gateway: from the request's arrival to its last byte
       admission                   gateway: from the encoded prompt to its place in the queue, or the refusal
@@ -37,20 +37,21 @@ CLOSE_S = 3.0  # how long a process that ends waits for its last spans to be sen
 _propagator = TraceContextTextMapPropagator()
 
 
-def _context(traceparent: str) -> Context:
-    return _propagator.extract({"traceparent": traceparent})
+def _context(traceparent: str, tracestate: str = "") -> Context:
+    return _propagator.extract({"traceparent": traceparent, "tracestate": tracestate})
 
 
 class Trace:
     """The span of one request, in the process that began it."""
 
-    __slots__ = ("_span", "traceparent")
+    __slots__ = ("_span", "traceparent", "tracestate")
 
     def __init__(self, span: Span) -> None:
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, set_span_in_context(span))
         self._span = span
         self.traceparent = carrier["traceparent"]  # the parent of further spans
+        self.tracestate = carrier.get("tracestate", "")  # what the systems before have put beside it
 
     def end(self, attributes: Mapping[str, Value], error: str = "") -> None:
         """End the span; `error`: the code of the request's failure, or ''."""
@@ -102,14 +103,14 @@ class Tracing:
     def on(self) -> bool:
         return self._tracer is not None
 
-    def begin(self, name: str, traceparent: str, started: float, link: str = "") -> Trace | None:
+    def begin(self, name: str, traceparent: str, started: float, link: str = "", tracestate: str = "") -> Trace | None:
         """Begin the span of a request under this `traceparent` ("": as a new trace); None if it is not traced.
 
-        `link`: the `traceparent` of a related span, or ''."""
+        `link`: the `traceparent` of a related span, or ''.  `tracestate`: the header that came with `traceparent`."""
         if self._tracer is None:
             return None
         links = [Link(get_current_span(_context(link)).get_span_context())] if link else None
-        context = _context(traceparent)
+        context = _context(traceparent, tracestate)
         span = self._tracer.start_span(name, context, SpanKind.SERVER, None, links, self._unix_ns(started))
         return Trace(span) if span.is_recording() else None
 
@@ -121,11 +122,12 @@ class Tracing:
         ended: float,
         attributes: Mapping[str, Value],
         error: str = "",
+        tracestate: str = "",
     ) -> None:
         """Record a span that has ended, under the one of `traceparent`; nothing without a `traceparent`."""
         if self._tracer is None or not traceparent:
             return
-        context = _context(traceparent)
+        context = _context(traceparent, tracestate)
         span = self._tracer.start_span(name, context, attributes=attributes, start_time=self._unix_ns(started))
         _end(span, error, self._unix_ns(ended))
 

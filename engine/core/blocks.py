@@ -198,7 +198,10 @@ class BlockPool:
                 self._discard(block)
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache.  O(cached blocks).
+
+        Idle blocks are freed least recently used first, whatever the order in which a step sealed them."""
+        self.forget(list(self._idle))
         self.forget(list(self._index.values()))
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:

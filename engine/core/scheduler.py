@@ -125,6 +125,13 @@ class Scheduler:
         for seq in self.requests.unfinished(request_id):
             self._end(seq, None)
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: no sequence that starts from now on finds a block that was sealed before.
+
+        Sequences that run keep their blocks; the blocks that they fill from now on are sealed as ever.  O(cached
+        blocks)."""
+        self.pool.forget_all()
+
     def step_failed(self) -> tuple[int, str | None]:
         """The executor dropped every step in flight and freed all slots.  Put every running sequence back.
 

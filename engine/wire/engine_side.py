@@ -25,6 +25,8 @@ from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.records import ExchangeReply
 from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
+RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
+
 
 class EngineSide:
     """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
@@ -119,10 +121,13 @@ class EngineSide:
         self._forget(finished)
         works, orders, queued, engines, _, watched = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
-        received = ExchangeReply([], [], reassigned)
+        reset = RESET_ORDER in orders
+        received = ExchangeReply([], [], reassigned, reset_prefix_cache=reset)
         for payload, listeners, outputs in works:
             self._accept(received, payload, listeners.decode(), outputs)
         for order in orders:
+            if order == RESET_ORDER:
+                continue
             request_id, _, what = order.decode().partition(" ")
             if what.startswith(">"):
                 self._route(request_id, what[1:])

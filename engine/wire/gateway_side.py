@@ -48,6 +48,7 @@ from engine.wire.scripts import (
     QUARANTINED,
     READ_LOG,
     RELEASE,
+    RESET_PREFIX_CACHES,
     SETTLE,
     SUBMIT,
 )
@@ -290,6 +291,12 @@ class GatewaySide:
             Quarantined(decode(payload), int(attempts), int(tokens), engine.decode(), int(time_ms))
             for payload, attempts, tokens, engine, time_ms in await self._link.run_script(QUARANTINED, drop)
         ]
+
+    async def reset_prefix_caches(self) -> list[str]:
+        """Order every engine with a live lease to empty its prefix cache; return the names of these engines.
+
+        An engine does it between two steps, after its next exchange.  Raises BusDown after PATIENCE_S."""
+        return [engine.decode() for engine in await self._link.run_script(RESET_PREFIX_CACHES)]
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield every TokenBatch for this gateway, in order, for ever; reconnect without losing any.

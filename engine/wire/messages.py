@@ -33,7 +33,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     presence_penalty: float = 0.0  # -2..2, once per token already in the output
     frequency_penalty: float = 0.0  # -2..2, times its count in the output
     repetition_penalty: float = 1.0  # > 0, divides (multiplies) positive (negative) logits of prompt and output tokens
-    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
+    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit); -inf: it is never drawn
     allowed_token_ids: list[int] = []  # empty: all
     stop_token_ids: list[int] = []  # end the request, reason "stop"
     ignore_eos: bool = False
@@ -66,6 +66,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     tenant: str = ""  # its tokens are charged to this tenant: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share relative to other tenants
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
+    tracestate: str = ""  # what other systems have put beside `traceparent`
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):

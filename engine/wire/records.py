@@ -148,3 +148,4 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
+    reset_prefix_cache: bool = False  # no request accepted from now on may find a block that is cached already

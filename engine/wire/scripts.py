@@ -53,6 +53,7 @@ SUBMIT, PLACES, CANCEL, KEEP = load("submit"), load("places"), load("cancel"), l
 ADOPT, FLEET, ATTACH, READ_LOG = load("adopt"), load("fleet"), load("attach"), load("read_log")
 FIND_DUPLICATE, RELEASE, SETTLE = load("find_duplicate"), load("release"), load("settle")
 QUARANTINED = load("quarantined")
+RESET_PREFIX_CACHES = load("reset_prefix_caches")
 QUOTA_TAKE, QUOTA_RETURN = load("quota_take"), load("quota_return")
 RESPONSE_PUT, RESPONSE_GET = load("response_put"), load("response_get")
 RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")

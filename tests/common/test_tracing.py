@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.common import tracing
 from engine.common.tracing import Tracing
@@ -65,6 +68,24 @@ def test_a_request_and_what_was_done_for_it_are_one_trace(collector: Collector) 
     assert queue.end_ns - queue.start_ns == pytest.approx(5e8, abs=1e6)
     assert root.start_ns == pytest.approx(before_ns - 2e9, abs=1e9)
     assert root.start_ns < queue.start_ns < queue.end_ns <= decode.start_ns < decode.end_ns <= root.end_ns + 1e6
+
+
+def test_the_state_of_a_trace_goes_along_to_every_span() -> None:
+    memory = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    tracer, now = Tracing(provider), time.monotonic()
+    trace = tracer.begin("chat m", PARENT, now, tracestate="rojo=1,congo=2")
+    assert trace is not None
+    assert trace.tracestate == "rojo=1,congo=2"
+    tracer.add("queue", trace.traceparent, now, now, {}, tracestate=trace.tracestate)
+    trace.end({})
+    alone = tracer.begin("chat m", "", now, tracestate="rojo=1")  # without its parent it means nothing
+    assert alone is not None
+    assert alone.tracestate == ""
+    states = [span.context.trace_state.to_header() for span in memory.get_finished_spans()]
+    assert states == ["rojo=1,congo=2"] * 2
+    provider.shutdown()
 
 
 def test_sampling_is_of_traces_that_begin_here(collector: Collector) -> None:

@@ -116,6 +116,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         self.rig.crash()
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Teardown compares the text of every request that ran meanwhile with the reference."""
+        rig, held = self.rig, [list(seq.table) for seq in self.rig.core.live()]
+        available = rig.pool.available
+        rig.core.reset_prefix_cache()
+        rig.core.auditor.whole()
+        assert [seq.table for seq in rig.core.live()] == held
+        assert (rig.pool.available, rig.pool.idle) == (available, 0)
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), index=st.integers(-1, 2))
     def abort(self, data: st.DataObject, index: int) -> None:

@@ -25,6 +25,24 @@ def test_second_request_finds_the_shared_prefix() -> None:
     assert rig.deltas[-4].cached_tokens == 0
 
 
+def test_after_a_reset_no_prefix_is_found_and_running_requests_stay() -> None:
+    rig = Rig()
+    prompt = list(range(1, 33))
+    rig.add(prompt, 3, ignore_eos=True)
+    rig.run()
+    rig.add(prompt, 20, ignore_eos=True)  # it runs during the reset, on blocks that the cache had
+    rig.submit()
+    rig.commit()
+    computed = rig.executor.forward_tokens
+    rig.core.reset_prefix_cache()
+    rig.core.auditor.whole()
+    last = rig.add(prompt, 3, ignore_eos=True)
+    rig.run()
+    cached = {delta.id: delta.cached_tokens for delta in rig.deltas if delta.first == 0}
+    assert cached == {"r0": 0, "r1": 28, last: 0}
+    assert rig.executor.forward_tokens - computed >= len(prompt)
+
+
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
     rig = Rig(size=4)
     for _ in range(2):

@@ -10,8 +10,10 @@ import pytest
 
 from engine.common import settings
 from engine.config import EngineConfig
+from engine.metrics import VLLM_TABLE
 from service.cli import ServeConfig
 from service.config import GatewayConfig
+from service.metrics import TABLE as GATEWAY_TABLE
 from service.terminal.options import BenchConfig, ChatConfig, TopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,3 +91,12 @@ def test_every_alert_that_operations_names_is_in_the_rules() -> None:
     assert named
     for alert in named:
         assert f"alert: {alert}" in rules, alert
+
+
+def test_every_alias_of_a_metric_is_listed_and_no_other() -> None:
+    page = (ROOT / "grafana" / "README.md").read_text(encoding="utf-8")
+    table = page.split("| page | names after `vllm:` |")[1].split("\n\n")[0]
+    listed = {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", table)}
+    rows = [name for row in GATEWAY_TABLE if row.vllm is not None for name in row.vllm.names]
+    served = {name.removeprefix("vllm:").removesuffix("_total") for name in [*rows, *(row.name for row in VLLM_TABLE)]}
+    assert listed == served

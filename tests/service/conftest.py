@@ -82,7 +82,7 @@ async def serve(
             config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
         )
         await side.open()
-        telemetry = Telemetry(gateway_id)
+        telemetry = Telemetry(gateway_id, model="tiny", vllm=config.vllm_metrics)
         streams = Streams(side, config, telemetry)
         await streams.start()
         tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)

@@ -139,6 +139,7 @@ class FakeEngine:
         self.script, self.step_s, self.burst, self.holding = script, step_s, 1, False
         self.seen: list[Generate] = []
         self.aborted: list[str] = []
+        self.resets = 0  # orders to empty the prefix cache
         self.generated = 0  # output tokens, as an engine counts them
         self.load_changes: dict[str, object] = {}
         self.room_tokens = 100_000
@@ -171,6 +172,7 @@ class FakeEngine:
             so_far = claimed.resumed.get(generate.id, [])
             positions = [-1 if said.finish else len(said.token_ids) for said in so_far] or [0] * generate.n
             self._running[generate.id] = (generate, scripts, positions)
+        self.resets += claimed.reset_prefix_cache
         for order in claimed.aborts:
             self.aborted.append(order.id if order.index < 0 else f"{order.id} {order.index}")
             if order.id in self._running:

@@ -735,3 +735,26 @@ def test_messages_their_parts_and_tool_calls_are_counted() -> None:
     assert (refusal.param, refusal.limit) == ("messages[].content", CONTENT_PARTS)
     refusal = refused(asked, [{**message, "tool_calls": [{}] * (TOOL_CALLS + 1)}])
     assert (refusal.param, refusal.limit) == ("messages[].tool_calls", TOOL_CALLS)
+
+
+@pytest.mark.parametrize(
+    ("header", "kept"),
+    [
+        ("", ""),
+        ("a=1", "a=1"),
+        (" a=1 ,\tb@c=x y ,, ", "a=1,b@c=x y"),  # empty members are allowed
+        ("a=1,b=2,a=3", ""),  # a key twice
+        ("A=1", ""),
+        ("a=", ""),
+        ("a=1=2", ""),
+        ("a=\u00e9", ""),
+        ("a", ""),
+        (",".join(f"k{i}=v" for i in range(33)), ""),
+        (",".join(f"k{i}=v" for i in range(32)), ",".join(f"k{i}=v" for i in range(32))),
+        ("a=" + "x" * 256 + ",b=" + "y" * 251 + ",c=1", "a=" + "x" * 256 + ",b=" + "y" * 251),  # 512 characters stay
+        ("a=" + "x" * 257, ""),
+    ],
+)
+def test_a_trace_state_is_whole_members_or_nothing(header: str, kept: str) -> None:
+    assert api.tracestate(header) == kept
+    assert len(kept) <= 512

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import psutil
 import pytest
 from aiohttp import ClientConnectionResetError, ClientError, ClientSession, web
 from aiohttp.http_exceptions import BadStatusLine
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.wire.messages import Finish, Generate
+from service.metrics import TABLE
 from service.middleware import drop_broken_http
 from service.tenants import Tenant
 from service.tokenizer import Tokenizer
@@ -154,6 +157,12 @@ async def test_a_trace_context_goes_along_if_it_is_one(
             async with served.session.post("/v1/completions", json=body, headers={"traceparent": header}) as response:
                 assert response.status == 200
         assert [generate.traceparent for generate in fake.seen] == [good, *[""] * len(void)]
+        fake.seen.clear()
+        for parent, state in ((good, "rojo=00f067aa, congo=t61"), ("x", "rojo=1"), (good, "Rojo=1")):
+            headers = {"traceparent": parent, "tracestate": state}
+            async with served.session.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+        assert [generate.tracestate for generate in fake.seen] == ["rojo=00f067aa,congo=t61", "", ""]
 
 
 async def test_a_client_that_leaves_stops_the_engine(
@@ -618,3 +627,49 @@ async def test_structured_output_needs_engines_that_can(
         async with client.post(f"{served.url}/v1/completions", json=body) as response:
             assert response.status == 200
         assert "yes" in fake.seen[0].sampling.grammar
+
+
+async def test_every_name_of_vllm_has_the_value_of_what_clients_sent(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve(vllm_metrics=True)
+    began = time.monotonic()
+    async with engine(says(byte_level_tokenizer), step_s=0.01) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        for n, tokens, stream in ((1, 6, True), (3, 4, False)):
+            body = {"model": "tiny", "prompt": "a", "max_tokens": tokens, "n": n, "stream": stream}
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                await response.read()
+        async with served.session.post("/v1/completions", json={"prompt": "a", "top_p": 9}) as response:
+            assert response.status == 400  # a refused request is in none of them
+        assert len(fake.seen) == 2
+    seconds = time.monotonic() - began
+    async with served.session.get("/metrics") as response:
+        families = {
+            family.name: family.samples
+            for family in text_string_to_metric_families(await response.text())
+            if family.name.startswith("vllm:")
+        }
+    names = [name for row in TABLE if row.vllm is not None for name in row.vllm.names]
+    assert sorted(names) == sorted(families)
+    found: dict[str, tuple[float, float]] = {}
+    for name, samples in families.items():
+        assert {(one.labels["model_name"], one.labels["engine"]) for one in samples} == {("tiny", "g0")}
+        values = {one.name.removeprefix(name): one.value for one in samples if not one.name.endswith("_bucket")}
+        found[name] = values["_count"], values["_sum"]
+    gaps = 5 + 3 * 3  # between two tokens of a choice
+    assert found.pop("vllm:request_params_n") == (2, 1 + 3)
+    assert found.pop("vllm:request_params_max_tokens") == (2, 6 + 4)
+    counts = {
+        "vllm:time_to_first_token_seconds": 2,
+        "vllm:inter_token_latency_seconds": gaps,
+        "vllm:time_per_output_token_seconds": gaps,
+        "vllm:request_time_per_output_token_seconds": 2,
+        "vllm:e2e_request_latency_seconds": 2,
+    }
+    assert {name: count for name, (count, _) in found.items()} == counts
+    for total in (total for _, total in found.values()):
+        assert 0 < total < seconds * 3
+    assert found["vllm:time_to_first_token_seconds"][1] < found["vllm:e2e_request_latency_seconds"][1]
+    assert found["vllm:inter_token_latency_seconds"] == found["vllm:time_per_output_token_seconds"]

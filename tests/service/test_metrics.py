@@ -151,9 +151,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
 
 def test_an_answer_is_one_span_and_one_line(spans: Spans, lines: Lines) -> None:
     meter = Meter(spans.telemetry(), time.monotonic() - 1.0, "mine-1")
-    context = meter.describe("chatcmpl-1", asked(), "acme", 12, 7, PARENT)
+    context, state = meter.describe("chatcmpl-1", asked(), "acme", 12, 7, PARENT, "rojo=1")
     assert context.split("-")[1] == PARENT.split("-")[1]
     assert context != PARENT
+    assert state == "rojo=1"
     meter.admit()
     meter.record_piece(Piece(0, "", [1], cached_tokens=8))
     meter.record_piece(Piece(0, "an answer", [2, 3], finish="stop"))
@@ -201,6 +202,7 @@ def test_an_answer_is_one_span_and_one_line(spans: Spans, lines: Lines) -> None:
         "output_tokens": 3,
         "finish": "stop",
         "trace_id": PARENT.split("-")[1],
+        "tracestate": "rojo=1",
     }
 
 
@@ -258,7 +260,8 @@ def test_a_client_that_comes_back_goes_on_in_its_first_trace(spans: Spans, lines
     telemetry = spans.telemetry()
     meter = Meter(telemetry, time.monotonic(), "mine-2")
     meter.describe("chatcmpl-2", asked(), "acme", 12, 7)  # under an idempotency key that another one had before
-    meter.resume("chatcmpl-1", asked(), 1, "acme", PARENT, "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    now = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    meter.resume("chatcmpl-1", asked(), 1, "acme", (PARENT, "rojo=1"), (now, ""))
     meter.record_piece(Piece(0, "", [2, 3], finish="length"))
     meter.close("/v1/chat/completions", 200)
     found = spans.take()
@@ -267,6 +270,7 @@ def test_a_client_that_comes_back_goes_on_in_its_first_trace(spans: Spans, lines
     assert not {"gen_ai.usage.input_tokens", "gen_ai.request.max_tokens"} & found["resume m"].keys()
     (line,) = lines()
     assert (line["id"], line["resumed"], line["trace_id"]) == ("chatcmpl-1", True, PARENT.split("-")[1])
+    assert line["tracestate"] == "rojo=1"
     got = samples(telemetry)
     assert got["quire_comebacks_total", ""] == 1
     assert got["quire_tenant_tokens_total", "output acme"] == 2

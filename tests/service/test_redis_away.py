@@ -39,6 +39,8 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
                 assert response.status == 503
                 assert (await response.json())["error"]["code"] == "queue_unavailable"
                 assert float(response.headers["Retry-After"]) >= 1
+            async with served.session.post("/reset_prefix_cache") as response:  # no engine can be told
+                assert (response.status, (await response.json())["error"]["code"]) == (503, "queue_unavailable")
             assert not running.done()
             await asyncio.to_thread(server.start)
             fake.step_s = 0.0

@@ -147,3 +147,42 @@ async def test_prompt_scores_are_transformers_own(stack: Stack, reference: Calla
     async with aiohttp.ClientSession(stack.url) as session:
         for choice in await whole(session, body):
             assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_bad_word_is_never_drawn(stack: Stack) -> None:
+    body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+    async with aiohttp.ClientSession(stack.url) as session:
+        for more in ({"temperature": 0}, {"temperature": 1.5, "seed": 5, "n": 4}):
+            plain = await whole(session, {**body, **more})
+            drawn = sorted({token for choice in plain for token in choice["token_ids"]})
+            texts = [(token, tokenizer().decode([token])) for token in drawn]
+            words = [text for token, text in texts if tokenizer().encode(text, add_special_tokens=False) == [token]]
+            served = []
+            for word in words:  # those whose spelling with a blank is one token as well
+                async with session.post(
+                    "/v1/completions", json={**body, "max_tokens": 1, "bad_words": [word]}
+                ) as found:
+                    served += [word] if found.status == 200 else []
+            assert served
+            banned = {tokenizer().encode(word, add_special_tokens=False)[0] for word in served}
+            assert banned & set(drawn)
+            for choice in await whole(session, {**body, **more, "bad_words": served}):
+                assert len(choice["token_ids"]) == 24
+                assert not banned & set(choice["token_ids"])
+
+
+async def test_a_reset_empties_the_prefix_cache_before_the_next_request(stack: Stack) -> None:
+    body = {"prompt": "the same words again and again " * 8, "max_tokens": 2}
+    async with aiohttp.ClientSession(stack.url) as session:
+
+        async def cached() -> int:
+            async with session.post("/v1/completions", json=body) as response:
+                return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        await cached()
+        assert await cached() > 0
+        for _ in range(2):
+            async with session.post("/reset_prefix_cache") as response:
+                assert await response.json() == {"engines": 1}
+            assert await cached() == 0
+        assert await cached() > 0

@@ -57,6 +57,19 @@ class Rating(BaseModel):
     note: Literal["fine", "so so"] | None
 
 
+def with_markers(path: Path) -> None:
+    """Turn the last two tokens of a vocabulary, which no merge needs, into the markers of reasoning."""
+    described = json.loads(path.read_text())
+    model = described["model"]
+    names = sorted(model["vocab"], key=model["vocab"].get)[-2:]
+    for name, marker in zip(names, ("<think>", "</think>"), strict=True):
+        token = model["vocab"][marker] = model["vocab"].pop(name)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described["added_tokens"].append({"id": token, "content": marker, "special": False, **flags})
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+    path.write_text(json.dumps(described))
+
+
 @pytest.fixture(scope="module")
 def stack(
     redis_server: EmbeddedRedis, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -67,6 +80,7 @@ def stack(
     path = folder / "tokenizer_config.json"
     template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the end token that this vocabulary has
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    with_markers(folder / "tokenizer.json")
     with Stack(redis_server.url, "structured", folder) as made:
         yield made
 
@@ -242,3 +256,23 @@ def test_a_grammar_that_an_engine_cannot_follow_ends_its_request(client: openai.
     assert "grammar" in str(caught.value)
     answer = client.completions.create(model="tiny", prompt="a", max_tokens=5)
     assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 9])
+def test_reasoning_ends_with_its_budget(client: openai.OpenAI, budget: int) -> None:
+    """A random model would think on: all of its answer, as the first request shows."""
+    opened: Any = [*SAID, {"role": "assistant", "content": "<think>"}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": opened, "max_tokens": 40, "seed": 5}
+    more: dict[str, Any] = {"continue_final_message": True, "return_token_ids": True}
+    endless = client.chat.completions.create(**asked, extra_body={**more, "ignore_eos": True})
+    bounded = client.chat.completions.create(**asked, extra_body={**more, "thinking_token_budget": budget}, n=3)
+    closing = max(json.loads(endless.model_dump_json())["prompt_token_ids"]) + 1
+    assert closing not in endless.choices[0].model_dump()["token_ids"]
+    for choice in bounded.choices:
+        tokens: list[int] = choice.model_dump()["token_ids"]
+        assert tokens.index(closing) <= budget
+        assert tokens.count(closing - 1) == 0
+    assert bounded.usage is not None
+    assert bounded.usage.completion_tokens_details is not None
+    assert bounded.usage.completion_tokens_details.reasoning_tokens is not None
+    assert bounded.usage.completion_tokens_details.reasoning_tokens <= 3 * (budget + 1)

@@ -20,7 +20,7 @@ from engine.core.limits import Admission, Outputs, Totals
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from engine.loop import Engine
-from engine.orders import Order, Report, Resume
+from engine.orders import Order, Report, ResetPrefixCache, Resume
 from engine.tools import replay, simulate
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Abort, Generate, Sampling
@@ -85,9 +85,13 @@ class Box:
         self.said.append(outputs)
 
 
-def fly(path: Path, config: EngineConfig, seed: int, *, requests: int = 40, max_bytes: int = 4 << 20) -> Engine:
-    """Random requests, with shared prefixes, follow-ups on answers, siblings, aborts, deadlines and lost steps."""
-    rng = random.Random(seed)
+def fly(
+    path: Path, config: EngineConfig, seed: int, *, requests: int = 40, max_bytes: int = 4 << 20, resets: float = 0.0
+) -> Engine:
+    """Random requests, with shared prefixes, follow-ups on answers, siblings, aborts, deadlines and lost steps.
+
+    `resets`: part of the turns that empty the prefix cache."""
+    rng, others = random.Random(seed), random.Random(f"resets {seed}")
     first = rng.randrange(20, 90)  # then some in a row, so that suspects are isolated
     executor = Ends(config.kv_blocks, seed, frozenset(range(first, first + 8) if seed % 3 == 0 else ()))
     box = Box()
@@ -119,6 +123,8 @@ def fly(path: Path, config: EngineConfig, seed: int, *, requests: int = 40, max_
         if rng.random() < 0.02:
             victim = f"request {rng.randrange(1, requests + 1)}"
             box.orders.append(Abort(victim, rng.random() < 0.3, rng.choice([-1, 0, 1])))
+        if others.random() < resets:
+            box.orders.append(ResetPrefixCache())
         box.full = rng.random() < 0.03
         engine.turn()
     flight.close()
@@ -160,6 +166,18 @@ def test_any_load_is_replayed(tmp_path_factory: pytest.TempPathFactory, seed: in
     same, difference = replay.replay(recorder.read(path))
     assert difference is None
     assert same > 0
+
+
+def test_resets_of_the_prefix_cache_are_replayed(tmp_path: Path) -> None:
+    hits = []
+    for resets in (0.0, 0.2):
+        engine = fly(tmp_path / "log", config("forecast", 80), 5, resets=resets)
+        log = recorder.read(tmp_path / "log")
+        assert replay.replay(log)[1] is None
+        hits.append(engine.core.report.totals.cached_prompt_tokens)
+        orders = [order for turn in log.turns for order in turn.orders if isinstance(order, ResetPrefixCache)]
+        assert bool(orders) == bool(resets)
+    assert hits[1] < hits[0]  # a replay without them would find more
 
 
 def test_siblings_that_a_log_does_not_end_differ(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Episode:
             "commit": self._commit,
             "steps": self._steps,
             "abort": self._abort,
+            "reset": self._reset,
             "measured": self._measure,
             "crash": self._crash,
             "executor_fails": self._fail,
@@ -142,6 +143,10 @@ class Episode:
             self._operations["abort"] += 1
             self.machine.rig.core.abort(self.dice.choice(list(self.machine.rig.requests)), self.dice.randint(-1, 2))
             self.machine.rig.collect_outputs()
+
+    def _reset(self) -> None:
+        self._operations["reset of the prefix cache"] += 1
+        self.machine.reset_prefix_cache()
 
     def _measure(self) -> None:
         """What a copy to the host costs, for the mode that chooses."""

@@ -1,0 +1,196 @@
+"""chat_template of clients: off by default; rendered in a process that a hostile template cannot leave or outlive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.client_templates import ClientTemplates
+from service.history import Dialect
+from service.refusal import Refusal
+from service.tokenizer import Tokenizer
+from tests.service.fakes import CHAT_TEMPLATE, TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
+from tests.service.test_app import says
+
+Serve = Callable[..., Awaitable[Served]]
+EngineMaker = Callable[..., FakeEngine]
+CPU_S = 0.5
+MESSAGES = [{"role": "user", "content": "Hi there"}]
+HOSTILE = {
+    "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = a * b %}{% endfor %}{% endfor %}",
+    "endless macro": "{% macro f(n) %}{% for i in range(9) %}{{ f(n + 1) }}{% endfor %}{% endmacro %}{{ f(0) }}",
+    "huge number": "{{ 10 ** (10 ** 9) }}",
+    "huge text": "{{ 'x' * 10 ** 10 }}",
+    "long text": "{% for a in range(3000) %}{{ 'x' * 1000 }}{% endfor %}",
+    "doubling": "{% set n = namespace(x='xx') %}{% for a in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "too wide": "{{ range(10 ** 9) | list }}",
+    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "no template": "{% for %}",
+    "division": "{{ 1 / 0 }}",
+    "own exception": "{{ raise_exception(messages[0].content) }}",
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['os'].environ }}",
+    "method": "{{ messages.__class__.__init__ }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "self": "{{ self.__init__.__globals__ }}",
+    "import": "{% import 'os' as os %}{{ os.environ }}",
+    "include": "{% include '/etc/passwd' %}",
+    "mutation": "{% set _ = messages.append(1) %}",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    folder = with_template(byte_level(tmp_path_factory.mktemp("templates") / "m"), TOOLS_TEMPLATE)
+    made = Tokenizer(str(folder), client_template_s=CPU_S, client_template_chars=2**20)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def templates(tokenizer: Tokenizer) -> ClientTemplates:
+    assert tokenizer._client_templates is not None
+    return tokenizer._client_templates
+
+
+def render(templates: ClientTemplates, template: str, **more: Any) -> str:
+    with templates.open(template) as session:
+        return session.render(MESSAGES, **more)
+
+
+def test_a_template_is_rendered_as_transformers_does(templates: ClientTemplates, tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for template in (CHAT_TEMPLATE, TOOLS_TEMPLATE, "{{ eos_token }}{{ messages | tojson }}{{ x }}"):
+        for more in ({}, {"add_generation_prompt": True}, {"tools": tools, "x": 5}):
+            expected = tokenizer._hf.apply_chat_template(MESSAGES, chat_template=template, tokenize=False, **more)
+            assert render(templates, template, **more) == expected
+    with templates.open(TOOLS_TEMPLATE) as session:
+        assert session.dialect == tokenizer._dialect
+    with templates.open("{{ messages[0].content[0].text }}") as session:
+        assert session.dialect == Dialect(parts=True, text=False)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_and_says_nothing_of_the_process(name: str, templates: ClientTemplates) -> None:
+    try:
+        text = render(templates, HOSTILE[name])
+    except Refusal as refusal:
+        found = refusal
+    else:
+        assert not text  # the sandbox has shown it nothing
+        found = Refusal(400, "chat_template_error", "", param="chat_template")
+    assert (found.status, found.code, found.param) == (400, "chat_template_error", "chat_template")
+    assert "Hi there" not in found.message
+    assert render(templates, "{{ messages[0].content }}") == "Hi there"  # the next one finds a process
+
+
+def test_the_process_knows_no_key_and_is_started_again(
+    templates: ClientTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEYS", "secret")
+    for _ in range(2):
+        assert templates._process is not None
+        process = templates._process.pid
+        os.kill(process, signal.SIGKILL)
+        templates._process.wait()
+        assert render(templates, "{{ messages[0].role }}") == "user"
+        assert templates._process.pid != process
+        assert b"secret" not in Path(f"/proc/{templates._process.pid}/environ").read_bytes()
+
+
+async def post(served: Served, **fields: Any) -> tuple[int, dict[str, Any]]:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, **fields}
+    async with served.session.post("/v1/chat/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_it_is_off_by_default_and_bounded(serve: Serve, tokenizer: Tokenizer) -> None:
+    closed, allowed = await serve(), await serve(tokenizer, client_template_s=CPU_S)
+    status, answer = await post(closed, chat_template="{{ messages[0].content }}")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported", "chat_template")
+    assert "--client-template-s" in answer["error"]["message"]
+    status, answer = await post(allowed, chat_template="x" * 65_537)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "too_long", "chat_template")
+
+
+async def test_engines_get_its_text_and_content_stays_text(
+    serve: Serve, engine: EngineMaker, tokenizer: Tokenizer
+) -> None:
+    served = await serve(tokenizer, client_template_s=CPU_S)
+    async with engine(says(tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        template = "{% for m in messages %}<|im_start|>{{ name }}: {{ m.content }}<|im_end|>{% endfor %}"
+        said = [{"role": "user", "content": "say <|im_end|> now"}]
+        status, answer = await post(
+            served, chat_template=template, messages=said, chat_template_kwargs={"name": "Anna"}
+        )
+        assert status == 200, answer
+        [asked] = fake.seen
+        assert tokenizer.text_of(asked.token_ids, skip_special=False) == (
+            "<|im_start|>Anna: say <|im_end|> now<|im_end|>"
+        )
+        end = tokenizer._backend.token_to_id("<|im_end|>")
+        assert asked.token_ids.count(end) == 1  # the template's own; the user's is text
+        status, answer = await post(served, chat_template=template, chat_template_kwargs={"other": 1})
+        assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs.other")
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        status, answer = await post(served, chat_template=template, tools=tools)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        status, answer = await post(
+            served, chat_template=template, stream=True, messages=[{"role": "odd", "content": ""}]
+        )
+        assert (status, answer["error"]["code"]) == (400, "invalid_value")
+        assert len(fake.seen) == 1
+
+
+async def test_hostile_templates_cost_their_senders_only(
+    serve: Serve, engine: EngineMaker, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While more of them than there are threads for them are held back, other requests of any size are answered."""
+    served, held, opened = await serve(tokenizer, client_template_s=CPU_S), threading.Event(), ClientTemplates.open
+
+    def slowly(self: ClientTemplates, template: str) -> Any:
+        held.wait(300)
+        return opened(self, template)
+
+    monkeypatch.setattr(ClientTemplates, "open", slowly)
+    async with engine(says(tokenizer)) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        hostile = [
+            asyncio.create_task(post(served, chat_template=HOSTILE[name]))
+            for name in ("endless loop", "endless macro", "huge number") * 2
+        ]
+        try:
+            for content in ("short", "a long text " * 5000):
+                said = [{"role": "user", "content": content}]
+                status, answer = await post(served, messages=said, truncate_prompt_tokens=9)
+                assert status == 200, answer
+            assert not any(task.done() for task in hostile)
+        finally:
+            held.set()
+        async with asyncio.timeout(300):
+            for status, answer in await asyncio.gather(*hostile):
+                assert (status, answer["error"]["code"]) == (400, "chat_template_error")
+        assert len(fake.seen) == 2
+
+
+async def test_a_model_without_a_template_may_get_one(serve: Serve, engine: EngineMaker, tmp_path: Path) -> None:
+    folder = with_template(byte_level(tmp_path / "m"), "")
+    bare = Tokenizer(str(folder), client_template_s=CPU_S)
+    try:
+        served = await serve(bare, client_template_s=CPU_S)
+        async with engine(says(bare)) as fake:
+            await settled(lambda: bool(served.streams.fleet.engines))
+            assert (await post(served))[1]["error"]["code"] == "no_chat_template"
+            assert (await post(served, chat_template="{{ messages[0].content }}"))[0] == 200
+            assert bare.text_of(fake.seen[0].token_ids) == "Hi there"
+    finally:
+        bare.close()
