@@ -176,14 +176,20 @@ def test_the_tokenizer_is_the_files_own_with_single_digits(fetched: Package, tmp
     assert (words.eos_token, words.pad_token, words.bos_token) == ("<|end|>", "<|end|>", "<|begin|>")
 
 
-TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "é\n"}]
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "é\n"},
+]
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_the_demo_models_template_writes_what_its_makers_write(system: list[dict[str, str]], prompt: bool) -> None:
     """The expected text is that of the template in the model's file."""
-    expected = "" if system else "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    expected = (
+        "" if system else "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    )
     expected += "" if system else "<|im_end|>\n"
     for message in system + TURNS:
         expected += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 import instructor
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from instructor.core import InstructorError
+from pydantic import BaseModel, ConfigDict, Field
 
 ASKED: Any = [{"role": "user", "content": "Rate the sea."}]
 MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"]
 
 
 class Rating(BaseModel):
-    """A rating."""
+    """A rating.  Further properties are forbidden: a small model would add them without end."""
 
+    model_config = ConfigDict(extra="forbid")
     word: Literal["good", "bad"]
     stars: int = Field(ge=1, le=5)
 
@@ -40,13 +43,11 @@ def test_json_mode_gives_json(base_url: str, asked: dict[str, Any]) -> None:
     """The server promises an object, not this one: with `JSON`, the schema is only a part of the prompt."""
     official = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
     client = instructor.from_openai(official, mode=instructor.Mode.JSON)
-    sent: list[dict[str, Any]] = []
+    sent: list[str] = []
     client.on("completion:response", lambda response: sent.append(response.choices[0].message.content))
-    try:
+    with contextlib.suppress(InstructorError):
         assert isinstance(client.chat.completions.create(response_model=Rating, **asked), Rating)
-    except instructor.exceptions.InstructorRetryException:
-        pass
-    assert str(sent[0]).startswith("{")
+    assert sent[0].startswith("{")
 
 
 @pytest.mark.sense

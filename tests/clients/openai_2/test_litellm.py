@@ -12,7 +12,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when it is imported:
 
 import jsonschema
 import litellm
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
@@ -21,6 +21,7 @@ PARIS = "The capital of France is Paris."
 class Rating(BaseModel):
     """A rating."""
 
+    model_config = ConfigDict(extra="forbid")
     word: Literal["good", "bad"]
     stars: int = Field(ge=1, le=5)
 
@@ -94,8 +95,8 @@ def test_a_schema_of_pydantic(asked: dict[str, Any]) -> None:
 
 
 def test_completions(base_url: str, model: str) -> None:
-    name = f"text-completion-openai/{model}"
-    answer = litellm.text_completion(name, prompt="To be or", api_base=base_url, api_key="none", max_tokens=4)
+    common: dict[str, Any] = {"api_base": base_url, "api_key": "none", "max_tokens": 4}
+    answer = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="To be or", **common)
     assert answer.choices[0].text
 
 

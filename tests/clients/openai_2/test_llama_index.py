@@ -21,9 +21,20 @@ class Rating(BaseModel):
     stars: int = Field(ge=1, le=5)
 
 
-def get_weather(city: str, unit: Literal["celsius", "kelvin"]) -> str:
+class Place(BaseModel):
+    """The arguments of `get_weather`."""
+
+    city: str
+    unit: Literal["celsius", "kelvin"]
+
+
+def get_weather(city: str, unit: str) -> str:
     """Return the weather in a city."""
     return f"21 {unit} in {city}"
+
+
+def tool() -> FunctionTool:
+    return FunctionTool.from_defaults(get_weather, fn_schema=Place)
 
 
 @pytest.fixture
@@ -82,22 +93,21 @@ def test_log_probabilities_and_stop_strings(options: dict[str, Any], question: l
 @pytest.mark.sense
 @pytest.mark.parametrize("streamed", [False, True])
 def test_tools_and_their_results(llm: Any, question: list[Any], streamed: bool) -> None:
-    tool = FunctionTool.from_defaults(get_weather)
-    asked: dict[str, Any] = {"tools": [tool], "chat_history": question, "tool_required": True}
+    asked: dict[str, Any] = {"tools": [tool()], "chat_history": question, "tool_required": True}
     if streamed:
         *_, answer = llm.stream_chat_with_tools(**asked)
     else:
         answer = llm.chat_with_tools(**asked)
     [call] = llm.get_tool_calls_from_response(answer)
-    result = tool(**call.tool_kwargs)
+    result = tool()(**call.tool_kwargs)
     assert result.content.startswith("21 ")
     returned = ChatMessage(role="tool", content=result.content, additional_kwargs={"tool_call_id": call.tool_id})
-    assert llm.chat_with_tools([tool], chat_history=[*question, answer.message, returned]).message
+    assert llm.chat_with_tools([tool()], chat_history=[*question, answer.message, returned]).message
 
 
 @pytest.mark.sense
 def test_predict_and_call(llm: Any) -> None:
-    answer = llm.predict_and_call([FunctionTool.from_defaults(get_weather)], CAPITAL, tool_required=True)
+    answer = llm.predict_and_call([tool()], CAPITAL, tool_required=True)
     assert str(answer).startswith("21 ")
 
 
