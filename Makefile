@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
-#   make clients [ARGS='-k stream']                            other clients against a server: LangChain, LiteLLM and more
+#   make clients [ARGS='-k stream']                             other clients against a server: LangChain, LiteLLM and more
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
@@ -22,7 +22,7 @@ ARGS ?=
 
 CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
 
-.PHONY: serve test clients client-packages lint bench chaos
+.PHONY: serve test clients lint bench chaos
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
@@ -33,8 +33,6 @@ test: $(KERNELS)
 
 clients: $(KERNELS) $(CLIENTS)
 	@$(RUN) -m tests.clients $(ARGS)
-
-client-packages: $(CLIENTS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .

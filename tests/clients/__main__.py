@@ -53,7 +53,13 @@ def main(words: list[str]) -> int:
 def run(name: str, url: str, model: str, scratch: Path, words: list[str]) -> Counter[str]:
     """Run one folder's tests in its environment, and print a line for each of its files.  Returns the outcomes."""
     report = scratch / f"{name}.xml"
-    command: list[str | Path] = [ENVIRONMENTS / FOLDERS[name] / "bin" / "python", "-m", "pytest", "-c", HERE / "pytest.ini"]
+    command: list[str | Path] = [
+        ENVIRONMENTS / FOLDERS[name] / "bin" / "python",
+        "-m",
+        "pytest",
+        "-c",
+        HERE / "pytest.ini",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     environment |= {"QUIRE_URL": url, "QUIRE_SENSE": str(int(model != "builtin"))}
     subprocess.run([*command, f"--junit-xml={report}", HERE / name, *words], env=environment, check=False)

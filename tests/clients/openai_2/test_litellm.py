@@ -31,7 +31,7 @@ def asked(request: pytest.FixtureRequest, base_url: str, model: str) -> dict[str
     """Both prefixes under which users of LiteLLM reach a server of their own."""
     name = f"{request.param}/{model}"
     common = {"model": name, "api_base": base_url, "api_key": "none", "num_retries": 0}
-    return {**common, "messages": CAPITAL, "temperature": 0, "max_tokens": 48}
+    return {**common, "messages": CAPITAL, "temperature": 0, "max_tokens": 96}
 
 
 @pytest.mark.sense

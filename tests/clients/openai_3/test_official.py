@@ -37,7 +37,7 @@ def client(base_url: str) -> Any:
 def test_schemas_of_pydantic(client: openai.OpenAI, model: str) -> None:
     """Sampled, so that the demo model writes different answers; each fits."""
     asked: Any = {"model": model, "messages": CAPITAL, "response_format": Journey, "temperature": 1, "max_tokens": 300}
-    for seed in range(5):
+    for seed in range(3):
         [choice] = client.chat.completions.parse(**asked, seed=seed).choices
         assert isinstance(choice.message.parsed, Journey)
     with client.chat.completions.stream(**asked, seed=0) as stream:
@@ -52,11 +52,19 @@ def test_demanded_calls_fit_their_schema(
 ) -> None:
     choice: Any = {"type": "function", "function": {"name": "get_weather"}} if named else "required"
     tools: Any = [weather]
-    for seed in range(5):
+    one: Any = {"parallel_tool_calls": False}
+    for seed in range(3):
         answer = client.chat.completions.create(
-            model=model, messages=CAPITAL, tools=tools, tool_choice=choice, temperature=1, seed=seed, max_tokens=300
+            model=model,
+            messages=CAPITAL,
+            tools=tools,
+            tool_choice=choice,
+            temperature=1,
+            seed=seed,
+            max_tokens=300,
+            **one,
         )
-        assert answer.choices[0].finish_reason == ("stop" if named else "tool_calls")
+        assert answer.choices[0].finish_reason == "tool_calls"
         for call in answer.choices[0].message.tool_calls or []:
             assert call.type == "function"
             jsonschema.validate(json.loads(call.function.arguments), weather["function"]["parameters"])
@@ -67,7 +75,8 @@ def test_responses_with_a_schema_and_a_tool(client: openai.OpenAI, model: str, w
     parsed = client.responses.parse(model=model, input="Plan a journey.", text_format=Journey, max_output_tokens=300)
     assert isinstance(parsed.output_parsed, Journey)
     tools: Any = [{"type": "function", "strict": True, **weather["function"]}]
-    with client.responses.stream(model=model, input="Paris?", tools=tools, tool_choice="required") as stream:
+    asked: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(model=model, input="Paris?", **asked) as stream:
         [call] = stream.get_final_response().output
     assert call.type == "function_call"
     jsonschema.validate(json.loads(call.arguments), weather["function"]["parameters"])
