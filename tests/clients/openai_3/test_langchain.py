@@ -166,5 +166,6 @@ def test_the_responses_api(base_url: str, model: str) -> None:
     chat = ChatOpenAI(base_url=base_url, api_key="none", model=model, **options)
     assert chat.invoke(CAPITAL).text == PARIS
     assert "".join(chunk.text for chunk in chat.stream(CAPITAL)) == PARIS
-    assert chat.bind_tools([get_weather], tool_choice="required").invoke("The weather in Paris?").tool_calls
+    bound = chat.bind_tools([get_weather], tool_choice="required", strict=True, parallel_tool_calls=False)
+    assert bound.invoke("The weather in Paris?").tool_calls
     assert isinstance(chat.with_structured_output(Rating).invoke("Rate the sea."), Rating)
