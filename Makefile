@@ -1,7 +1,8 @@
-# Five commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
+# Six commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
+#   make clients [ARGS='-k stream']                             other clients against a server: LangChain, LiteLLM and more
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
@@ -19,7 +20,9 @@ KERNELS := .venv/.kernels
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test lint bench chaos
+CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
+
+.PHONY: serve test clients lint bench chaos
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
@@ -27,6 +30,9 @@ serve: $(KERNELS)
 
 test: $(KERNELS)
 	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(ARGS)
+
+clients: $(KERNELS) $(CLIENTS)
+	@$(RUN) -m tests.clients $(ARGS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
@@ -48,6 +54,15 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@test -x $(RUN) || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 	@echo "Installing the packages of pyproject.toml, as pinned in .ci/constraints.txt (a minute or two)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	@touch $@
+
+# Two environments: clients differ in the version of the official one that they take.  Every package is pinned, so none is
+# installed because another one asks for it; pip's check tells whether one is missing.
+.venv-clients/%/.installed: .ci/clients/%.txt | $(INSTALLED)
+	@echo "Installing the clients of $<, as pinned there (a minute)"
+	@$(RUN) -m venv --clear .venv-clients/$*
+	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@.venv-clients/$*/bin/python -m pip check --quiet --disable-pip-version-check
 	@touch $@
 
 $(KERNELS): $(INSTALLED) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)

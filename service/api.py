@@ -560,11 +560,12 @@ class EngineLimits(msgspec.Struct, frozen=True):
 def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
     """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context.
 
-    LangChain and LiteLLM recognise it by the first words of its message, which are OpenAI's."""
+    LiteLLM recognises it by the first words of its message, which are OpenAI's.  LangChain looks for the code in the
+    text of the official client's exception, which newer versions make of the message alone."""
     more = "at least " if least else ""
     message = (
         f"this model's maximum context length is {longest} tokens, but {more}{prompt + asked} were asked for: "
-        f"{more}{prompt} in the prompt and {asked} to generate"
+        f"{more}{prompt} in the prompt and {asked} to generate (context_length_exceeded)"
     )
     return limit_refusal("context", f"{param}: {message}", longest, param=param, given=prompt + asked)
 

@@ -77,7 +77,8 @@ def chat_options(asked: Asked, messages: list[dict[str, Any]], config: GatewayCo
         tools=shown_tools,
         demanded=demanded,
         strict=strict[0] if strict else "",
-        parallel=asked.parallel_tool_calls is not False,
+        # A function that is named is called once, as at OpenAI: a weak model would repeat the call until the end.
+        parallel=asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, dict),
         documents=_documents(asked.documents, config),
         arguments=_arguments(asked, config),
         generation_prompt=not continued and asked.add_generation_prompt is not False,

@@ -19,6 +19,8 @@ from engine.executor.models import demo
 from engine.executor.models.demo import DemoModelUnavailable
 from tests.checkpoints import make_checkpoint
 
+collect_ignore = ["clients"]  # `make clients` runs them, in environments of their own
+
 # How long an example takes says how busy the machine is.  (On CI hypothesis has a profile of its own that says so, and
 # whose examples are the same every time.)
 if not os.environ.get("CI"):

@@ -85,6 +85,22 @@ def test_hooks_and_ci_call_the_commands_of_the_repository() -> None:
     assert "make lint" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def test_the_table_of_clients_has_the_versions_that_are_tested() -> None:
+    """Both environments hold one version of the official client each; `make clients` installs what is pinned."""
+    pins: dict[str, set[str]] = {}
+    for file in (ROOT / ".ci" / "clients").glob("*.txt"):
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        assert not [line for line in lines if "==" not in line], f"{file.name} has packages without a version"
+        for name, _, version in (line.partition("==") for line in lines):
+            pins.setdefault(name, set()).add(version)
+    assert not pins.keys() & {"torch", "transformers"}
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Clients\n")[2]
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d., ]+) \|", page, re.MULTILINE)
+    assert len(rows) >= 7
+    for name, versions in rows:
+        assert set(versions.split(", ")) == pins[name], name
+
+
 def test_functions_stay_short() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / ".ci" / "function_lines.py"], capture_output=True, text=True, check=False

