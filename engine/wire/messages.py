@@ -94,6 +94,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     reason: FinishReason
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
     message: str = ""  # for "error": one line a client may see
+    score: float = 0.0  # of an answer that beam search found, as Beams has it
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

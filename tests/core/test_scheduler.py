@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Container
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -23,8 +23,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Preempt
 from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Delta, Finish, Generate, Sampling
-from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
+from engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
+from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 from tests.pace import python_s
 
 FAR = 2**60
@@ -70,6 +70,7 @@ class Rig:
             preempt=preempt,
             block_bytes=64,
             allocation=allocation,
+            beams=True,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -148,6 +149,7 @@ class Rig:
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        beams: Beams | None = None,
         **sampling: Any,
     ) -> str:
         request = Generate(
@@ -162,6 +164,7 @@ class Rig:
             priority=priority,
             tenant=tenant,
             weight=weight,
+            beams=beams,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -274,6 +277,9 @@ class Rig:
     def verify(self) -> None:
         """Every continuation that was not ended from outside has the text of the reference."""
         for request in self.requests.values():
+            if request.beams is not None:
+                self.verify_beams(request, request.beams)
+                continue
             for index in range(request.n):
                 finish = self.finishes.get((request.id, index))
                 got = self.answers[request.id, index]
@@ -287,6 +293,20 @@ class Rig:
                 if finish is not None and finish.reason in ("stop", "length"):
                     assert got == want
                     assert finish.reason == ("stop" if got[-1] in stops else "length")
+
+    def verify_beams(self, request: Generate, beams: Beams) -> None:
+        """Every answer that was sent is the one of a search on contexts, with its reason."""
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.limits.eos_ids)
+        room = min(self.limits.max_model_len, self.pool.total * self.pool.block_size)
+        limit = min(len(request.token_ids) + request.max_new_tokens, room)
+        want = reference_beams(request.token_ids, beams, limit, stops, sampling.min_tokens)
+        for index in range(request.n):
+            finish, got = self.finishes[request.id, index], self.answers[request.id, index]
+            if finish.reason in ("stop", "length"):
+                assert (got, finish.reason == "stop") == want[index]
+            else:
+                assert got == []
 
 
 BAD_SEED = 7  # of requests whose steps fail from their third token on
@@ -363,6 +383,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         what: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
         self.rig.add(prefix + tail, new, n=n, **what, **who)
+
+    @precondition(lambda self: self.rig.limits.allocation == "paged")
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(1, VOCAB - 1), max_size=4),
+        new=st.integers(1, 14),
+        width=st.integers(1, 4),
+        fewer=st.integers(0, 2),
+        penalty=st.sampled_from([1.0, 2.0, -1.0]),
+        early=st.sampled_from([True, False, "never"]),
+        life=st.sampled_from([FAR, FAR, 40]),
+        tenant=st.sampled_from(["", "", "light"]),
+    )
+    def add_beams(
+        self,
+        prefix: list[int],
+        tail: list[int],
+        new: int,
+        width: int,
+        fewer: int,
+        penalty: float,
+        early: bool | Literal["never"],
+        life: int,
+        tenant: str,
+    ) -> None:
+        deadline = FAR if life == FAR else self.rig.now + life
+        beams = Beams(width, penalty, early)
+        n = max(1, width - fewer)
+        self.rig.add(prefix + tail, new, n=n, beams=beams, deadline=deadline, tenant=tenant, stop_token_ids=[1, 2])
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
     @rule()
@@ -467,7 +516,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.rig.requests.values():
             for index in range(request.n):
                 finish = self.rig.finishes[request.id, index]
-                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED
+                refused = request.beams is not None and "blocks; this engine has 18" in finish.message
+                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED or refused
         assert self.rig.over == set(self.rig.requests)
 
 

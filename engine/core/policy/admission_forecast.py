@@ -101,7 +101,8 @@ class AdmissionForecast:
         """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
         self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
         for sibling in seq.siblings:
-            self._expect(demand, sibling, seq.known, seq.known // self._pool.block_size, late)
+            shared = -(-(seq.known + 1) // self._pool.block_size) - sibling.fork_blocks
+            self._expect(demand, sibling, seq.known, shared, late)
         return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
