@@ -1,8 +1,8 @@
 """The plan builder: the parts of Scheduler.plan(), in the order in which they run.
 
 begin             empty edits
-advance_beams     groups of beams whose tokens have been chosen compute them
 attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
+advance_beams     groups of beams whose tokens have been chosen compute them
 start_favoured    a tenant below its share starts first; others give up blocks for it
 continue_prompts  started prompts advance by a chunk
 resume_paused     paused sequences get a slot again
