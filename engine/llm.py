@@ -21,7 +21,7 @@ from engine.executor.base import Executor
 from engine.executor.models import hf
 from engine.loop import Engine
 from engine.orders import LocalBox
-from engine.wire.messages import FOREVER_MS, Abort, Delta, FinishReason, Generate, Sampling, TokenLogprob
+from engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 
 class Output(msgspec.Struct):
@@ -32,6 +32,7 @@ class Output(msgspec.Struct):
     finish_reason: FinishReason = "error"
     message: str = ""  # why, when finish_reason is "error"
     logprobs: list[TokenLogprob] = []  # one a token, where asked for
+    score: float = 0.0  # of an answer that beam search found: engine.wire.messages.Beams
 
 
 class Completion(msgspec.Struct):
@@ -71,12 +72,20 @@ class LLM:
         self._ids = 0
 
     def submit(
-        self, prompt: str | Sequence[int], sampling: Sampling, *, max_new_tokens: int = 16, n: int = 1
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int = 16,
+        n: int = 1,
+        beams: Beams | None = None,
     ) -> Completion:
-        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done."""
+        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done.
+
+        `beams`: search for the n best answers; they arrive when the search is done."""
         ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
         self._ids += 1
-        request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n)
+        request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n, beams=beams)
         completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
         self._open_outputs[request.id] = n
         self._box.orders.append(request)
@@ -93,18 +102,21 @@ class LLM:
         *,
         max_new_tokens: int | Sequence[int] = 16,
         n: int = 1,
+        beams: Beams | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Continue every prompt, all submitted at once; completions are in the order of the prompts.
 
-        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  The default is greedy."""
+        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  The default is greedy.  `beams`: find
+        the n best answers by beam search instead; a field of `sampling` that it does not honour ends the request with
+        an error."""
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompts)
         work = zip(prompts, sampling, max_new_tokens, strict=True)
-        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n) for prompt, how, limit in work]
+        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n, beams=beams) for prompt, how, limit in work]
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
             while self.unfinished or not self.engine.core.idle:
                 self.step()
@@ -133,6 +145,7 @@ class LLM:
             completion.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is not None:
             output.finish_reason, output.message = delta.finish.reason, delta.finish.message
+            output.score = delta.finish.score
             self._open_outputs[delta.id] -= 1
             if not self._open_outputs[delta.id]:
                 del self._open_outputs[delta.id], self.unfinished[delta.id]

@@ -72,6 +72,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         step_target_s=config.step_target_s,
         allocation=config.allocation,
         grammars=info.grammars,
+        beams=info.beams,
     )
     pool = BlockPool(
         executor.blocks,

@@ -124,7 +124,7 @@ def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
     """Return what the log keeps of a turn."""
     result, events = record.result, record.outputs.events
     if result is not None:
-        blank: dict[str, object] = {"slots": [], "tokens": [], "logprobs": {}, "prompt_logprobs": {}}
+        blank: dict[str, object] = {"slots": [], "tokens": [], "logprobs": {}, "prompt_logprobs": {}, "candidates": {}}
         texts = {"failed": dict.fromkeys(result.failed, ""), "impossible": dict.fromkeys(result.impossible, "")}
         result = msgspec.structs.replace(result, **blank, **texts)
     return LoggedTurn(

@@ -92,6 +92,11 @@ class Batch:
         self._assign_slot(seq)
         insort(self.prefilling, seq, key=lambda s: s.rank)
 
+    def join(self, seq: Sequence) -> None:
+        """Let a sibling that has a slot compute tokens of its own."""
+        seq.state = State.PREFILLING
+        insort(self.prefilling, seq, key=lambda s: s.rank)
+
     def begin_decoding(self, seq: Sequence, step: int, *, forked: bool) -> None:
         """From `step` on the sequence computes one token each step; `forked`: it shares its last block."""
         seq.state = State.DECODING
@@ -167,7 +172,7 @@ class Batch:
 
     def blocks_to_take(self, seq: Sequence) -> int:
         """Blocks that the prompt of one started sequence has yet to take."""
-        return -(-(seq.known + 1) // self._block_size) - len(seq.table) + len(seq.siblings)
+        return -(-(seq.known + 1) // self._block_size) - len(seq.table) + seq.sibling_blocks
 
     def decoding_here(self) -> int:
         """Decoding sequences that began on this engine: all except the reassigned ones.  O(slots)."""

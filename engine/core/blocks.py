@@ -175,12 +175,19 @@ class BlockPool:
         return sum(self._refs[block] == count and block not in others for block, count in counts.items())
 
     def shared_prefix(self, table: Sequence[int]) -> int:
-        """How many blocks at the beginning of a table are in other tables as well.  What tables share is always their
-        beginning, so O(log blocks)."""
+        """About how many blocks at the beginning of a table are in other tables as well.  O(log blocks).
+
+        What tables share is their beginning, but for twins: two sequences that computed the same block at the same
+        time keep one each, and may share later ones.  `certain_prefix` counts these right."""
         refs = self._refs
         if not table or refs[table[0]] == 1:
             return 0
         return bisect_left(table, True, key=lambda block: refs[block] == 1)
+
+    def certain_prefix(self, table: Sequence[int]) -> int:
+        """How many blocks of a table come before the first one that no other table has.  O(blocks)."""
+        refs = self._refs
+        return next((at for at, block in enumerate(table) if refs[block] == 1), len(table))
 
     def seal(self, block: int, digest: bytes) -> None:
         """Let later requests find a full block.  The first block under a digest wins; twins stay private."""

@@ -31,6 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     itl_stretch: float = 0.0  # longest step with prompts, relative to a decode-only step; 0: no bound
     step_target_s: float = 0.0  # longest step with prompts, seconds; 0: no bound
     grammars: bool = False  # the executor honours Sampling.grammar
+    beams: bool = False  # the executor reports the candidates of a slice
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]

@@ -37,6 +37,9 @@ class OpenRequests:
         prompt = request.token_ids
         limit = min(len(prompt) + request.max_new_tokens, room)
         self._arrivals += 1
+        outputs = outputs or [[]] * request.n
+        if request.beams is not None:  # answers are sent whole: one that is open begins again
+            outputs = [[]] * max(request.n, request.beams.width) if outputs.count(None) < request.n else []
         return [
             Sequence(
                 request,
@@ -49,7 +52,7 @@ class OpenRequests:
                 recompute_tokens=len(prompt + output) - 1 if output else 0,
                 reassigned=bool(output),
             )
-            for i, output in enumerate(outputs or [[]] * request.n)
+            for i, output in enumerate(outputs)
             if output is not None
         ]
 

@@ -12,8 +12,10 @@ that move:
   * From the next step on the slot *decodes*: each step it computes the token it sampled last and samples one more,
     without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
     step takes core and wire time for what changed, not for what runs.
+  * A slice with `candidates` reports the likeliest tokens after its last one.  The slot neither samples nor decodes: it
+    waits for its next slice.  So beams are computed (beam_groups.py): the scheduler chooses their tokens.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
-  * `edits` set single table entries: growth (one past the end) and copy-on-write.
+  * `edits` set single table entries: growth (one past the end), copy-on-write, and what differs after a re-fork.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
 Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_slots, copies, starts, edits,
@@ -60,6 +62,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     sampler: Sampler | None = None
     targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
     top: int = 0  # and of this many likeliest tokens
+    candidates: int = 0  # report this many likeliest tokens after the last one; then there is no sampler
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True):
@@ -96,3 +99,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
     impossible: dict[int, str] = {}  # by slot: its request's own settings leave no token; what it computed is sound
+    # By slot, for slices with `candidates`: (token ids, log-probabilities of the raw logits), likeliest first; float32.
+    candidates: dict[int, tuple[list[int], list[float]]] = {}

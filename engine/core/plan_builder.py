@@ -2,6 +2,7 @@
 
 begin             empty edits
 attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
+advance_beams     groups of beams whose tokens have been chosen compute them
 start_favoured    a tenant below its share starts first; others give up blocks for it
 continue_prompts  started prompts advance by a chunk
 resume_paused     paused sequences get a slot again
@@ -12,6 +13,7 @@ finish            the StepPlan
 from __future__ import annotations
 
 from engine.core.batch import Batch
+from engine.core.beam_groups import BeamGroups
 from engine.core.blocks import BlockPool
 from engine.core.isolation import Isolation
 from engine.core.limits import Limits
@@ -19,7 +21,7 @@ from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
 from engine.core.plan_edits import PlanEdits
 from engine.core.policy.admission import AdmissionPolicy
 from engine.core.policy.allocation import AllocationPolicy
-from engine.core.policy.fairness import Fairness
+from engine.core.policy.fairness import PREEMPTIBLE, Fairness
 from engine.core.preemption import Preemption
 from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence, State
@@ -44,11 +46,12 @@ class PlanBuilder:
         fairness: Fairness,
         preemption: Preemption,
         swapping: Swapping,
+        beams: BeamGroups,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
-        self._preemption, self._swapping = preemption, swapping
+        self._preemption, self._swapping, self._beams = preemption, swapping, beams
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
@@ -68,6 +71,20 @@ class PlanBuilder:
                 self._attend(seq)
         self._decoding = self._batch.decoding
 
+    def advance_beams(self) -> int:
+        """Let beams compute the tokens that the search has chosen: all of a group, or none.  Returns these tokens.
+
+        They count as decoding, since each is one token of a sequence that the plan cannot put off."""
+        before = self._decoding
+        for group in self._beams.in_step():
+            if not group.in_step or not self._preemption.make_room(group.leader, self._beams.blocks_to_step(group)):
+                continue  # it was preempted for an older one
+            self._budget = len(group.members)
+            for seq in group.members:
+                self._advance(seq)
+            self._decoding += len(group.members)
+        return self._decoding - before
+
     def start_favoured(self, budget: int) -> None:
         """Start sequences of tenants that hold less than their share, with all `budget` prompt tokens to take."""
         self._budget = budget
@@ -75,7 +92,8 @@ class PlanBuilder:
         while self._budget > 0 and (favoured := self._fairness.favoured(self._edits.named)) is not None:
             seq, victims = favoured
             for victim in victims:
-                self._preemption.preempt_for_fairness(victim)
+                if victim.state in PREEMPTIBLE:  # else it was a beam, and has left with another one
+                    self._preemption.preempt_for_fairness(victim)
             if self._batch.slots.free <= len(seq.siblings):
                 self._awaits_slot = True
                 return
@@ -135,7 +153,7 @@ class PlanBuilder:
 
     def _attend(self, seq: Sequence) -> None:
         """End a decoding sequence at its length, else make its next KV position writable."""
-        batch, edits = self._batch, self._edits
+        batch = self._batch
         seq.computed += self._step - seq.since
         seq.since = self._step
         if seq.computed + 1 == seq.limit:
@@ -151,13 +169,20 @@ class PlanBuilder:
                 return
             if not self._grow(seq, 1):
                 return
-        elif edits.is_shared(seq.table[index]):
-            if not self._preemption.make_room(seq, 1):
-                return
-            if edits.is_shared(seq.table[index]):  # making room may have ended the sharing
-                edits.copy(seq, index)
-                self._report.totals.copied_blocks += 1
+        elif not self._make_private(seq, index):
+            return
         batch.schedule(seq, self._step)
+
+    def _make_private(self, seq: Sequence, index: int) -> bool:
+        """Give a table its own copy of a block that others share.  False: the sequence was preempted to make room."""
+        if not self._edits.is_shared(seq.table[index]):
+            return True
+        if not self._preemption.make_room(seq, 1):
+            return False
+        if self._edits.is_shared(seq.table[index]):  # making room may have ended the sharing
+            self._edits.copy(seq, index)
+            self._report.totals.copied_blocks += 1
+        return True
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Append blocks to a table.  False: the sequence itself was preempted to make room."""
@@ -204,21 +229,37 @@ class PlanBuilder:
         if count <= 0:
             return
         end = start + count
+        if start % size and not self._make_private(seq, start // size):
+            return
+        self._publish_moves(seq)
         if not self._grow(seq, -(-end // size) - len(seq.table)):
             return
         self._budget -= count
         sampling = seq.request.sampling
         targets = seq.tokens[start + 1 : end + 1] if sampling.prompt_logprobs >= 0 and known == seq.prompt_len else []
-        sampler = sampler_of(seq) if end == known else None
+        candidates = self._beams.candidates(seq) if end == known else 0
+        sampler = sampler_of(seq) if end == known and not candidates else None
         top = max(0, sampling.prompt_logprobs) if targets else 0
-        self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top))
-        self._edits.named.update(map(id, (seq, *seq.siblings)))
+        self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates))
+        self._edits.named.update(map(id, (*self._beams.members(seq), *seq.siblings)))
         seq.computed = end
         for full in range(start // size + 1, end // size + 1):
             self._seal_ahead(seq, full * size)
         if sampler is not None:
             self._batch.prefilling.remove(seq)
             self._fork_siblings(seq)
+        elif candidates and seq.siblings:
+            for beam in self._beams.join(seq):
+                self._publish_moves(beam)
+                self._advance(beam)
+
+    def _publish_moves(self, seq: Sequence) -> None:
+        """Tell the executor what a re-fork has changed in the table of a beam."""
+        fresh, entries = self._beams.take_moves(seq)
+        if fresh:
+            self._edits.starts.append(Start(seq.slot, list(seq.table)))
+        for index, block in entries:
+            self._edits.set_entry(seq, index, block)
 
     def _fork_siblings(self, seq: Sequence) -> None:
         """The prompt is done: let its sequence and the siblings decode, each from the logits of this very step."""

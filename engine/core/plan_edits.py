@@ -29,6 +29,10 @@ class PlanEdits:
             self._growth.append((seq, len(seq.table), block))
             seq.table.append(block)
 
+    def set_entry(self, seq: Sequence, index: int, block: int) -> None:
+        """Tell the executor an entry of a table that has changed already."""
+        self._growth.append((seq, index, block))
+
     def is_shared(self, block: int) -> bool:
         """Return whether more than one table names the block; references of this plan's copies do not count."""
         return self._pool.refs(block) - self._sources[block] > 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from engine.core.batch import Batch
+from engine.core.beam_groups import BeamGroups
 from engine.core.blocks import BlockPool
 from engine.core.plan_edits import PlanEdits
 from engine.core.policy.fairness import PREEMPTIBLE, Fairness
 from engine.core.report import SchedulerReport
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
 
@@ -24,12 +25,14 @@ class Preemption:
         fairness: Fairness,
         edits: PlanEdits,
         report: SchedulerReport,
+        beams: BeamGroups,
     ) -> None:
         self._pool, self._batch, self._waiting, self._swapping = pool, batch, waiting, swapping
-        self._fairness, self._edits, self._report = fairness, edits, report
+        self._fairness, self._edits, self._report, self._beams = fairness, edits, report, beams
 
     def make_room(self, seq: Sequence, count: int) -> bool:
-        """Preempt until `count` blocks are available.  False: `seq` itself was preempted.
+        """Preempt until `count` blocks are available.  False: `seq` itself was preempted, or is a beam that waits for
+        the next plan, since this one names another beam of its group already.
 
         The victim is the newest sequence of the least urgent class.  Where tenants contend, only tenants that hold
         their share or more are asked first.  The newest has computed least, so the least is recomputed, and the others
@@ -42,18 +45,23 @@ class Preemption:
                 self._fairness.sum_holdings()
                 crowd = self._fairness.crowd
                 holders = [s for s in holders if s.request.tenant in crowd] or holders
-            victim = max(holders, key=lambda s: s.rank)
+            victim = max(holders, key=lambda s: s.rank, default=None)
+            if victim is None or (id(seq) in self._edits.named and victim.rank < seq.rank):
+                return False
             self.preempt(victim)
-            if victim is seq:
+            if seq.state not in PREEMPTIBLE:
                 return False
         return True
 
     def preempt(self, seq: Sequence, *, swap: bool = True) -> None:
         """Take every block and the slot.  Known tokens stay.  What is computed is copied to the host's memory first
-        (swap), or computed again later (recompute)."""
+        (swap), or computed again later (recompute).  A beam leaves with all of its group."""
         totals = self._report.totals
         totals.preemptions += 1
-        self._report.record("preempted", seq)
+        self._report.record("preempted", self._beams.members(seq)[0])
+        if seq.request.beams is not None:
+            self.requeue(seq, seq.computed)
+            return
         self._batch.remove(seq)
         if swap and self._swapping.pays(seq):
             # A private copy that this plan was to make for it is not made: its source goes to the host instead.
@@ -65,8 +73,21 @@ class Preemption:
         self._edits.drop(seq)
         self._waiting.add(seq)
 
+    def requeue(self, seq: Sequence, recompute_tokens: int) -> None:
+        """Take the slots and blocks of a sequence, or of all beams of its group, and let it wait."""
+        members = self._beams.disband(seq)
+        for member in members:
+            self._batch.remove(member)
+            self._swapping.free_all_blocks(member)
+            self._edits.drop(member)
+            member.state = State.WAITING
+        self._beams.gather(members)
+        members[0].recompute_tokens = recompute_tokens
+        self._waiting.add(members[0])
+
     def preempt_for_fairness(self, seq: Sequence) -> None:
         """The same, so that another tenant's sequence can start; at most once in a sequence's life."""
-        seq.preempted_for_fairness = True
+        for member in self._beams.members(seq):
+            member.preempted_for_fairness = True
         self._report.totals.yields += 1
         self.preempt(seq, swap=False)  # the newest have little to compute again

@@ -32,7 +32,7 @@ class SchedulerReport:
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
         """Add a Finish without a token: the sequence ends though it could have gone on."""
-        delta = Delta(seq.request.id, seq.known - seq.prompt_len, [], finish, seq.index)
+        delta = Delta(seq.request.id, seq.sent, [], finish, seq.index)
         self.deltas[seq.request.gateway].append(delta)
 
     def finish_request(self, request_id: str) -> None:

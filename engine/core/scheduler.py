@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from engine.core.accounting import Auditor
 from engine.core.batch import Batch
+from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Limits, Outputs
@@ -40,7 +41,7 @@ from engine.core.report import SchedulerReport, full_delta
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
-from engine.wire.messages import Delta, Finish, FinishReason, Generate
+from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
 
 
 class Scheduler:
@@ -62,10 +63,13 @@ class Scheduler:
         self.swapping = Swapping(pool, host or HostPool(), self.step_cost, limits.preempt, limits.block_bytes)
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
+        self.beams = BeamGroups(pool, self.batch, limits)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
-        self.preemption = Preemption(pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report)
+        self.preemption = Preemption(
+            pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report, self.beams
+        )
         self.builder = PlanBuilder(
             pool,
             self.batch,
@@ -78,6 +82,7 @@ class Scheduler:
             fairness=self.fairness,
             preemption=self.preemption,
             swapping=self.swapping,
+            beams=self.beams,
         )
         self.auditor = Auditor(
             pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
@@ -99,7 +104,8 @@ class Scheduler:
             self.report.finish_request(request.id)
             return
         self.requests.open(request, group)
-        if why := refusal(request, outputs, self.limits, room):
+        self.beams.open(request, group, {i for i, output in enumerate(outputs or ()) if output is None})
+        if why := refusal(request, outputs, self.limits, room) or self.beams.refusal(request, group[0].limit):
             self._end_request(request.id, "error", why)
         else:
             self._enqueue_group(group)
@@ -108,6 +114,10 @@ class Scheduler:
         """End one continuation of a request now, or every one (-1).  Unknown and finished ones are ignored."""
         if index < 0:
             self._end_request(request_id, "cancelled")
+            return
+        if (beams := self.beams.find(request_id)) is not None:
+            if beams.withdraw(index):
+                self._end_request(request_id, "cancelled")
             return
         group = self.requests.unfinished(request_id)
         for seq in [seq for seq in group if seq.index == index]:
@@ -139,14 +149,12 @@ class Scheduler:
         the id of a request that ended because it failed twice at the same position, or None.
 
         Cached blocks that finished steps wrote stay: a step writes only to blocks that no other sequence can find."""
-        lost = [seq for seq in self.live() if self.batch.in_flight(seq)]
-        back = [seq for seq in self.live() if seq.state not in (State.WAITING, State.FINISHED)]
+        lost = [seq for seq in self.live() if self.batch.in_flight(seq) and self.beams.leads(seq)]
+        running = [seq for seq in self.live() if seq.state not in (State.WAITING, State.FINISHED)]
+        back = [seq for seq in running if self.beams.leads(seq)]
         for seq in back:
             self.report.record("requeued", seq)
-            self.batch.remove(seq)
-            seq.recompute_tokens = min(seq.computed, seq.known - 1)
-            self.swapping.free_all_blocks(seq)
-            self.waiting.add(seq)
+            self.preemption.requeue(seq, min(seq.computed_before(self.batch.step + 1), seq.known - 1))
         for seq in self.waiting:  # a copy to the host may have been in a step that never ran
             if seq.host:
                 seq.recompute_tokens = seq.computed
@@ -165,10 +173,10 @@ class Scheduler:
         builder, batch = self.builder, self.batch
         builder.begin_plan(self.limits)
         builder.attend_decoding()
+        beam_tokens = builder.advance_beams()
         started = list(batch.prefilling)
-        builder.start_favoured(
-            prompt_budget(self.limits, self.step_cost, batch, len(self.waiting), self.requests.behind)
-        )
+        budget = prompt_budget(self.limits, self.step_cost, batch, len(self.waiting), self.requests.behind)
+        builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - beam_tokens))
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
@@ -219,7 +227,7 @@ class Scheduler:
             if finish is not None:
                 self.admission.forecast.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)
-        self.report.totals.generated_tokens += generated
+        self.report.totals.generated_tokens += generated + self._search(result)
         self.batch.slots.reclaim(self.batch.committed)
 
     def outputs(self) -> Outputs:
@@ -327,20 +335,53 @@ class Scheduler:
         for seq in self.requests.unfinished(request_id):
             self._cut_short(seq, Finish(reason, message=message))
 
+    def _search(self, result: StepResult) -> int:
+        """Choose the next beams of each group whose candidates are here.  Returns the tokens found."""
+        groups = self.beams.take_rows(result.candidates)
+        for group in groups:
+            if children := group.advance():
+                self.beams.refork(group, children)
+            else:
+                self._report_answers(group)
+        return sum(group.search.width for group in groups)
+
+    def _report_answers(self, group: BeamGroup) -> None:
+        """Report the best answers of a search that is done, each whole, and end its beams."""
+        request, leader = group.request, group.leader
+        for index in sorted(group.unsent & group.withdrawn):
+            self._cut_short(group.members[index], Finish("cancelled"))
+        for index in sorted(group.unsent - group.withdrawn):
+            seq, answer = group.members[index], group.search.answers[index]
+            tokens, logprobs = answer.path.unroll()
+            reason: FinishReason = "stop" if answer.stopped else "length"
+            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score)
+            scored = [TokenLogprob(logprob) for logprob in logprobs] if request.sampling.logprobs >= 0 else None
+            delta = Delta(request.id, 0, tokens, finish, index, scored, leader.cached_tokens)
+            self.report.deltas[request.gateway].append(delta)
+            self.report.record("first", seq)
+            self.report.record("ended", seq, len(tokens), reason)
+        group.unsent.clear()
+        for seq in self.requests.unfinished(request.id):
+            self._end(seq, "stop")
+
     def _cut_short(self, seq: Sequence, finish: Finish) -> None:
         """End a sequence that could have gone on, with a Finish for the client."""
-        self.admission.forecast.learn(seq, ended=False)
-        self.report.finish(seq, finish)
+        if self.beams.awaited(seq):
+            self.admission.forecast.learn(seq, ended=False)
+            self.report.finish(seq, finish)
         self._end(seq, finish.reason)
 
     def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
         """Give back the slot and every block.  `reason` None: another engine sends the Finish."""
-        self.report.record("ended", seq, seq.known - seq.prompt_len, reason)
+        if self.beams.awaited(seq):
+            self.report.record("ended", seq, seq.sent, reason)
         if seq.queued_tokens:
             self.waiting.remove(seq)
         self.batch.remove(seq)
         self.report.totals.released_blocks += len(seq.table)
         self.swapping.free_all_blocks(seq)
         seq.state = State.FINISHED
-        if self.requests.close(seq) and reason is not None:
-            self.report.finish_request(seq.request.id)
+        if self.requests.close(seq):
+            self.beams.close(seq.request.id)
+            if reason is not None:
+                self.report.finish_request(seq.request.id)

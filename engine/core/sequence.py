@@ -61,6 +61,7 @@ class Sequence(msgspec.Struct, eq=False):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
     predicted: list[int] = []  # output tokens it stays within, one for each of forecast_accuracy.LEVELS
     siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
+    fork_blocks: int = 1  # of a sibling: blocks that it takes then, behind those that it shares
     prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -75,6 +76,16 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    @property
+    def sent(self) -> int:
+        """Output tokens that have been reported; those of a beam are reported when the search is done."""
+        return 0 if self.request.beams is not None else self.known - self.prompt_len
+
+    @property
+    def sibling_blocks(self) -> int:
+        """Blocks that its siblings take when its prompt is done."""
+        return sum(sibling.fork_blocks for sibling in self.siblings)
 
     def greatest_blocks(self, block_size: int) -> int:
         """Blocks that it holds at its greatest length."""

@@ -25,6 +25,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_ids: list[int]
     kv_bytes_per_token: int  # 2 x layers x KV heads x head size x bytes, all ranks together
     grammars: bool = False  # it honours Sampling.grammar
+    beams: bool = False  # it reports Slice.candidates
 
 
 class StepError(Exception):

@@ -163,6 +163,7 @@ class Mixed:
     page: Page
     joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
+    beams: tuple[tuple[int, int], ...] = ()  # slots that want candidates, and how many; in the rows behind all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,8 @@ class Batch:
     def _mix(self, plan: StepPlan, decoding: int, staging: Staging) -> Mixed:
         slices = plan.slices
         sizes = [len(piece.token_ids) for piece in slices]
-        samples = len(self._order)
+        beams = tuple((piece.slot, piece.candidates) for piece in slices if piece.candidates)
+        samples = len(self._order) + len(beams)
         exact = Shape(decoding, sum(sizes), len(slices), samples, samples + sum(len(piece.targets) for piece in slices))
         if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.slots):
             raise ValueError(
@@ -313,13 +315,14 @@ class Batch:
         page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
         # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
-        # slices that reach their last known token, then forks, which read their parent's logits again.  Logits of
-        # tokens with a target are last.
+        # slices that reach their last known token, then forks, which read their parent's logits again.  Beams follow,
+        # whose slots do not sample.  Logits of tokens with a target are last.
         number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
+        read = [*asking, *(i for i, piece in enumerate(slices) if piece.candidates)]
         page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)
-        page.logits_at[decoding:samples] = ends[asking] - 1
-        page.sample_seqs[decoding:samples] = np.array(asking, dtype=np.int64) + shape.decodes
+        page.logits_at[decoding:samples] = ends[read] - 1
+        page.sample_seqs[decoding:samples] = np.array(read, dtype=np.int64) + shape.decodes
         at, wanted = samples, []
         for piece, end, size in zip(slices, ends.tolist(), sizes, strict=True):
             if piece.targets:
@@ -341,7 +344,7 @@ class Batch:
         if asking:
             last = (starts + sizes - 1)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
-        return Mixed(shape, there, joined, targets)
+        return Mixed(shape, there, joined, targets, beams)
 
     # -------------------------------------------------------------------------------------------------- on the device
 

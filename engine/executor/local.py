@@ -89,14 +89,14 @@ class LocalExecutor:
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
+            beams=True,
         )
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
-        ended = time.monotonic()
         self.start_parts = {
             "kernels": started - began,
             "weights": loaded - started,
-            "memory": ended - loaded - self._worker.graphs_s,
+            "memory": time.monotonic() - loaded - self._worker.graphs_s,
             "graphs": self._worker.graphs_s,
         }
         if kind == "cuda":

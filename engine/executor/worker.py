@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
+from engine.executor.beam_candidates import BeamCandidates, find_candidates
 from engine.executor.grammars import Follower, Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
@@ -60,6 +61,7 @@ class Pending:
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
     followers: Sequence[Follower] = ()  # those of `slots` that follow a grammar
+    candidates: BeamCandidates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Launched:
     logits: Tensor | None = None  # [N, V] of the slots that sample; None: nothing is computed
     sample: Callable[[], None] | None = None  # launches their sampling; None: no slot samples
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
+    beams: tuple[tuple[int, int], ...] = ()  # slots that want candidates, and how many: the rows behind those
 
 
 class Worker:
@@ -253,7 +256,7 @@ class Worker:
         if launched.sample is not None:
             self._samplers.fill_masks()
             launched.sample()
-        return self._pending(launched.step, launched.logits, launched.prompt_logprobs)
+        return self._pending(launched, launched.logits)
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
@@ -269,6 +272,9 @@ class Worker:
             impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
         sampled = tokens.tolist()
         impossible |= Grammars.advance(pending.followers, sampled)
+        candidates = pending.candidates.by_slot() if pending.candidates else {}
+        if pending.candidates:
+            failed |= {slot: FAILED for slot, _ in pending.candidates.asked if slot not in candidates}
         return StepResult(
             pending.step,
             list(slots),
@@ -278,6 +284,7 @@ class Worker:
             failed=failed,
             impossible=impossible,
             device_s=seconds,
+            candidates=candidates,
         )
 
     def _decode(self, number: int) -> Launched:
@@ -297,12 +304,13 @@ class Worker:
         if mixed.shape in self._batch.shapes and (self._captured or self._recorded_mixed(number, mixed)):
             self._mixed_graphs.replay(mixed.shape)
             padded = partial(self._sample_padded, self._padded(count)) if count else None
-            return Launched(number, self._graph_logits, padded)
+            return Launched(number, self._graph_logits, padded, beams=mixed.beams)
         step = self._batch.mixed_step(mixed)
         forward = Forward(self._model, step)
         logits = self._logits(forward, step.logits_at)
         sample = partial(self._sample, step, logits, self._samplers.general) if count else None
-        return Launched(number, logits, sample, tuple(self._score(forward, each) for each in step.targets))
+        scored = tuple(self._score(forward, each) for each in step.targets)
+        return Launched(number, logits, sample, scored, mixed.beams)
 
     def _sample_padded(self, size: int) -> None:
         """Sample from the logits that a graph of the model left, with a graph where one has this size."""
@@ -367,15 +375,18 @@ class Worker:
         self._samplers.run(logits, step.sample_slots, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
 
-    def _pending(self, number: int, logits: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> Pending:
+    def _pending(self, launched: Launched, logits: Tensor) -> Pending:
         """Copy the step's output to the host, in the background."""
         slots = self._batch.decoding_slots
         logprobs = self._samplers.logprobs(logits, slots, self._output.tokens)
+        candidates = find_candidates(logits, len(slots), launched.beams)
         at = self._launches = self._next()
         output, clock = self._host_outputs[at], self._clocks[at]
         output.all.copy_(self._output.all, non_blocking=True)
         clock.stop()
-        return Pending(number, slots, output, clock, logprobs, prompt_logprobs, self._samplers.followers(slots))
+        followers = self._samplers.followers(slots)
+        scored = launched.prompt_logprobs
+        return Pending(launched.step, slots, output, clock, logprobs, scored, followers, candidates)
 
     def _next(self) -> int:
         """Index of the output buffer that the next step uses."""

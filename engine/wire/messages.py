@@ -44,6 +44,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str = ""
 
 
+class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a request searches its answers instead of sampling them (engine/core/beams.py)."""
+
+    width: int  # >= 1: continuations that run side by side
+    length_penalty: float = 1.0  # an answer's score is the sum of its log-probabilities / length ** length_penalty
+    # True: end with `width` answers.  False: end when no beam of this length beats them.  "never": of any length.
+    early_stopping: bool | Literal["never"] = False
+
+
 FOREVER_MS = 2**60  # a deadline that never comes
 
 
@@ -67,6 +76,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     weight: float = 1.0  # > 0: the tenant's share relative to other tenants
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
     tracestate: str = ""  # what other systems have put beside `traceparent`
+    # Beam search: the n best answers, each sent whole, in one delta.  None: answers are sampled.
+    beams: Beams | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
@@ -84,6 +95,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     reason: FinishReason
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
     message: str = ""  # for "error": one line a client may see
+    score: float = 0.0  # of an answer that beam search found, as Beams has it
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.limits import Admission, Allocation
 from engine.core.sequence import State
 from engine.core.swapping import Preempt
+from engine.wire.messages import Beams
 from tests.core.oracle import VOCAB
 from tests.core.rig import BAD_SEED, FAR, Rig
 
@@ -86,6 +87,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         what: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
         self.rig.add(prefix + tail, new, n=n, **what, **who)
+
+    @precondition(lambda self: self.rig.limits.allocation == "paged")
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(1, VOCAB - 1), max_size=4),
+        new=st.integers(1, 14),
+        width=st.integers(1, 4),
+        fewer=st.integers(0, 2),
+        penalty=st.sampled_from([1.0, 2.0, -1.0]),
+        early=st.sampled_from([True, False, "never"]),
+        life=st.sampled_from([FAR, FAR, 40]),
+        tenant=st.sampled_from(["", "", "light"]),
+    )
+    def add_beams(
+        self,
+        prefix: list[int],
+        tail: list[int],
+        new: int,
+        width: int,
+        fewer: int,
+        penalty: float,
+        early: bool | Literal["never"],
+        life: int,
+        tenant: str,
+    ) -> None:
+        deadline = FAR if life == FAR else self.rig.now + life
+        beams = Beams(width, penalty, early)
+        n = max(1, width - fewer)
+        self.rig.add(prefix + tail, new, n=n, beams=beams, deadline=deadline, tenant=tenant, stop_token_ids=[1, 2])
 
     @precondition(lambda self: len(self.rig.executor.plans) < 2)
     @rule()
@@ -200,5 +230,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.rig.requests.values():
             for index in range(request.n):
                 finish = self.rig.finishes[request.id, index]
-                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED
+                refused = request.beams is not None and "blocks; this engine has 18" in finish.message
+                assert finish.reason != "error" or self.faults or request.sampling.seed == BAD_SEED or refused
         assert self.rig.over == set(self.rig.requests)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 
+from engine.core.beams import BeamSearch, Row
 from engine.core.plan import Sampler, StepPlan, StepResult
-from engine.wire.messages import TokenLogprob
+from engine.wire.messages import Beams, TokenLogprob
 
 VOCAB = 50
 EOS = 0
@@ -20,6 +21,25 @@ def next_token(context: list[int], seed: int, sibling: int) -> int:
     """The reference model: a function of the context, the seed and the sibling, nothing else."""
     digest = blake2b(repr((context, seed, sibling)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
+
+
+def likeliest(context: list[int], count: int) -> Row:
+    """The next tokens of a beam and their log-probabilities: a function of the context, nothing else."""
+    digest = blake2b(repr(context).encode(), digest_size=2 * VOCAB // 2).digest()
+    ranked = sorted(range(VOCAB), key=lambda token: (-digest[token], token))
+    return [(token, -0.25 - (255 - digest[token]) / 32) for token in ranked[:count]]
+
+
+def reference_beams(
+    prompt: list[int], beams: Beams, limit: int, stops: frozenset[int], min_tokens: int = 0
+) -> list[tuple[list[int], bool]]:
+    """(tokens, whether they end with an end token) of each answer of a search on contexts, best first."""
+    search = BeamSearch(beams, stops, limit - len(prompt), min_tokens=min_tokens, vocab_size=VOCAB)
+    contexts = [prompt]
+    while not search.done:
+        rows = [likeliest(context, search.row_size) for context in contexts]
+        contexts = [[*contexts[parent], token] for parent, token in search.advance(rows)]
+    return [(answer.path.unroll()[0], answer.stopped) for answer in search.answers]
 
 
 def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: frozenset[int]) -> list[int]:
@@ -76,12 +96,18 @@ class OracleExecutor:
             slots.append(slot)
             sampled.append(token)
             self.decoding[slot] = sampler, ends[slot], token
+        found = {}
+        for piece in plan.slices:
+            if piece.candidates:
+                assert piece.sampler is None
+                row = likeliest(self.context(piece.slot, ends[piece.slot]), piece.candidates)
+                found[piece.slot] = [token for token, _ in row], [logprob for _, logprob in row]
         scored = {
             piece.slot: [TokenLogprob(-float(token)) for token in piece.targets]
             for piece in plan.slices
             if piece.targets
         }
-        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored)
+        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored, candidates=found)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Apply swaps, poison, freed slots and copies, in the order of a step."""
@@ -98,7 +124,7 @@ class OracleExecutor:
             self.kv[block * size : (block + 1) * size] = content
             self.host[there] = None
         for slot in plan.freed_slots:
-            del self.tables[slot]
+            self.tables.pop(slot, None)  # a beam may end between its fork and the plan that names its slot
             self.decoding.pop(slot, None)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert not {target for _, target in plan.copies} & {source for source, _ in plan.copies}

@@ -15,8 +15,8 @@ from engine.core.policy.step_cost import StepCostModel
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.swapping import Preempt
-from engine.wire.messages import Delta, Finish, Generate, Sampling
-from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference
+from engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
+from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 
 FAR = 2**60
 BAD_SEED = 7  # of requests whose steps fail from their third token on
@@ -62,6 +62,7 @@ class Rig:
             preempt=preempt,
             block_bytes=64,
             allocation=allocation,
+            beams=True,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -140,6 +141,7 @@ class Rig:
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
+        beams: Beams | None = None,
         **sampling: Any,
     ) -> str:
         request = Generate(
@@ -154,6 +156,7 @@ class Rig:
             priority=priority,
             tenant=tenant,
             weight=weight,
+            beams=beams,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -266,6 +269,9 @@ class Rig:
     def verify(self) -> None:
         """Every continuation that was not ended from outside has the text of the reference."""
         for request in self.requests.values():
+            if request.beams is not None:
+                self.verify_beams(request, request.beams)
+                continue
             for index in range(request.n):
                 finish = self.finishes.get((request.id, index))
                 got = self.answers[request.id, index]
@@ -279,3 +285,17 @@ class Rig:
                 if finish is not None and finish.reason in ("stop", "length"):
                     assert got == want
                     assert finish.reason == ("stop" if got[-1] in stops else "length")
+
+    def verify_beams(self, request: Generate, beams: Beams) -> None:
+        """Every answer that was sent is the one of a search on contexts, with its reason."""
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.limits.eos_ids)
+        room = min(self.limits.max_model_len, self.pool.total * self.pool.block_size)
+        limit = min(len(request.token_ids) + request.max_new_tokens, room)
+        want = reference_beams(request.token_ids, beams, limit, stops, sampling.min_tokens)
+        for index in range(request.n):
+            finish, got = self.finishes[request.id, index], self.answers[request.id, index]
+            if finish.reason in ("stop", "length"):
+                assert (got, finish.reason == "stop") == want[index]
+            else:
+                assert got == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.core.rig import Rig
+from tests.core.machine import PREFIXES, SchedulerMachine
+from tests.core.rig import FAR, Rig
 
 
 def test_threshold_holds_new_work_back() -> None:
@@ -88,3 +91,28 @@ def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
     rig.run()
     assert list(rig.core.admission.forecast.lengths._tenants) == ["acme"]
     assert rig.core.admission.forecast.lengths._tenants["acme"].weight == pytest.approx(3, abs=0.05)
+
+
+def test_reserve_counts_blocks_that_two_sequences_computed_at_the_same_time() -> None:
+    """Tables [0, 1, 5 ...] and [0, 2, 5 ...]: what they share is not their beginning alone."""
+    machine = SchedulerMachine()
+    machine.choose(preempt="recompute", caching=True, host_blocks=40, allocation="paged", admission="reserve")
+    plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1}
+    last = {"life": FAR, "salt": "", "tenant": ("", 1.0)}
+    tail = [45, 10, 12, 29, 32, 1, 31, 34, 30, 22, 46, 1]
+    heavy = {"life": FAR, "salt": "tenant", "tenant": ("heavy", 3.0)}
+    machine.add(prefix=PREFIXES[0], tail=tail, new=1, n=1, seed=7, ignore_eos=False, **plain, **heavy)
+    machine.several_steps(steps=11)
+    light = {"life": 40, "salt": "", "tenant": ("light", 0.5)}
+    machine.add(prefix=PREFIXES[1], tail=[31, 48, 45], new=11, n=2, seed=0, ignore_eos=True, **plain, **light)
+    machine.several_steps(steps=4)
+    machine.several_steps(steps=1)
+    machine.commit()
+    machine.add(prefix=PREFIXES[0], tail=[], new=1, n=1, seed=3, ignore_eos=False, **plain, **last)
+    machine.crash()
+    machine.crash()
+    machine.several_steps(steps=6)
+    first, second, *_ = [seq.table for seq in machine.rig.core.batch.holders()]
+    assert first[1] != second[1]
+    assert first[2] == second[2]
+    machine.room_agrees_with_the_mode()

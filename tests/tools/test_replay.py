@@ -220,6 +220,23 @@ def test_no_text_and_no_name_is_written(tmp_path: Path) -> None:
         assert secret not in data
 
 
+def test_candidates_of_beams_are_not_written() -> None:
+    """They are what the answers may say next."""
+    result = StepResult(1, [], [], candidates={3: ([77_001, 77_002], [-0.5, -1.5])})
+    turn = TurnRecord(
+        marks=[0.0],
+        unix_ms=0,
+        was_idle=False,
+        orders=[],
+        result=result,
+        totals=Totals(),
+        count_wasted_slots=lambda: 0,
+    )
+    written = msgspec.json.encode(recorder.logged(turn, 16, "f"))
+    assert b"77001" not in written
+    assert b"-0.5" not in written
+
+
 def test_a_full_log_ends_and_what_it_has_is_replayed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "log"
     fly(path, config("forecast", 400), 1)

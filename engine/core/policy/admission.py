@@ -85,7 +85,7 @@ class Unlimited:
         need = self.blocks_to_start(seq)
         if self._batch.running == 0:  # alone it may pass the threshold, and siblings may take turns
             return need <= self._pool.available
-        return need + len(seq.siblings) <= self._spare() and self._start_fits(seq)
+        return need + seq.sibling_blocks <= self._spare() and self._start_fits(seq)
 
     def fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
         promised = sum(self._batch.blocks_to_take(s) for s in gone if s.state is State.PREFILLING)

@@ -101,7 +101,8 @@ class AdmissionForecast:
         """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
         self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
         for sibling in seq.siblings:
-            self._expect(demand, sibling, seq.known, seq.known // self._pool.block_size, late)
+            shared = -(-(seq.known + 1) // self._pool.block_size) - sibling.fork_blocks
+            self._expect(demand, sibling, seq.known, shared, late)
         return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
@@ -121,9 +122,11 @@ class AdmissionForecast:
         Adds to `common` the blocks in several tables.  They count as held whichever sequence ends, since another
         one may continue."""
         size = self._pool.block_size
+        # The worst case is a promise, and must not count a block too few.
+        prefix = self._pool.certain_prefix if self._worst_case else self._pool.shared_prefix
         for seq in holders:
             tokens = tokens_held(seq, step)
-            shared = min(self._pool.shared_prefix(seq.table), tokens // size)
+            shared = min(prefix(seq.table), tokens // size)
             if shared and seq.table[shared - 1] not in common:
                 common.update(seq.table[:shared])
             yield seq, tokens, shared

@@ -160,7 +160,7 @@ class Fairness:
     def _victims(self, seq: Sequence, named: Container[int]) -> list[Sequence] | None:
         """The fewest sequences that make enough room for `seq`; None: all candidates together would not."""
         slots = self._batch.slots
-        need = self._admission.blocks_to_start(seq) + len(seq.siblings)
+        need = self._admission.blocks_to_start(seq) + seq.sibling_blocks
         need_slots = 1 + len(seq.siblings) - slots.free - slots.cooling
         ordered = Shares(self._batch.holders()).yielding_to(seq, need)
         candidates = list(takewhile(lambda s: id(s) not in named, ordered))

@@ -1,0 +1,176 @@
+"""Beam groups in the scheduler, over the oracle: its candidates depend on what the block tables really hold."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from engine.core.beam_groups import BeamGroups
+from engine.core.plan_builder import PlanBuilder
+from engine.core.sequence import Sequence, State
+from engine.wire.messages import Beams, Finish
+from tests.core.rig import Rig
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def step(rig: Rig, count: int = 1) -> None:
+    for _ in range(count):
+        rig.submit()
+        rig.commit()
+
+
+def held(rig: Rig) -> tuple[int, int]:
+    """(blocks of the tables of all sequences, shared ones counted in each; the same, counted once)."""
+    tables = [seq.table for seq in rig.core.live()]
+    return sum(map(len, tables)), len(set(itertools.chain(*tables)))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("width", [1, 2, 5, 8])
+def test_answers_are_those_of_a_search_on_contexts(width: int, depth: int) -> None:
+    """With plain requests in the same batch, whose texts stay theirs."""
+    rig = Rig(blocks=200, depth=depth, max_seqs=20)
+    for early, penalty in itertools.product((True, False, "never"), (1.0, -1.0)):
+        rig.add(PROMPT, 12, n=width, beams=Beams(width, penalty, early), stop_token_ids=[3])  # type: ignore[arg-type]
+        rig.add(PROMPT, 20, seed=4)
+        rig.run()
+    assert {finish.reason for finish in rig.finishes.values()} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("steps", [1, 4, 11])
+def test_a_group_is_preempted_as_a_whole_and_finds_the_same_answers(steps: int, caching: bool) -> None:
+    """After its return it holds no more blocks than before: what beams have in common is computed and kept once."""
+    rig = Rig(blocks=60, caching=caching, depth=1)
+    rig.add(PROMPT, 16, n=3, beams=Beams(4), ignore_eos=True)
+    step(rig, steps)
+    before, members = held(rig), list(rig.core.live())
+    rig.core.preemption.preempt(members[2])
+    assert {seq.state for seq in members} == {State.WAITING}
+    assert held(rig) == (0, 0)
+    assert len(rig.core.waiting) == 1
+    assert rig.core.report.totals.preemptions == 1
+    while rig.core.waiting or any(seq.known - seq.computed > 1 for seq in rig.core.live()):
+        step(rig)
+    assert held(rig)[1] <= before[1] + 4
+    rig.run()
+    assert len(rig.finishes) == 3
+
+
+def test_groups_larger_than_the_pool_take_turns() -> None:
+    """Neither fits beside the other.  Both end with the answers of a search alone; the younger one makes room."""
+    rig = Rig(blocks=26, admission="none", depth=1, max_seqs=16)
+    for seed in range(3):
+        rig.add([5 + seed] * 6, 22, n=2, beams=Beams(4), ignore_eos=True)
+    rig.run()
+    assert rig.core.report.totals.preemptions > 0
+    assert {finish.reason for finish in rig.finishes.values()} == {"length"}
+
+
+def test_a_step_copies_a_shared_last_block_for_all_beams_but_one() -> None:
+    rig = Rig(depth=1)
+    rig.add(PROMPT, 9, n=2, beams=Beams(4), ignore_eos=True)
+    step(rig, 2)
+    assert len(rig.plans[-1].copies) == 3
+    assert len({source for source, _ in rig.plans[-1].copies}) == 1
+    rig.run()
+    assert all(len(plan.copies) <= 3 for plan in rig.plans)
+
+
+def test_a_step_with_no_result_leaves_the_group_out_and_others_run_on() -> None:
+    """With two steps in flight a group computes in every second plan, a plain sequence in each."""
+    rig = Rig(depth=2)
+    rig.add(PROMPT, 9, beams=Beams(2), ignore_eos=True)
+    rig.add(PROMPT, 9, ignore_eos=True)
+    rig.run()
+    assert [len(plan.slices) for plan in rig.plans[1:7]] == [0, 2, 0, 2, 0, 2]
+    assert len(rig.answers["r1", 0]) == 9
+
+
+def test_cancel_and_deadline_free_everything_before_the_next_plan() -> None:
+    rig = Rig(blocks=40, caching=False)
+    cancelled = rig.add(PROMPT, 12, n=2, beams=Beams(3), ignore_eos=True)
+    late = rig.add(PROMPT, 12, n=2, beams=Beams(3), ignore_eos=True, deadline=20)
+    for _ in range(5):
+        rig.submit()
+        rig.commit()
+    rig.submit()  # in flight
+    rig.core.abort(cancelled)
+    rig.collect_outputs()
+    rig.now = 20
+    rig.submit()
+    assert rig.pool.available == rig.pool.total
+    rig.run()
+    want = {**dict.fromkeys(((cancelled, 0), (cancelled, 1)), Finish("cancelled"))}
+    want |= dict.fromkeys(((late, 0), (late, 1)), Finish("deadline"))
+    assert rig.finishes == want
+
+
+def test_one_answer_is_cancelled_and_the_others_are_found() -> None:
+    rig = Rig()
+    request = rig.add(PROMPT, 6, n=3, beams=Beams(3), ignore_eos=True)
+    step(rig, 3)
+    rig.core.abort(request, 1)
+    rig.core.abort(request, 1)
+    rig.run()
+    assert [rig.finishes[request, index].reason for index in range(3)] == ["length", "cancelled", "length"]
+
+
+def test_a_group_of_an_earlier_engine_begins_again_and_sends_what_was_not_sent() -> None:
+    rig = Rig()
+    rig.add(PROMPT, 6, n=3, beams=Beams(3), ignore_eos=True)
+    want = dict(rig.answers)
+    rig.run()
+    want = {key: list(tokens) for key, tokens in rig.answers.items()}
+    rig.start()
+    rig.over.clear()
+    rig.milestones.clear()
+    del rig.finishes["r0", 0], rig.answers["r0", 0]
+    rig.core.accept(rig.requests["r0"], [[], None, None])
+    rig.run()
+    assert rig.answers == want
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"beams": Beams(9), "n": 1}, "the beam width is 9; it must be 1 (n) to 8 (slots) here"),
+        ({"beams": Beams(2), "n": 3}, "the beam width is 2; it must be 3 (n) to 8 (slots) here"),
+        ({"beams": Beams(8), "new": 60}, "8 beams of 66 tokens, prompt included, take 129 blocks; this engine has 64"),
+        ({"beams": Beams(2), "presence_penalty": 1.5}, "presence_penalty 1.5 does not go with beam search"),
+        ({"beams": Beams(2), "prompt_logprobs": 0}, "prompt_logprobs 0 does not go with beam search"),
+    ],
+)
+def test_refusals_name_limit_and_value(request_: dict[str, Any], message: str) -> None:
+    rig = Rig()
+    name = rig.add(PROMPT, request_.pop("new", 4), **request_)
+    assert [rig.finishes[name, i] for i in range(rig.requests[name].n)] == [
+        Finish("error", message=message) for _ in range(rig.requests[name].n)
+    ]
+
+
+def never_private(self: PlanBuilder, seq: Sequence, index: int) -> bool:
+    return True
+
+
+def forgets_moves(self: BeamGroups, seq: Sequence) -> tuple[bool, list[tuple[int, int]]]:
+    group = self._groups.get(seq.request.id)
+    fresh = group is not None and seq.index in group.moved and group.moved.pop(seq.index) is None
+    return fresh, []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutation"),
+    [(PlanBuilder, "_make_private", never_private), (BeamGroups, "take_moves", forgets_moves)],
+)
+def test_the_oracle_catches_a_missing_copy_and_a_missing_edit(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutation: Any
+) -> None:
+    monkeypatch.setattr(owner, name, mutation)
+    rig = Rig(depth=1)
+    rig.add(PROMPT, 12, n=4, beams=Beams(4), ignore_eos=True)
+    with pytest.raises(AssertionError):
+        rig.run()
