@@ -113,6 +113,9 @@ class PlanBuilder:
             while not self._pool.available:
                 self._preemption.preempt(batch.paused[-1])
             self._admission.forget_sizes()
+        elif (largest := self._admission.in_the_way()) is not None and id(largest) not in self._edits.named:
+            self._preemption.preempt(largest)
+            self._admission.forget_sizes()
         for seq in list(batch.paused):
             if seq.state is not State.PAUSED or seq.sampled_in > batch.committed:
                 continue

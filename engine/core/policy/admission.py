@@ -28,6 +28,7 @@ from engine.core.waiting_queue import WaitingQueue
 
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow
+CROWDED = 4  # with this many paused sequences for each that runs, one gives up its blocks
 PRESSURE_SLOTS = 64  # sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
 
 
@@ -49,6 +50,9 @@ class AdmissionPolicy(Protocol):
 
     def may_grow(self, seq: Sequence) -> bool:
         """Return whether a sequence takes its next block now, or pauses until others have ended."""
+
+    def in_the_way(self) -> Sequence | None:
+        """Return the sequence to preempt because too many others pause for it; None: none."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
         """Blocks that requests from the shared queue could take soon; 0 or less: none."""
@@ -97,6 +101,9 @@ class Unlimited:
 
     def may_grow(self, seq: Sequence) -> bool:
         return True
+
+    def in_the_way(self) -> Sequence | None:
+        return None
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
         if self._batch.paused:
@@ -202,6 +209,17 @@ class Forecast(PeakBound):
             self._sizes = GrowthPolicy((len(s.table), s.greatest_blocks(size) - len(s.table)) for s in growing)
             self._sizes_step = self._batch.step + 1 + len(growing) // PRESSURE_SLOTS
         return left >= 0 and self._sizes.may_take(len(seq.table), left)
+
+    def in_the_way(self) -> Sequence | None:
+        """The largest of the few that run while many pause.
+
+        It would get every block that becomes free until it ends, and the others would stand still as long.  One
+        preemption lets them go on."""
+        batch = self._batch
+        if len(batch.paused) <= CROWDED * batch.running or batch.running == 0:
+            return None
+        growing = [seq for seq in batch.holders() if seq.state is State.DECODING and seq.stops]
+        return max(growing, key=lambda seq: len(seq.table), default=None)
 
     def forget_sizes(self) -> None:
         """Sequences that ended must not delay the largest one that is left."""
