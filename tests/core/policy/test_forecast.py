@@ -302,6 +302,21 @@ def test_when_outputs_become_four_times_as_long_there_is_no_storm() -> None:
     assert reports["forecast"].utilisation > 0.85
 
 
+def test_a_long_answer_does_not_stop_all_others() -> None:
+    """All answers become longer than those before, one by far.  It used to get every block while 40 others stood still:
+    20 s on the simulation's clock, and the pool was full of sequences that did nothing."""
+    rng, at, jobs = random.Random(1), 0.0, []
+    for _ in range(400):
+        jobs.append(Job(60, rng.randrange(20, 60), at := at + rng.expovariate(10), 2048))
+    for i in range(60):
+        jobs.append(Job(60, 1500 if i == 5 else rng.randrange(200, 320), at := at + 0.02, 2048))
+    report = simulate.simulate(jobs, simulate.engine_limits("forecast"), 512)
+    print(simulate.line("forecast", 1, report))
+    assert report.itl_max < 10
+    assert report.preemptions <= 20  # 29 in mode "watermark"
+    assert report.pauses
+
+
 def test_eta_is_paged_over_static_blocks() -> None:
     assert simulate.efficiency(3, 12) == 0.25
     assert simulate.efficiency(0, 0) == 1.0
