@@ -28,8 +28,9 @@ CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
 serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
+# Two files of tests at a time, since most tests wait for processes; what ARGS names runs one by one.
 test: $(KERNELS)
-	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(ARGS)
+	@$(RUN) -m pytest -m "not gpu and not multi_gpu and not perf" $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
 
 clients: $(KERNELS) $(CLIENTS)
 	@$(RUN) -m tests.clients $(ARGS)
