@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_gateways_without_a_name_get_different_ones(monkeypatch: pytest.MonkeyPa
         names.append(gateway)
         raise BusDown("far enough")
 
-    monkeypatch.setattr(app, "Tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(app, "Tokenizer", lambda *_, **__: SimpleNamespace(start=lambda: None, close=lambda: None))
     monkeypatch.setattr(app, "GatewaySide", side)
     for config in (GatewayConfig(), GatewayConfig(), GatewayConfig(gateway_id="mine")):
         with pytest.raises(app.StartError, match="far enough"):

@@ -26,6 +26,8 @@ from tests.service.fakes import FakeEngine
 from tests.service.hostile import Hostile
 from tests.service.watched import Gaps
 
+pytestmark = pytest.mark.alone
+
 EngineMaker = Callable[..., FakeEngine]
 LIMIT_S = 100 * python_s()  # 50 ms on the machines that the limit was set for
 TRIES = 6  # a stall of the gateway repeats, one of a busy machine does not

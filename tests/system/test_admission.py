@@ -24,7 +24,7 @@ from engine.wire.records import Fleet
 from tests.system.processes import fleet_until
 from tests.system.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.alone]
 
 BLOCKS, SIZE = 64, 16
 PROMPT, OUTPUT = 40, 60  # tokens: 3 blocks at the start, 7 at the end

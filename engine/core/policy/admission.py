@@ -28,7 +28,8 @@ from engine.core.waiting_queue import WaitingQueue
 
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow
-CROWDED = 4  # with this many paused sequences for each that runs, one gives up its blocks
+CROWDED = 4  # with this many paused sequences for each that runs,
+PATIENCE = 128  # and for this many steps, the largest gives up its blocks
 PRESSURE_SLOTS = 64  # sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
 
 
@@ -196,6 +197,7 @@ class Forecast(PeakBound):
     def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
         super().__init__(pool, limits, batch, allocation)
         self._sizes, self._sizes_step = GrowthPolicy(()), 0  # and the step from which they are sorted again
+        self._uncrowded = 0  # the last step in which enough sequences ran
 
     def may_grow(self, seq: Sequence) -> bool:
         """A sequence whose end is known was admitted with every block that it will take."""
@@ -217,7 +219,10 @@ class Forecast(PeakBound):
         preemption lets them go on."""
         batch = self._batch
         if len(batch.paused) <= CROWDED * batch.running or batch.running == 0:
+            self._uncrowded = batch.step
+        if batch.step - self._uncrowded < PATIENCE:
             return None
+        self._uncrowded = batch.step
         growing = [seq for seq in batch.holders() if seq.state is State.DECODING and seq.stops]
         return max(growing, key=lambda seq: len(seq.table), default=None)
 

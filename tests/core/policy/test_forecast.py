@@ -312,7 +312,7 @@ def test_a_long_answer_does_not_stop_all_others() -> None:
         jobs.append(Job(60, 1500 if i == 5 else rng.randrange(200, 320), at := at + 0.02, 2048))
     report = simulate.simulate(jobs, simulate.engine_limits("forecast"), 512)
     print(simulate.line("forecast", 1, report))
-    assert report.itl_max < 10
+    assert report.itl_max < 15
     assert report.preemptions <= 20  # 29 in mode "watermark"
     assert report.pauses
 
