@@ -127,6 +127,7 @@ async def demote_redis(world: World, fault: Fault) -> None:
 async def failover(world: World, fault: Fault) -> None:
     """A replica is promoted and the name moves to it.  The old master is killed, or else it is demoted: its connections
     stay open, it takes writes for a moment longer, which are lost, and its replies to the rest are refusals."""
+    world.doors.failovers += 1
     pair, old = world.pair, world.redis
     new = await pair.replica()
     if fault.dice < 0.5:

@@ -33,6 +33,7 @@ class Doors:
     far: list[str]
     gateway_kills: int = 0  # so far: a plain stream that breaks meanwhile has an excuse
     gateways_ending: int = 0  # killed, and not seen gone yet: they may still accept a connection
+    failovers: int = 0  # so far: one during a stream may have lost its request
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Reader:
         self._last_id = ""
         self._last = 0.0  # monotonic time of the last event
         self._tally = Tally(streams=1, resumable=int(resumable))
+        self._failovers = doors.failovers  # before the request was sent
         self.events = 0
         # The longest silence between two events since whoever watches has reset it, and when it ended.
         self._longest_s, self._ended = 0.0, 0.0
@@ -138,6 +140,9 @@ class Reader:
             if response.status in (429, 503):
                 self._tally.refused += 1
                 return float(response.headers["Retry-After"])
+            # The gateway that would have sent `request_lost` may have been killed before it knew.
+            if response.status == 404 and self._last_id and self._doors.failovers > self._failovers:
+                raise Lost
             if response.status != 200:
                 raise Broken(f"status {response.status}: {await response.text()}")
             if self._last_id:

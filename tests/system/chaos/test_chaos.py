@@ -107,3 +107,28 @@ async def test_a_reader_counts_what_is_lost_repeated_or_wrong(said: list[list[Ev
     assert not tally.failures
     counts = {name: getattr(tally, name) for name in ("lost", "repeated", "wrong", "resumed")}
     assert {name: count for name, count in counts.items() if count} == found
+
+
+@pytest.mark.parametrize("failovers", [0, 1])
+async def test_only_a_failover_during_the_stream_excuses_an_unknown_answer(failovers: int) -> None:
+    """A request that Redis has lost is unknown to the gateway at which its client resumes."""
+    name, doors = f"cmpl-{0:032x}", Doors(near=[], far=[], failovers=3)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "Last-Event-ID" in request.headers:
+            return web.json_response({"error": {"code": "stream_not_found"}}, status=404)
+        doors.failovers += failovers
+        response = web.StreamResponse()
+        await response.prepare(request)
+        event = {"choices": [{"index": 0, "token_ids": [0], "finish_reason": None}]}
+        await response.write(f"id: {name}:1\ndata: {json.dumps(event)}\n\n".encode())
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        doors.far.append(str(server.make_url("")).rstrip("/"))
+        tally = await Reader(Request({}, [[0, 1]]), doors, "client", 0, resumable=True).read(session)
+    assert (tally.with_redis, len(tally.failures)) == (failovers, 1 - failovers)
