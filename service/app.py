@@ -33,6 +33,7 @@ from service import api, generation_config, memory, openapi
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
+from service.engine_pages import EnginePages, EnginePagesError
 from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
 from service.inference_headers import InferenceHeaders, ObjectivesError
@@ -82,7 +83,14 @@ class Gateway:
         root = served_name(config.model)
         document = partial(openapi.document, config, histograms.build()["version"], guarded=tenants.guarded)
         self._status = Status(
-            [model, *aliases], root, streams, telemetry, self.capacity, document, strict=config.strict_fields
+            [model, *aliases],
+            root,
+            streams,
+            telemetry,
+            self.capacity,
+            document,
+            EnginePages(config.engine_metrics),
+            strict=config.strict_fields,
         )
         self._middleware = Middleware(
             telemetry,
@@ -138,7 +146,7 @@ class Gateway:
             web.get("/load", status.load),
             web.get("/version", status.version),
             web.get("/openapi.json", status.openapi),
-            web.get("/metrics", status.no_metrics if self._tenants.guarded else status.metrics),
+            web.get("/metrics", status.no_metrics if self._tenants.guarded else status.open_metrics),
         ]
         root = self._config.path_prefix
         if self._config.web:
@@ -208,7 +216,8 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         )
         defaults = generation_config.read(config)
         InferenceHeaders(config)
-    except (TenantsError, ModelError, ObjectivesError) as error:
+        EnginePages(config.engine_metrics)
+    except (TenantsError, ModelError, ObjectivesError, EnginePagesError) as error:
         raise StartError(str(error)) from None
     async with _templates_of(tokenizer), _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()

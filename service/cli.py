@@ -203,6 +203,10 @@ def serve(argv: Sequence[str]) -> int:
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         # Each process has a metrics page on a port of its own: first the engine, then the gateways.
         pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
+        if gateway.vllm_metrics and not gateway.metrics_port and not gateway.engine_metrics:  # one page shows all
+            pages[0] = free_port(engine_config.metrics_host, 0)
+            host = "127.0.0.1" if engine_config.metrics_host == "0.0.0.0" else engine_config.metrics_host
+            gateway_words.append(f"--engine-metrics=http://{host}:{pages[0]}/metrics")
         grace = ["--grace-s", str(ENGINE_GRACE_S)]
         engine = Child(
             "engine",

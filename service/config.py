@@ -70,6 +70,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     vllm_metrics: Annotated[
         bool, Meta(description="Repeat metrics under vLLM's names, for dashboards and autoscalers made for vLLM.")
     ] = False
+    engine_metrics: Annotated[
+        str,
+        Meta(
+            description="URLs of engines' metrics pages, separated by commas, such as http://10.0.0.7:9100/metrics. "
+            "/metrics then shows their metrics under vLLM's names as well, unless there are API keys or tenants. "
+            "For dashboards that read one page: do not scrape the engines too, sums would count twice. Empty: none; "
+            "`quire serve --vllm-metrics` names its own engine's."
+        ),
+    ] = ""
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Format of the log on stderr. Either way a record is one line.")
     ] = "text"

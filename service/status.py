@@ -13,6 +13,7 @@ from aiohttp import web
 
 from engine.common import histograms
 from service.api import Refusal
+from service.engine_pages import EnginePages
 from service.limits import shown
 from service.metrics import Telemetry
 from service.middleware import METER, TENANT, Capacity
@@ -31,6 +32,10 @@ def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
+def _page(text: bytes) -> web.Response:
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
 class Status:
     """Handlers of the endpoints that report state and compute nothing."""
 
@@ -42,6 +47,7 @@ class Status:
         telemetry: Telemetry,
         capacity: Capacity,
         document: Callable[[], dict[str, Any]],
+        engine_pages: EnginePages,
         *,
         strict: bool = False,
     ) -> None:
@@ -49,7 +55,7 @@ class Status:
 
         `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused."""
         self._strict = strict
-        self._document = document
+        self._document, self._engine_pages = document, engine_pages
         self._names, self._root, self._streams = names, root, streams
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
@@ -153,10 +159,12 @@ class Status:
         return _json(self._document())
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics, in Prometheus' text format."""
-        return web.Response(
-            body=self._telemetry.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        """GET /metrics, in Prometheus' text format: of this process alone."""
+        return _page(self._telemetry.expose())
+
+    async def open_metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics on the clients' port: with the engines' metrics that --engine-metrics names."""
+        return _page(self._telemetry.expose() + await self._engine_pages.families())
 
     async def no_metrics(self, request: web.Request) -> web.Response:
         """GET /metrics on the clients' port of a gateway with keys: metrics name tenants, so it is refused."""

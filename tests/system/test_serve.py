@@ -133,8 +133,8 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
 
 def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
     (file := tmp_path / "quire.toml").write_text(
-        "model = 'builtin'\nserved_name = 'from-a-file'\n[serve]\ngateways = 2\n[gateway]\nport = 0\n"
-        "[engine]\nexecutor = 'scripted'\n"
+        "model = 'builtin'\nserved_name = 'from-a-file'\nvllm_metrics = true\n"
+        "[serve]\ngateways = 2\n[gateway]\nport = 0\n[engine]\nexecutor = 'scripted'\n"
     )
     serve = subprocess.Popen(
         [*QUIRE, "serve", "--config", str(file)],
@@ -152,6 +152,9 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         assert model == "from-a-file"
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
+        with urllib.request.urlopen(base.removesuffix("/v1") + "/metrics", timeout=60) as page:
+            shown = page.read().decode()
+        assert 'vllm:generation_tokens_total{engine="' in shown  # the engine's, on the one page of the API port
         children = psutil.Process(serve.pid).children()
         assert len(children) == 5  # Redis, the engine and its spare, two gateways
         for child in children:  # whatever dies, Redis and its queue included
