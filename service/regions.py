@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ DATA = Path(__file__).with_name("response_templates.json")
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
 HEAD_CHARS = 4096  # of a tool call: a name that has not appeared by then is read when the call is complete
 KEPT_CHARS = 4096  # of text that the parser has dealt with, before it is dropped
+_STRING_MARK = re.compile(r'["\\]')
 _JSON_MARK = re.compile(r'["\\{}\[\]]')
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
@@ -75,6 +76,27 @@ class _Head(msgspec.Struct, frozen=True):
     capture: str = ""  # the group of the opening marker that holds the name
 
 
+class _Strings:
+    """Where the strings of a JSON text begin and end, as far as it was asked for."""
+
+    __slots__ = ("_at", "_open")
+
+    def __init__(self, at: int = 0) -> None:
+        """`at`: where the JSON text begins."""
+        self._at, self._open = at, False
+
+    def are_open_at(self, text: str, at: int) -> bool:
+        """Return whether `at` is inside a string.  Positions must not decrease from call to call."""
+        while (mark := _STRING_MARK.search(text, self._at, at)) is not None:
+            self._at = mark.end()
+            if mark[0] == '"':
+                self._open = not self._open
+            elif self._open:
+                self._at += 1  # the character that the backslash escapes
+        self._at = max(self._at, at)
+        return self._open
+
+
 @cache
 def _parser_class() -> type[Any]:
     """Return transformers' parser, extended by what a gateway needs.
@@ -88,6 +110,7 @@ def _parser_class() -> type[Any]:
 
         _buffer: str
         _pos: int
+        _strings = _Strings()  # of the open region, if its text is JSON
         _began = _body_end = 0  # in the buffer: where the region's marker begins, and where its text ends
 
         def feed_events(self, text: str, first: FirstChars) -> list[dict[str, Any]]:
@@ -105,6 +128,9 @@ def _parser_class() -> type[Any]:
                 self._buffer, self._pos, self._body_end = self._buffer[cut:], 1, self._body_end - cut
             return events
 
+        def _scan(self, watch: list[Any], eos: bool) -> tuple[Any, int]:
+            return _scan_outside_strings(self, super()._scan, watch, eos)
+
         def _structured(self) -> bool:
             return self._current is not None and self._spec.fields[self._current].content != "text"
 
@@ -116,6 +142,7 @@ def _parser_class() -> type[Any]:
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             self._began, self._body_end = m.start(), m.end()
+            self._strings = _Strings(m.end())
             super()._open_explicit(events, field, m)
             events[-1]["captures"] = self._captures
 
@@ -132,6 +159,19 @@ def _parser_class() -> type[Any]:
                 events[-1] |= {"raw": raw, "marker": self._pos > self._body_end}
 
     return Parser
+
+
+def _scan_outside_strings(parser: Any, scan: Callable[..., Any], watch: list[Any], eos: bool) -> tuple[Any, int]:
+    """Return the next marker.  What looks like a closing one inside a string of a call in JSON is none."""
+    best, hold = scan(watch, eos)
+    at, field = parser._pos, parser._spec.fields.get(parser._current)
+    if best is None or KINDS.get(parser._current) != "calls" or field.content != "json" or field.content_args:
+        return best, hold
+    while best is not None and parser._strings.are_open_at(parser._buffer, best[2].start()):
+        parser._pos = best[2].start() + 1
+        best, hold = scan(watch, eos)
+    parser._pos = at
+    return best, hold
 
 
 def _check_tags(field: Any, body: str) -> None:

@@ -167,6 +167,38 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
 ALL = [(name, *answer) for name, answers in ANSWERS.items() for answer in answers]
 
 
+# Templates whose calls are JSON, with the markers that end them
+CLOSING = {
+    name: [close] if isinstance(close, str) else close
+    for name, described in known().response_templates.items()
+    for field, form in described["fields"].items()
+    if field == "tool_calls" and form.get("content") == "json" and not form.get("content_args")
+    for close in [form.get("close", [])]
+    if close
+}
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_closing_marker_inside_a_string_of_a_call_does_not_end_it(data: st.DataObject) -> None:
+    """A model that edits a chat template, say, writes markers into its arguments.  Wherever the text is cut."""
+    assert {"hermes", "granite4"} <= CLOSING.keys()
+    name = data.draw(st.sampled_from(sorted(CLOSING)))
+    text, content, reasoning, calls = next(one for one in ANSWERS[name] if one[3])
+    places = [*CLOSING[name], '"', "\\", "{", "}", "x", "\\u0022", "\n"]
+    value = data.draw(st.lists(st.sampled_from(places), max_size=6).map("".join)) + CLOSING[name][0]
+    called, arguments = calls[0]
+    first = json.dumps({**arguments, "z": value})
+    whole = text.replace(json.dumps(arguments), first)
+    assert whole != text, "the answer does not hold its arguments as json.dumps writes them"
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    pieces = [whole[a:b] for a, b in itertools.pairwise([0, *cuts, len(whole)])]
+    found = read(name, pieces)
+    assert (found.content, found.reasoning) == (content, reasoning)
+    wanted = [(called, {**arguments, "z": value}), *calls[1:]]
+    assert [(one, json.loads(written)) for one, written in found.calls] == wanted
+
+
 def test_there_is_an_answer_for_every_response_template_and_a_template_for_every_chat_template() -> None:
     assert set(ANSWERS) == set(TEMPLATES)
     assert {entry.response_template for entry in known().chat_templates} == set(TEMPLATES)
