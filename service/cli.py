@@ -18,8 +18,9 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -97,6 +98,38 @@ class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     redis_url: Annotated[str, Meta(description="redis://, rediss:// or unix:// URL.")] = "redis://127.0.0.1:6379/0"
     namespace: Annotated[str, Meta(description="Prefix of every Redis key.")] = "quire"
+
+
+class Interrupt:
+    """SIGINT until the supervisor takes over the signals: remembered, and raised only where that is safe.
+
+    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would go on.  One raised
+    while an event loop opens or closes leaves a traceback."""
+
+    def __init__(self) -> None:
+        self._seen = self._raises = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._seen = True
+        if self._raises:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if the signal has arrived."""
+        if self._seen:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """A context of work that may take minutes: the signal raises KeyboardInterrupt there, at its end at the latest."""
+        self.check()
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+        self.check()
 
 
 class GivenUp(OperatorError):
@@ -189,6 +222,7 @@ def serve(argv: Sequence[str]) -> int:
             settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
     embedded: EmbeddedRedis | None = None
     try:
+        interrupt = Interrupt()
         port = free_port(gateway.host, gateway.port)
         if own.redis_url:
             url = own.redis_url
@@ -197,7 +231,8 @@ def serve(argv: Sequence[str]) -> int:
             embedded.start()
             url = embedded.url
         asyncio.run(check_redis(url, gateway.namespace))
-        model = find_model(gateway.model)
+        with interrupt.raised_at_once():
+            model = find_model(gateway.model)
         name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
@@ -225,7 +260,7 @@ def serve(argv: Sequence[str]) -> int:
             for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         shown = gateway.served_name or served_name(model), example_of(model)
-        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run())
+        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run(interrupt))
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
@@ -472,11 +507,14 @@ class Supervisor:
         self._signals = 0
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
-        """Run until a signal, then drain.  Raises GivenUp, with all stopped, when a child cannot be kept running."""
+    async def run(self, interrupt: Interrupt) -> None:
+        """Run until a signal, and drain.  Raises KeyboardInterrupt if `interrupt` had one.
+
+        Raises GivenUp, with all stopped, when a child cannot be kept running."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        interrupt.check()
         children = [self._engine, *self._gateways]
         keepers = [asyncio.create_task(child.keep()) for child in children]
         helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]

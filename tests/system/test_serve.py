@@ -305,6 +305,21 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
         assert "is closed" not in says, says
 
 
+def test_an_interrupt_that_python_drops_ends_the_start_all_the_same() -> None:
+    """Exceptions that are raised in finalizers do not propagate."""
+    code = (
+        "import os, signal, sys\nfrom service import cli\nfind_model = cli.find_model\n"
+        "class Finalized:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "def find(name):\n    Finalized()\n    print('goes on', flush=True)\n    return find_model(name)\n"
+        "cli.find_model = find\n"
+        "sys.exit(cli.main(['serve', 'builtin', '--port=0', '--executor=scripted', '--no-spare']))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout) == (130, "goes on\n"), ended.stderr
+
+
 def test_a_standby_ends_with_its_supervisor() -> None:
     words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
     ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=250, check=False)

@@ -138,7 +138,7 @@ async def test_what_does_not_fit_is_one_line_without_the_password(
     }
     with ending(list(started.values())):
         for (kind, name), process in started.items():
-            assert await asyncio.to_thread(process.popen.wait, 30) == 2, process.said()
+            assert await asyncio.to_thread(process.popen.wait, 100) == 2, process.said()
             [line] = process.said().splitlines()
             assert line.startswith(f"quire {kind}: "), line
             assert cases[name][1] in line
