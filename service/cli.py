@@ -122,7 +122,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def raised_at_once(self) -> Iterator[None]:
-        """A context of work that may take minutes: the signal raises KeyboardInterrupt there, at its end at the latest."""
+        """A context of work that may take minutes: the signal raises KeyboardInterrupt here, or at the end."""
         self.check()
         self._raises = True
         try:
@@ -236,28 +236,22 @@ def serve(argv: Sequence[str]) -> int:
         name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
         shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
-        # Each process has a metrics page on a port of its own: first the engine, then the gateways.
-        pages = [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + own.gateways)]
-        if gateway.vllm_metrics and not gateway.metrics_port and not gateway.engine_metrics:  # one page shows all
-            pages[0] = free_port(engine_config.metrics_host, 0)
-            host = "127.0.0.1" if engine_config.metrics_host == "0.0.0.0" else engine_config.metrics_host
-            gateway_words.append(f"--engine-metrics=http://{host}:{pages[0]}/metrics")
-        grace = ["--grace-s", str(ENGINE_GRACE_S)]
+        pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
+        grace = f"--grace-s={ENGINE_GRACE_S}"
         engine = Child(
             "engine",
-            ["-m", "engine", "--engine-id", name, *grace, *engine_words, *shared, f"--metrics-port={pages[0]}"],
+            ["-m", "engine", f"--engine-id={name}", grace, *engine_words, *shared, f"--metrics-port={pages[0]}"],
             ENGINE_STOP_S,
             standby=own.spare,
         )
-        ident = gateway.gateway_id or name
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *shared, f"--port={port}", *named],
+                ["-m", "service.app", *gateway_words, *engine_page, *shared, f"--port={port}", *named],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)
-            for named in [(f"--gateway-id={ident}-{i}", f"--metrics-port={pages[1 + i]}")]
+            for named in [(f"--gateway-id={gateway.gateway_id or name}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         shown = gateway.served_name or served_name(model), example_of(model)
         asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run(interrupt))
@@ -269,6 +263,17 @@ def serve(argv: Sequence[str]) -> int:
         if embedded is not None:
             embedded.close()
     return 0
+
+
+def metrics_pages(gateway: GatewayConfig, gateways: int, host: str) -> tuple[list[int], list[str]]:
+    """Return the ports of the metrics pages, first the engine's, then the gateways', and words for the gateways.
+
+    Under vLLM's names one page shows all: without --metrics-port the gateways' API port shows the engine's."""
+    if not gateway.vllm_metrics or gateway.metrics_port or gateway.engine_metrics:
+        return [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + gateways)], []
+    port = free_port(host, 0)
+    reached = "127.0.0.1" if host == "0.0.0.0" else host
+    return [port] + [0] * gateways, [f"--engine-metrics=http://{reached}:{port}/metrics"]
 
 
 def free_port(host: str, port: int) -> int:

@@ -99,10 +99,9 @@ class _Strings:
 
 @cache
 def _parser_class() -> type[Any]:
-    """Return transformers' parser, extended by what a gateway needs.
+    """Return transformers' parser, extended by what a gateway needs.  Its import takes a second.
 
-    It uses private methods and attributes, as `RegionReader.finish` does, so `pyproject.toml` bounds the version.
-    Imported late: it takes a second."""
+    It uses private methods and attributes, as `RegionReader.finish` does, so `pyproject.toml` bounds the version."""
     from transformers.utils.chat_parsing import ResponseParser
 
     class Parser(ResponseParser):  # type: ignore[misc]
@@ -110,7 +109,7 @@ def _parser_class() -> type[Any]:
 
         _buffer: str
         _pos: int
-        _strings = _Strings()  # of the open region, if its text is JSON
+        _strings: _Strings | None = None  # of the region that a marker opened
         _began = _body_end = 0  # in the buffer: where the region's marker begins, and where its text ends
 
         def feed_events(self, text: str, first: FirstChars) -> list[dict[str, Any]]:
@@ -164,10 +163,10 @@ def _parser_class() -> type[Any]:
 def _scan_outside_strings(parser: Any, scan: Callable[..., Any], watch: list[Any], eos: bool) -> tuple[Any, int]:
     """Return the next marker.  What looks like a closing one inside a string of a call in JSON is none."""
     best, hold = scan(watch, eos)
-    at, field = parser._pos, parser._spec.fields.get(parser._current)
-    if best is None or KINDS.get(parser._current) != "calls" or field.content != "json" or field.content_args:
+    at, strings, field = parser._pos, parser._strings, parser._spec.fields.get(parser._current)
+    if strings is None or KINDS.get(parser._current) != "calls" or field.content != "json" or field.content_args:
         return best, hold
-    while best is not None and parser._strings.are_open_at(parser._buffer, best[2].start()):
+    while best is not None and strings.are_open_at(parser._buffer, best[2].start()):
         parser._pos = best[2].start() + 1
         best, hold = scan(watch, eos)
     parser._pos = at
