@@ -17,7 +17,7 @@ from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf
-from engine.executor.models.fused import PackedLinear
+from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
 from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer

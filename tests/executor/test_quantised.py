@@ -124,6 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "gptq (marlin)"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "gptq (modules of several kinds)"),
     (compressed("nvfp4-pack-quantized", "tensor_group"), "compressed-tensors (nvfp4-pack-quantized)"),
+    ({**w4(128), "config_groups": {}}, "compressed-tensors (without weights)"),
     (compressed("marlin-24", "group"), "compressed-tensors (marlin-24)"),
     (w4(128, num_bits=3), "compressed-tensors (pack-quantized: int of 3 bits)"),
     (compressed("float-quantized", "token"), "compressed-tensors (float-quantized, token)"),
@@ -153,6 +154,7 @@ def test_what_no_reader_knows_is_refused_by_name(tmp_path: Path, config: dict[st
         {"quant_method": "gptq", "bits": 4, "group_size": 0},
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
         {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["re:("]},
         [],
     ],
 )
@@ -375,3 +377,24 @@ def test_quantised_shards_and_the_end_token_of_generation(
 def test_layers_that_store_their_transpose_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     quantise_checkpoint(checkpoint("gpt2"), tmp_path / "gpt2", "fp8-tensor", keep=("lm_head", "wte", "wpe"))
     assert refusal(tmp_path / "gpt2") == "gpt2: quantised weights of layers that store their transpose"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_checkpoints_on_a_gpu(
+    plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
+) -> None:
+    """The answer is that of the same weights in a checkpoint that is not quantised."""
+    directory, exact = quantised(kind)
+    shutil.copytree(plain, tmp_path / "exact")
+    save_file({name: tensor.bfloat16() for name, tensor in exact.items()}, tmp_path / "exact" / "model.safetensors")
+
+    def answer(path: Path) -> list[int]:
+        model = hf.load_model(str(path), dtype="bfloat16", device=torch.device("cuda"))
+        driver = Driver(model, graph_seconds=0)
+        driver.add(words(40))
+        while len(driver.running[0].output) < NEW:
+            driver.step()
+        return driver.running[0].output[:NEW]
+
+    assert answer(directory) == answer(tmp_path / "exact")

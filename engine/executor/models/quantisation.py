@@ -69,12 +69,15 @@ def read_quantisation(directory: Path, kind: str) -> Quantisation | None:
             raise Unread(str(described.get("quant_algo") or ""))
         if method == "mxfp4" and kind != "gpt_oss":
             raise Unread("of another model than gpt_oss")
-        return reader(described)
+        how = reader(described)
+        for name in how.ignored:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        return how
     except Unread as error:
         named = (method or "an unnamed method") + (f" ({error})" if str(error) else "")
         reason = "which is not implemented; serve an unquantised copy"
         raise UnsupportedModel(f"{kind}: weights quantised by {named}, {reason}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise ModelLoadError(f"{directory}: the quantisation config is not understood: {one_line(error)}") from error
 
 
@@ -117,6 +120,8 @@ def _read_fp8(described: dict[str, Any]) -> Quantisation:
 
 def _read_compressed(described: dict[str, Any]) -> Quantisation:
     groups = list(described["config_groups"].values())
+    if not groups:
+        raise Unread("without weights")
     formats = {group.get("format") or described.get("format") for group in groups}
     kinds = [group["weights"] for group in groups]
     if len(formats) != 1 or any(_kind(kind) != _kind(kinds[0]) for kind in kinds):

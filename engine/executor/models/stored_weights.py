@@ -42,7 +42,7 @@ PARTS: dict[Format, str] = {
 }
 # Scales of activations and of cached keys and values, which are computed in the model's dtype.
 OF_ACTIVATIONS = re.compile(
-    r".+\.((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
+    r".+[._]((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
 )
 EIGHT_BITS = {"F8_E4M3", "I8"}
 
