@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.executor import ops
 from engine.executor.models import fused
-from engine.executor.models.fused import Decoder, PackedLinear, Product
+from engine.executor.models.fused import Decoder
 from engine.executor.models.hf import load_model
+from engine.executor.models.linear import PackedLinear, Product
 from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words

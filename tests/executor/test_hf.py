@@ -17,7 +17,7 @@ from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf
-from engine.executor.models.fused import PackedLinear
+from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
 from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer
@@ -336,7 +336,7 @@ def refusal(directory: Path, **options: object) -> str:
 @pytest.mark.parametrize(
     ("described", "named"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt (FP8)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
         ({"quant_method": "tomorrow"}, "tomorrow"),
         ({"producer": {"name": "modelopt"}}, "modelopt"),
         ({"bits": 4}, "an unnamed method"),
@@ -350,9 +350,9 @@ def test_quantised_weights_are_refused_by_the_name_of_their_method(
 
 
 def test_modelopt_may_say_so_in_a_file_of_its_own_only(copy: Path) -> None:
-    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}}
     (copy / "hf_quant_config.json").write_text(json.dumps(described))
-    assert refusal(copy).startswith("llama: weights quantised by modelopt (FP8), which is not implemented")
+    assert refusal(copy).startswith("llama: weights quantised by modelopt (NVFP4), which is not implemented")
     (copy / "hf_quant_config.json").write_text("[")
     with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json: "):
         load(copy)

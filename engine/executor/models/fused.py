@@ -4,9 +4,9 @@
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
-engine/executor/README.md has the measurements.  The left column is a decoder layer as transformers writes it, the right
-one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual stream, which the last product of
-each half updates in place:
+linear.py makes their products.  engine/executor/README.md has the measurements.  The left column is a decoder layer as
+transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
+stream, which the last product of each half updates in place:
 
     input norm, 6 operators          part of the next product
     q, k, v projections              one product, of the normed input           linear: norm, product
@@ -43,6 +43,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
+from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -55,82 +56,18 @@ ON_A_GPU = "on a GPU products and attention are cut into shares that depend on t
 VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
 
 
-class PackedLinear(nn.Module):
-    """nn.Linear whose weight [out, in] exists in packed form only, so that it takes its memory once."""
-
-    def __init__(self, packed: ops.Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features = packed.size
-        self.bias = bias
-        self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
-        # Routers ask their own linear layer for its dtype.  Code that computes with this fails, and is refused at load.
-        self.weight = torch.empty(0, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.packed_linear(x, self.packed, self.bias)
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
-
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self.weight: Tensor = plain.weight
-        self.eps: float = plain.variance_epsilon
-
-
-class Product(nn.Module):
-    """A matrix product with the norm before it and the activation or addition after it: [T, in] -> [T, out].
-
-    Several linear layers of the same input become one product: their outputs, one after another.
-    """
-
-    def __init__(
-        self,
-        *linears: nn.Linear,
-        ordered: bool,
-        norm: RMSNorm | None = None,
-        silu_mul: bool = False,
-        float32_out: bool = False,
-    ) -> None:
-        """norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
-
-        float32_out: on a CPU, don't round the result to the dtype of the weights."""
-        super().__init__()
-        first, *others = linears
-        weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
-        self.bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-        self.out_features = len(weight)
-        self.norm = norm
-        self.silu_mul = silu_mul
-        cpu = weight.device.type == "cpu"
-        self.packed = ops.pack_weight(weight, ordered=ordered, float32_out=float32_out) if cpu else None
-        self.weight = weight if self.packed is None else None
-
-    def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
-        norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        if self.weight is not None:
-            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
-        assert self.packed is not None
-        if norm is not None:
-            x = ops.rms_norm(x, norm, eps)
-        y = ops.packed_linear(x, self.packed, self.bias, plus)
-        return ops.silu_mul(y) if self.silu_mul else y
-
-
 class Attention(nn.Module):
     """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, norm: RMSNorm, window: int | None, ordered: bool) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, window: int | None, linears: Linears) -> None:
         super().__init__()
         self.layer: int = plain.layer_idx
         self.head_size: int = plain.head_dim
         self.scale: float = plain.scaling
         self.window = window or 0
         self.heads = plain.q_proj.out_features // plain.head_dim
-        self.qkv_proj = Product(plain.q_proj, plain.k_proj, plain.v_proj, norm=norm, ordered=ordered)
-        self.o_proj = Product(plain.o_proj, ordered=ordered)
+        self.qkv_proj = linears.product(plain.q_proj, plain.k_proj, plain.v_proj, norm=norm)
+        self.o_proj = linears.product(plain.o_proj)
         self.q_norm = RMSNorm(plain.q_norm) if hasattr(plain, "q_norm") else None  # qwen3
         self.k_norm = RMSNorm(plain.k_norm) if hasattr(plain, "k_norm") else None
 
@@ -157,10 +94,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, norm: RMSNorm, ordered: bool) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, linears: Linears) -> None:
         super().__init__()
-        self.gate_up_proj = Product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True, ordered=ordered)
-        self.down_proj = Product(plain.down_proj, ordered=ordered)
+        self.gate_up_proj = linears.product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True)
+        self.down_proj = linears.product(plain.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(self.gate_up_proj(x), plus=x)
@@ -170,10 +107,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """x [T, hidden] -> [T, hidden]; x must not be used afterwards."""
 
-    def __init__(self, plain: Any, window: int | None, ordered: bool) -> None:
+    def __init__(self, plain: Any, window: int | None, linears: Linears) -> None:
         super().__init__()
-        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, ordered)
-        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm), ordered)
+        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, linears)
+        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm), linears)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, cos, sin, step))
@@ -183,7 +120,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The whole model: a step -> hidden states -> logits of any of its tokens."""
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int, ordered: bool) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int, linears: Linears) -> None:
         super().__init__()
         plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
@@ -194,10 +131,10 @@ class Decoder(nn.Module):
         self.angles = torch.stack([cos[0], sin[0]], 1)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(plain.layers):
-            self.layers.append(Layer(layer, window(layer.self_attn), ordered))
+            self.layers.append(Layer(layer, window(layer.self_attn), linears))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
         # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
-        self.head = Product(model.lm_head, norm=RMSNorm(plain.norm), ordered=ordered, float32_out=True)
+        self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 
     def forward(self, step: StepTensors) -> Tensor:
         """Hidden states of a step, after all layers: [T, hidden]."""
@@ -225,8 +162,9 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
     A model whose decoder was swapped works only through `Forward`.
     """
+    linears = Linears(ordered=ordered)
     if has_plain_decoder(model):
-        model.model, model.lm_head = Decoder(model, max_model_len, ordered), nn.Identity()
+        model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
     if model.device.type != "cpu":
         return
     head = None if is_fused(model) else model.get_output_embeddings()
@@ -234,8 +172,8 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
         for name, child in parent.named_children():
             if type(child) in (nn.Linear, Conv1D):
                 weight = child.weight if type(child) is nn.Linear else child.weight.T
-                if packed := ops.pack_weight(weight, ordered=ordered, float32_out=child is head):
-                    setattr(parent, name, PackedLinear(packed, child.bias, weight.dtype))
+                if packed := linears.alone(weight, child.bias, float32_out=child is head):
+                    setattr(parent, name, packed)
 
 
 def batch_dependence(model: PreTrainedModel) -> str:

@@ -33,9 +33,11 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
-from engine.executor.models.precision import check_dtype, check_quantisation, check_stored_dtypes
+from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
-from engine.executor.models.weights import tensor_bytes, weight_files
+from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.stored_weights import StoredWeights
+from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -164,9 +166,11 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
 def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     """The model of a checkpoint, complete.  Raises ModelLoadError."""
     check_files(directory)
-    check_stored_dtypes(directory, config.model_type)
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
+    if how := read_quantisation(directory, config.model_type):
+        return read_quantised(directory, config, dtype, how)
+    check_stored_dtypes(directory, config.model_type)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -179,6 +183,30 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 trust_remote_code=False,
             )
+    except Exception as error:  # config and model classes raise whatever their authors liked
+        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    check_report(directory, config, report)
+    model: PreTrainedModel = module
+    return model
+
+
+def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation) -> PreTrainedModel:
+    """The model of a quantised checkpoint, with weights in the dtype that it computes in.  Raises ModelLoadError."""
+    wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
+    weights = StoredWeights(directory, config, how)
+    log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+    try:
+        with report_progress(directory, weights.sizes):
+            module, report = weights.load(
+                MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+                wanted,
+                config=config,
+                attn_implementation=NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+    except UnsupportedModel:
+        raise
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     check_report(directory, config, report)
@@ -212,9 +240,11 @@ def some(names: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def report_progress(directory: Path) -> Iterator[None]:
-    """Log how many bytes of weights transformers has read, in place of its own progress bar."""
-    sizes = tensor_bytes(weight_files(directory))
+def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Iterator[None]:
+    """Log how many bytes of weights transformers has read, in place of its own progress bar.
+
+    sizes: bytes of each weight, where the files have other names."""
+    sizes = sizes or {name: stored.bytes for name, stored in stored_tensors(weight_files(directory)).items()}
     total, began = sum(sizes.values()), time.monotonic()
     progress = Progress(log.info, "reading weights", total, in_bytes=True)
 
@@ -237,8 +267,10 @@ def read_config(directory: Path) -> PretrainedConfig:
     except Exception as error:  # config classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
     check_architecture(config)
-    check_quantisation(directory, config)
     text = config.get_text_config()
+    read_quantisation(directory, config.model_type)
+    for described in (config, text):
+        vars(described).pop("quantization_config", None)  # transformers need not know: the weights are dequantised
     padding = getattr(text, "pad_token_id", None)
     if padding is not None and not 0 <= padding < text.vocab_size:
         text.pad_token_id = None  # torch refuses such a token; no batch is padded here

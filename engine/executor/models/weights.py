@@ -12,10 +12,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -45,21 +44,26 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def tensor_bytes(files: list[Path]) -> dict[str, int]:
-    """The size of each tensor of these files, in bytes, by its name.  The files must have been checked."""
-    return {name: described["data_offsets"][1] - described["data_offsets"][0] for name, described in _headers(files)}
+class Stored(NamedTuple):
+    """What a weight file's header says of one tensor."""
+
+    file: Path
+    dtype: str  # in the words of safetensors
+    shape: tuple[int, ...]
+    bytes: int
 
 
-def tensor_dtypes(files: list[Path]) -> dict[str, str]:
-    """The type of each tensor, in the words of safetensors, by its name.  The files must have been checked."""
-    return {name: described["dtype"] for name, described in _headers(files)}
-
-
-def _headers(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def stored_tensors(files: list[Path]) -> dict[str, Stored]:
+    """The tensors of these files by name.  The files must have been checked."""
+    found = {}
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        yield from ((name, described) for name, described in header.items() if name != "__metadata__")
+        for name, described in header.items():
+            if name != "__metadata__":
+                first, end = described["data_offsets"]
+                found[name] = Stored(file, described["dtype"], tuple(described["shape"]), end - first)
+    return found
 
 
 def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:

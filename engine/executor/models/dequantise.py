@@ -1,0 +1,196 @@
+"""Turns the stored tensors of one quantised weight into that weight: [out, in], in the model's dtype.
+
+Numbers of b bits are packed into int32, the first one in the lowest bits.  With q a stored number:
+
+    format   parts, and their shapes                                                          weight[o, i]
+    scaled   weight [out, in] e4m3 or int8, scale, zero_point                                  (q - zero) * scale
+    packed   packed [out, in * b / 32], scale and zero_point [out, groups], shape [2], g_idx   (q - zero) * scale
+    gptq     qweight [in * b / 32, out], qzeros and scales [groups, out], g_idx [in]           (q - zero) * scale
+    awq      qweight [in, out / 8], qzeros and scales [groups, out]; 8 columns in an own order (q - zero) * scale
+    mxfp4    blocks u8 [experts, out, in / 32, 16], scales u8 [experts, out, in / 32]          e2m1[q] * 2^(scale - 127)
+
+`packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, those of
+gptq and awq along the columns.  g_idx has the group of each column; without it, groups follow one another.
+
+Products are computed in float32 and rounded once, in pieces of PIECE numbers.  So apart from the parts and the weight,
+little more is held than a byte for each number.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.executor.models.quantisation import Format, Quantisation
+
+PIECE = 1 << 22  # numbers
+WORD = 32  # bits that hold packed numbers
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by their three low bits; the fourth is the sign
+NEEDED: dict[Format, set[str]] = {
+    "scaled": {"weight", "scale"},
+    "packed": {"packed", "scale", "shape"},
+    "awq": {"qweight", "qzeros", "scales"},
+    "gptq": {"qweight", "qzeros", "scales"},
+    "mxfp4": {"blocks", "scales"},
+}
+Shape = tuple[int, ...]
+
+
+def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
+    """Raise ValueError when a part of a weight is absent, or when its shape does not fit the others."""
+    if absent := sorted(NEEDED[how.format] - shapes.keys()):
+        raise ValueError(f"its {absent[0]} is not in the files")
+    if how.format == "mxfp4":
+        experts, out, groups, half = shapes["blocks"]
+        _check("scales", shapes["scales"], (experts, out, groups))
+        _check("blocks", (half,), (16,))
+    elif how.format == "scaled":
+        *lead, out, columns = shapes["weight"]
+        _check("scale", shapes["scale"], *_grids(how, tuple(lead), out, columns))
+        _check("zero_point", shapes.get("zero_point", ()), (), shapes["scale"])
+    elif how.format == "packed":
+        out, _words = shapes["packed"]
+        _, groups = shapes["scale"]
+        _check("scale", shapes["scale"], (out, groups if how.strategy == "group" else 1))
+        _check("zero_point", shapes.get("zero_point", ()), (), (math.ceil(out * how.bits / WORD), groups))
+    else:
+        rows, columns = shapes["qweight"]
+        groups, out = shapes["scales"]
+        words = out * how.bits // WORD
+        inputs = rows if how.format == "awq" else rows * WORD // how.bits
+        _check("qweight", (columns,), (words if how.format == "awq" else out,))
+        _check("qzeros", shapes["qzeros"], (groups, words))
+        _check("scales", (groups,), (math.ceil(inputs / (how.group or inputs)),))
+        _check("g_idx", shapes.get("g_idx", ()), (), (inputs,))
+
+
+def _grids(how: Quantisation, lead: Shape, out: int, columns: int) -> list[Shape]:
+    """Return the shapes that a scale of `scaled` weights may have; lead: experts, if they are one tensor."""
+    if how.strategy == "block":
+        return [(*lead, math.ceil(out / how.block[0]), math.ceil(columns / how.block[1]))]
+    if how.strategy == "channel":
+        return [(*lead, out), (*lead, out, 1)]
+    return [(*lead, 1, 1), (*lead, 1), lead]
+
+
+def _check(part: str, shape: Shape, *wanted: Shape) -> None:
+    if shape not in wanted:
+        raise ValueError(f"its {part} has shape {list(shape)} instead of {list(wanted[-1])}")
+
+
+def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the weight of these parts, whose shapes were checked.  Raises ValueError for values that do not fit."""
+    if how.format == "mxfp4":
+        return _mxfp4(parts["blocks"], parts["scales"], dtype)
+    if how.format == "scaled":
+        return _scaled(how, parts["weight"], parts["scale"], parts.get("zero_point"), dtype)
+    if how.format == "packed":
+        return _packed(how, parts, dtype)
+    return _by_columns(how, parts, dtype)
+
+
+def _scaled(how: Quantisation, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    result = torch.empty(weight.shape, dtype=dtype)
+    if weight.dim() == 3:
+        for expert, place in enumerate(result):
+            place.copy_(_scaled(how, weight[expert], scale[expert], None if zero is None else zero[expert], dtype))
+        return result
+    rows, columns = weight.shape
+    high, wide = how.block if how.strategy == "block" else (1 if how.strategy == "channel" else rows, columns)
+    grid = (math.ceil(rows / high), math.ceil(columns / wide))
+    scale = scale.to(torch.float32).reshape(grid)
+    for first, end in _pieces(rows, columns):
+        at = torch.arange(first, end) // high
+        numbers = weight[first:end].to(torch.float32)
+        if zero is not None:
+            numbers -= _widen(zero.to(torch.float32).reshape(grid)[at], wide, columns)
+        result[first:end] = numbers.mul_(_widen(scale[at], wide, columns))
+    return result
+
+
+def _widen(grid: Tensor, wide: int, columns: int) -> Tensor:
+    """Repeat each column of `grid` for the `wide` columns that share it."""
+    return grid if grid.shape[1] == 1 else grid.repeat_interleave(wide, 1)[:, :columns]
+
+
+def _packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    rows, columns = parts["shape"].tolist()
+    words, scale = parts["packed"], parts["scale"]
+    if rows != len(words) or math.ceil(columns * how.bits / WORD) != words.shape[1]:
+        raise ValueError(f"its packed has shape {list(words.shape)}, for a weight of {[rows, columns]}")
+    if "zero_point" in parts:
+        zero = unpack(parts["zero_point"].T, how.bits).T[:rows]
+    else:
+        zero = torch.full(scale.shape, 1 << (how.bits - 1), dtype=torch.uint8)
+    return _grouped(how, unpack(words, how.bits)[:, :columns], zero, scale, parts.get("g_idx"), dtype)
+
+
+def _by_columns(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Dequantise awq and gptq, which store the transpose of a weight."""
+    words, zero = parts["qweight"], unpack(parts["qzeros"], how.bits)
+    if how.format == "awq":
+        numbers, zero = _in_order(unpack(words, how.bits)).T.contiguous(), _in_order(zero)
+    else:
+        numbers = unpack(words.T, how.bits)
+        # A zero point of 0 was stored as -1, that is, as the largest number.
+        zero = zero + how.zero_shift & (1 << how.bits) - 1
+    return _grouped(how, numbers, zero.T, parts["scales"].T, parts.get("g_idx"), dtype)
+
+
+def _in_order(numbers: Tensor) -> Tensor:
+    """Put the columns of awq in their order: u8 [r, c]."""
+    return numbers.view(len(numbers), -1, len(AWQ_ORDER))[..., AWQ_ORDER].flatten(1)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
+    numbers = words.contiguous().view(torch.uint8)  # the lowest byte first, on every CPU that is served
+    if bits == 4:
+        numbers = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)
+    return numbers
+
+
+def _grouped(
+    how: Quantisation, numbers: Tensor, zero: Tensor, scale: Tensor, group: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return (numbers - zero) * scale.  numbers u8 [out, in]; zero u8 and scale [out, groups]; group [in]."""
+    rows, columns = numbers.shape
+    wide, groups = how.group or columns, scale.shape[1]
+    if group is None or int(group[0]) < 0:  # compressed-tensors fills it with -1 where it means nothing
+        group = None if columns % wide == 0 else torch.arange(columns) // wide
+    elif int(group.min()) < 0 or int(group.max()) >= groups:
+        raise ValueError(f"a column is of group {int(group.max())}, and there are {groups}")
+    zero, scale = zero.to(torch.float32), scale.to(torch.float32)
+    result = torch.empty(rows, columns, dtype=dtype)
+    for first, end in _pieces(rows, columns):
+        piece = numbers[first:end].to(torch.float32)
+        if group is None:
+            view = piece.view(end - first, groups, wide)
+            view.sub_(zero[first:end, :, None]).mul_(scale[first:end, :, None])
+        else:
+            piece.sub_(zero[first:end].index_select(1, group)).mul_(scale[first:end].index_select(1, group))
+        result[first:end] = piece
+    return result
+
+
+def _mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [experts, in, out]: gpt-oss multiplies with the transpose."""
+    experts, out, groups, _ = blocks.shape
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    result = torch.empty(experts, groups * 32, out, dtype=dtype)
+    for expert in range(experts):
+        for first, end in _pieces(out, groups * 32):
+            pair = blocks[expert, first:end]
+            index = torch.stack([pair & 0xF, pair >> 4], -1).flatten(-2).to(torch.int32)
+            power = scales[expert, first:end, :, None].to(torch.int32) - 127
+            result[expert, :, first:end] = torch.ldexp(numbers[index], power).flatten(1).T
+    return result
+
+
+def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Cut rows into shares of about PIECE numbers: (first, end)."""
+    step = max(1, PIECE // max(1, columns))
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -1,0 +1,150 @@
+"""Loads a quantised checkpoint: each weight is dequantised when transformers takes it, so one at a time.
+
+    files      layers.0.mlp.up_proj.weight_packed ┐
+               layers.0.mlp.up_proj.weight_scale  ├─ QuantisedWeight ─ [...] ─> layers.0.mlp.up_proj.weight, bfloat16
+               layers.0.mlp.up_proj.check_shapes  ┘
+               norm.weight ──────────────────────── as it is ─────────────────> norm.weight
+
+The headers of the files have all names, types and shapes.  What does not fit is refused before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.executor.errors import UnsupportedModel
+from engine.executor.models.dequantise import check_shapes, dequantise
+from engine.executor.models.precision import PLAIN, is_scaleless
+from engine.executor.models.quantisation import Format, Quantisation
+from engine.executor.models.weights import Stored, stored_tensors, weight_files
+
+# The name of a stored tensor: of which weight it is a part, and of which kind.
+PARTS: dict[Format, str] = {
+    "scaled": r"(?P<of>.+?)_(?P<part>scale|zero_point)(_inv)?",
+    "packed": r"(?P<of>.+\.weight)_(?P<part>packed|scale|shape|zero_point|g_idx)",
+    "awq": r"(?P<of>.+)\.(?P<part>qweight|qzeros|scales)",
+    "gptq": r"(?P<of>.+)\.(?P<part>qweight|qzeros|scales|g_idx)",
+    "mxfp4": r"(?P<of>.+)_(?P<part>blocks|scales)",
+}
+# Scales of activations and of cached keys and values, which are computed in the model's dtype.
+OF_ACTIVATIONS = re.compile(
+    r".+[._]((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
+)
+EIGHT_BITS = {"F8_E4M3", "I8"}
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight that exists in its stored form until `weight[...]` makes it."""
+
+    how: Quantisation
+    parts: dict[str, Any]  # slices of files, which read nothing until they are indexed
+    dtype: torch.dtype
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor:
+        return dequantise(self.how, {part: stored[...] for part, stored in self.parts.items()}, self.dtype)
+
+
+class StoredWeights:
+    """The tensors of a quantised checkpoint, in the names and shapes of the model."""
+
+    def __init__(self, directory: Path, config: PretrainedConfig, how: Quantisation) -> None:
+        """Read the headers.  Raises UnsupportedModel for tensors that `how` does not explain."""
+        self.directory, self.kind, self.how = directory, config.model_type, how
+        tensors = stored_tensors(weight_files(directory))
+        self._files = {name: stored.file for name, stored in tensors.items()}
+        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # weight, kind of part -> name of the tensor
+        self._plain: list[str] = []
+        for name, stored in tensors.items():
+            self._sort(name, stored, tensors)
+        for weight, parts in self._weights.items():
+            self._check(weight, {part: tensors[name] for part, name in parts.items()})
+        self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
+        self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
+
+    def _sort(self, name: str, stored: Stored, tensors: dict[str, Stored]) -> None:
+        """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
+        part = re.fullmatch(PARTS[self.how.format], name)
+        if OF_ACTIVATIONS.fullmatch(name):
+            return
+        if self.how.format != "scaled":
+            if part is not None:
+                of = part["of"] if self.how.format in ("packed", "mxfp4") else part["of"] + ".weight"
+                self._weights[of][part["part"]] = name
+                return
+        elif part is not None and part["of"] in tensors:
+            self._weights[part["of"]] |= {"weight": part["of"], part["part"]: name}
+            return
+        elif stored.dtype in EIGHT_BITS and any(name + suffix in tensors for suffix in ("_scale", "_scale_inv")):
+            return  # its scale brings it in
+        if is_scaleless(name, stored.dtype):
+            raise UnsupportedModel(f"{self.kind}: {name} is {stored.dtype}, and its scales are not in the weight files")
+        self._plain.append(name)
+
+    def _check(self, weight: str, parts: dict[str, Stored]) -> None:
+        """Raise UnsupportedModel unless these parts make a weight."""
+        try:
+            check_shapes(self.how, {part: stored.shape for part, stored in parts.items()})
+            if self.how.format == "scaled" and parts["weight"].dtype not in EIGHT_BITS:
+                raise ValueError(f"it is {parts['weight'].dtype} and has a scale")
+            scale = parts.get("scale") or parts["scales"]
+            if scale.dtype not in (PLAIN | {"F8_E8M0"} if self.how.format != "mxfp4" else {"U8"}):
+                raise ValueError(f"its scale is {scale.dtype}")
+            if self.how.ignores(weight.removesuffix(".weight")):
+                raise ValueError("the config says that it is not")
+        except ValueError as error:
+            raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
+
+    def load(self, model: type[PreTrainedModel], dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the model and transformers' report.  Raises UnsupportedModel, and whatever transformers raises."""
+        with contextlib.ExitStack() as stack, _in_this_thread():
+            opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(self._files.values()))}
+            slices = {name: opened[file].get_slice(name) for name, file in self._files.items()}
+            tensors: dict[str, Any] = {name: slices[name] for name in self._plain}
+            for weight, parts in self._weights.items():
+                stored = {part: slices[name] for part, name in parts.items()}
+                tensors[weight] = QuantisedWeight(self.how, stored, dtype)
+            module, report = model.from_pretrained(None, state_dict=tensors, dtype=dtype, **options)
+            report["unexpected_keys"] -= {name for name in report["unexpected_keys"] if self._is_no_bias(name, slices)}
+        if any(type(part) is Conv1D for part in module.modules()):
+            raise UnsupportedModel(f"{self.kind}: quantised weights of layers that store their transpose")
+        if (self.directory / "generation_config.json").is_file():
+            module.generation_config = GenerationConfig.from_pretrained(self.directory)
+        return module, report
+
+    def _is_no_bias(self, name: str, slices: dict[str, Any]) -> bool:
+        """Whether a tensor is a bias of zeros: some versions of gptq gave one to each layer that they quantised."""
+        if not name.endswith(".bias") or self.how.format != "gptq" or name not in slices:
+            return False
+        return name.removesuffix("bias") + "weight" in self._weights and not slices[name][...].any()
+
+
+@contextlib.contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Make transformers take one tensor at a time, in the thread that loads.
+
+    Its own threads run ahead, each with a weight in float32 and a team of OpenMP."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

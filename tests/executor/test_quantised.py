@@ -1,0 +1,400 @@
+"""Quantised checkpoints: their configs, their weights against float64, and greedy text through the real loader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+
+from engine.executor import attention
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models import hf
+from engine.executor.models.dequantise import dequantise
+from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from tests.checkpoints import make_checkpoint
+from tests.executor.driver import Driver
+from tests.executor.test_hf import refusal, rewrite
+from tests.executor.test_worker import words
+from tests.quantised import KINDS, compressed, quantise_checkpoint, w4
+
+CPU = torch.device("cpu")
+NEW = 12  # tokens
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama checkpoint whose products have 128 or 256 inputs, so that every group size divides them."""
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "llama", "llama", intermediate_size=256)
+
+
+@pytest.fixture(scope="session")
+def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """The quantised copy of each kind, with the weights that it stands for, in float64."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+    root = tmp_path_factory.mktemp("quantised")
+
+    def make(kind: str) -> tuple[Path, dict[str, Any]]:
+        if kind not in made:
+            made[kind] = root / kind, quantise_checkpoint(plain, root / kind, kind)
+        return made[kind]
+
+    return make
+
+
+def written(directory: Path, config: dict[str, Any] | None, **files: Any) -> Path:
+    """A directory with what is read of a quantisation, and no weights."""
+    described = {} if config is None else {"quantization_config": config}
+    (directory / "config.json").write_text(json.dumps(described))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What transformers itself answers."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def served(directory: Path, prompt: list[int]) -> list[int]:
+    """What the worker answers, over the loader, fused products and the KV cache."""
+    driver = Driver(directory)
+    driver.add(prompt, chunk=7)
+    while len(driver.running[0].output) < NEW:
+        driver.step()
+    return driver.running[0].output[:NEW]
+
+
+def loaded(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint before any submodule is swapped."""
+    return hf.read_weights(directory, hf.read_config(directory), dtype).state_dict()
+
+
+READ = {
+    "fp8-block": Quantisation("fp8", "scaled", "block", 8, block=(128, 128)),
+    "fp8-tensor": Quantisation("fp8", "scaled", "tensor", 8),
+    "ct-fp8-channel": Quantisation("compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",)),
+    "modelopt-file": Quantisation("modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",)),
+    "awq-128": Quantisation("awq", "awq", "group", 4, group=128),
+    "gptq-64-asym": Quantisation("gptq", "gptq", "group", 4, group=64, zero_shift=1),
+    "gptq-v2": Quantisation("gptq", "gptq", "group", 4, group=32),
+    "gptq-all": Quantisation("gptq", "gptq", "channel", 4, zero_shift=1),
+    "w4-128-order": Quantisation("compressed-tensors", "packed", "group", 4, group=128, ignored=("lm_head",)),
+    "w4-all": Quantisation("compressed-tensors", "packed", "channel", 4, ignored=("lm_head",)),
+    "w8-64": Quantisation("compressed-tensors", "packed", "group", 8, group=64, ignored=("lm_head",)),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_config_says_how_weights_are_stored(tmp_path: Path, kind: str) -> None:
+    config = KINDS[kind].config or None
+    files = {"hf_quant_config": KINDS[kind].file} if KINDS[kind].file else {}
+    assert read_quantisation(written(tmp_path, config, **files), "llama") == READ[kind]
+
+
+def test_a_checkpoint_that_is_not_quantised(plain: Path) -> None:
+    assert read_quantisation(plain, "llama") is None
+
+
+def test_a_config_inside_the_config_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": KINDS["awq-32"].config}}))
+    assert read_quantisation(tmp_path, "any") == Quantisation("awq", "awq", "group", 4, group=32)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "auto-round", "bits": 4}, "auto-round"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
+    ({"quant_method": "modelopt"}, "modelopt"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 (e5m2)"),
+    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp8 (experts in fp4)"),
+    ({"quant_method": "mxfp4"}, "mxfp4 (of another model than gpt_oss)"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv", "group_size": 128}, "awq (gemv)"),
+    ({"quant_method": "awq", "bits": 3, "group_size": 128}, "awq (3 bits)"),
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq (3 bits)"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "gptq (marlin)"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "gptq (modules of several kinds)"),
+    (compressed("nvfp4-pack-quantized", "tensor_group"), "compressed-tensors (nvfp4-pack-quantized)"),
+    ({**w4(128), "config_groups": {}}, "compressed-tensors (without weights)"),
+    (compressed("marlin-24", "group"), "compressed-tensors (marlin-24)"),
+    (w4(128, num_bits=3), "compressed-tensors (pack-quantized: int of 3 bits)"),
+    (compressed("float-quantized", "token"), "compressed-tensors (float-quantized, token)"),
+    (
+        {
+            **w4(128),
+            "config_groups": {"a": w4(128)["config_groups"]["group_0"], "b": w4(64)["config_groups"]["group_0"]},
+        },
+        "compressed-tensors (groups of several kinds)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "named"), REFUSED)
+def test_what_no_reader_knows_is_refused_by_name(tmp_path: Path, config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read_quantisation(written(tmp_path, config), "llama")
+    assert str(caught.value) == (
+        f"llama: weights quantised by {named}, which is not implemented; serve an unquantised copy"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": "many", "group_size": 128},
+        {"quant_method": "gptq", "bits": 4, "group_size": 0},
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["re:("]},
+        [],
+    ],
+)
+def test_a_config_that_cannot_be_read(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        read_quantisation(written(tmp_path, config), "llama")
+    assert "\n" not in str(caught.value)
+
+
+def test_modules_that_a_config_ignores() -> None:
+    how = Quantisation("x", "scaled", "tensor", 8, ignored=("lm_head", r"re:.*\.gate$"))
+    assert how.ignores("lm_head")
+    assert how.ignores("model.layers.0.mlp.gate")
+    assert not how.ignores("model.layers.0.mlp.gate_proj")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_equal_those_in_float64(quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str) -> None:
+    directory, exact = quantised(kind)
+    found = loaded(directory, "float32")
+    assert found.keys() == exact.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-7, atol=0)
+    for name, tensor in loaded(directory, "bfloat16").items():
+        assert torch.equal(tensor, found[name].bfloat16()), name
+
+
+SERVED = ["fp8-block", "ct-fp8-channel", "ct-int8", "modelopt-file", "awq-32", "gptq-128-order", "w4-64-asym"]
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_greedy_text_of_quantised_checkpoints(
+    plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
+) -> None:
+    """Equal to transformers' over the same weights, written as a checkpoint that is not quantised."""
+    directory, exact = quantised(kind)
+    check_greedy(plain, directory, exact, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "w4-32"])
+def test_experts_that_are_quantised_one_by_one(tmp_path: Path, kind: str) -> None:
+    """transformers joins the experts of a layer to one tensor, after each was dequantised."""
+    plain = make_tiny(tmp_path / "plain", "qwen3_moe")
+    exact = quantise_checkpoint(plain, tmp_path / kind, kind, keep=("lm_head", "mlp.gate"))
+    assert sum("experts" in name for name in exact) == 2 * 4 * 3
+    check_greedy(plain, tmp_path / kind, exact, tmp_path)
+
+
+def check_greedy(plain: Path, directory: Path, exact: dict[str, torch.Tensor], folder: Path) -> None:
+    """Compare what is served with transformers' answer over the `exact` weights."""
+    shutil.copytree(plain, folder / "exact")
+    save_file({name: tensor.float() for name, tensor in exact.items()}, folder / "exact" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32).eval()
+    prompt = words(40)
+    assert served(directory, prompt) == greedy(model, prompt)
+
+
+def test_transformers_reads_blocks_of_fp8_in_the_same_way(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = quantised("fp8-block")
+    # It asks for accelerate, which this does not need.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    config = FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, quantization_config=config, dtype=torch.float32).eval()
+    ours = loaded(directory, "float32")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
+    assert served(directory, words(40)) == greedy(theirs, words(40))
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of [experts, in, out], 32 inputs a block; the largest number of a block becomes 4 or 6."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    of = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    power = torch.floor(torch.log2(of.abs().amax(-1))) - 2
+    shrunk = of / torch.exp2(power)[..., None]
+    nearest = (shrunk.abs()[..., None] - values).abs().argmin(-1) + 8 * (shrunk < 0)
+    low, high = nearest.unflatten(-1, (16, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8), (power + 127).to(torch.uint8)
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gpt-oss whose experts are stored as mxfp4."""
+    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    rewrite(directory, lambda weights: None, quantization_config={"quant_method": "mxfp4"})
+    return directory
+
+
+def test_experts_in_mxfp4(gpt_oss: Path) -> None:
+    options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32, **options).eval()
+    ours = loaded(gpt_oss, "float32")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
+    prompt = words(40)
+    assert served(gpt_oss, prompt) == greedy(theirs, prompt)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "w4-32", "gptq-32"])
+def test_weights_are_made_one_by_one_in_the_thread_that_loads(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Threads that run ahead would hold many weights twice, stored and dequantised."""
+    threads = []
+
+    def noted(*parts: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return dequantise(*parts)
+
+    monkeypatch.setattr("engine.executor.models.stored_weights.dequantise", noted)
+    loaded(quantised(kind)[0], "bfloat16")
+    assert threads == [threading.get_ident()] * 14
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        (
+            "fp8-block",
+            lambda t: t.pop(f"{UP}.weight_scale_inv"),
+            "is F8_E4M3, and its scales are not in the weight files",
+        ),
+        ("ct-int8", lambda t: t.pop(f"{UP}.weight_scale"), "is I8, and its scales are not in the weight files"),
+        ("awq-32", lambda t: t.pop(f"{UP}.qzeros"), "its qzeros is not in the files"),
+        ("w4-32", lambda t: t.pop(f"{UP}.weight_scale"), "its scale is not in the files"),
+        (
+            "gptq-32",
+            lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"][:2].clone()}),
+            "its qzeros has shape [4, 32] instead of [2, 32]",
+        ),
+        (
+            "ct-fp8-channel",
+            lambda t: t.update({f"{UP}.weight_scale": torch.ones(1)}),
+            "its scale has shape [1] instead of [256, 1]",
+        ),
+        (
+            "fp8-block",
+            lambda t: t.update({f"{UP}.weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
+            "its scale is U8",
+        ),
+        (
+            "fp8-block",
+            lambda t: t.update({f"{UP}.weight": torch.ones(256, 128)}),
+            "it is F32 and has a scale",
+        ),
+    ],
+)
+def test_tensors_that_make_no_weight_are_refused(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]],
+    tmp_path: Path,
+    kind: str,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    reason: str,
+) -> None:
+    damaged = Path(shutil.copytree(quantised(kind)[0], tmp_path / "damaged"))
+    rewrite(damaged, change)
+    said = refusal(damaged)
+    assert UP in said
+    assert said.endswith(reason)
+
+
+def test_a_module_that_is_quantised_and_ignored_is_refused(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(quantised("fp8-block")[0], tmp_path / "damaged"))
+    config = KINDS["fp8-block"].config | {"modules_to_not_convert": [UP]}
+    rewrite(damaged, lambda weights: None, quantization_config=config)
+    assert refusal(damaged) == f"llama: {UP}.weight is quantised by fp8, but the config says that it is not"
+
+
+def test_groups_that_do_not_exist(quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(quantised("gptq-32")[0], tmp_path / "damaged"))
+    rewrite(damaged, lambda weights: weights[f"{UP}.g_idx"].fill_(4))
+    with pytest.raises(ModelLoadError, match="a column is of group 4, and there are 4"):
+        hf.load_model(str(damaged), dtype="auto", device=CPU)
+
+
+def test_biases_of_zeros_that_gptq_gave_to_every_layer(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The config denies them.  Zeros change nothing; other biases would."""
+    copy = Path(shutil.copytree(quantised("gptq-32")[0], tmp_path / "copy"))
+    rewrite(copy, lambda weights: weights.update({f"{UP}.bias": torch.zeros(256)}))
+    loaded(copy, "auto")
+    rewrite(copy, lambda weights: weights.update({f"{UP}.bias": torch.ones(256)}))
+    assert refusal(copy) == f"llama: the weight files hold {UP}.bias, which the model of this config does not use"
+
+
+def test_quantised_shards_and_the_end_token_of_generation(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Parts of a weight may lie in different files.  generation_config.json counts as for any checkpoint."""
+    whole = quantised("w4-32")[0]
+    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    halves: list[dict[str, torch.Tensor]] = [{}, {}]
+    for number, name in enumerate(sorted(tensors)):
+        halves[number % 2][name] = tensors[name]
+    index: dict[str, str] = {}
+    for number, half in enumerate(halves):
+        save_file(half, copy / f"model-{number}.safetensors", {"format": "pt"})
+        index |= dict.fromkeys(half, f"model-{number}.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    described = json.loads((copy / "generation_config.json").read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))
+    module = hf.read_weights(copy, hf.read_config(copy), "auto")
+    assert all(map(torch.equal, module.state_dict().values(), loaded(whole, "auto").values()))
+    assert hf.eos_ids(module, copy)[:2] == [7, 5]
+    assert module.config._attn_implementation == attention.NAME
+
+
+def test_layers_that_store_their_transpose_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    quantise_checkpoint(checkpoint("gpt2"), tmp_path / "gpt2", "fp8-tensor", keep=("lm_head", "wte", "wpe"))
+    assert refusal(tmp_path / "gpt2") == "gpt2: quantised weights of layers that store their transpose"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_checkpoints_on_a_gpu(
+    plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
+) -> None:
+    """The answer is that of the same weights in a checkpoint that is not quantised."""
+    directory, exact = quantised(kind)
+    shutil.copytree(plain, tmp_path / "exact")
+    save_file({name: tensor.bfloat16() for name, tensor in exact.items()}, tmp_path / "exact" / "model.safetensors")
+
+    def answer(path: Path) -> list[int]:
+        model = hf.load_model(str(path), dtype="bfloat16", device=torch.device("cuda"))
+        driver = Driver(model, graph_seconds=0)
+        driver.add(words(40))
+        while len(driver.running[0].output) < NEW:
+            driver.step()
+        return driver.running[0].output[:NEW]
+
+    assert answer(directory) == answer(tmp_path / "exact")

@@ -1,0 +1,211 @@
+"""Quantised checkpoints, written by hand from what each format's authors publish, with their weights in float64.
+
+A writer here shares no code with what it tests: it packs numbers one by one, with Python's integers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Parts = dict[str, Tensor]  # by the end of the tensor's name, which follows the module's
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """How one kind of checkpoint is written."""
+
+    config: dict[str, Any]
+    quantise: Callable[[Tensor], tuple[Parts, Tensor]]  # float64 [out, in] -> parts, the exact weight
+    file: dict[str, Any] = field(default_factory=dict)  # what hf_quant_config.json holds
+
+
+def pack(rows: list[list[int]], bits: int) -> Tensor:
+    """Pack the unsigned numbers of each row into int32 words, the first in the lowest bits; zeros fill the last."""
+    numbers = 32 // bits
+    packed = []
+    for row in rows:
+        words = []
+        for at in range(0, len(row), numbers):
+            word = sum(number << bits * place for place, number in enumerate(row[at : at + numbers]))
+            words.append(word - (1 << 32) if word >= 1 << 31 else word)
+        packed.append(words)
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def by_scale(scale_shape: str, block: int = 128, number: str = "float", name: str = "weight_scale") -> Any:
+    """Return a writer of numbers of 8 bits whose scales are of a tensor, a channel or a block."""
+
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        rows, columns = weight.shape
+        high, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": (block, block)}[scale_shape]
+        scale = torch.empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
+        for i, j in np.ndindex(*scale.shape):
+            piece = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
+            scale[i, j] = piece.abs().max() / (E4M3_MAX if number == "float" else 127)
+        grid = scale.tolist()
+        each = torch.tensor([[grid[i // high][j // wide] for j in range(columns)] for i in range(rows)]).double()
+        stored = (
+            (weight / each).to(torch.float8_e4m3fn) if number == "float" else (weight / each).round().to(torch.int8)
+        )
+        shaped = scale.reshape(()) if scale_shape == "tensor" else scale
+        return {"weight": stored, name: shaped}, stored.double() * each
+
+    return quantise
+
+
+def in_groups(weight: Tensor, group: int, bits: int, symmetric: bool, of: Tensor | None = None) -> Any:
+    """Return numbers, zero points [out, groups] and float16 scales [out, groups] for groups of columns."""
+    of = torch.arange(weight.shape[1]) // group if of is None else of
+    groups, top = int(of.max()) + 1, (1 << bits) - 1
+    zeros = torch.empty(len(weight), groups, dtype=torch.int64)
+    scales = torch.empty(len(weight), groups, dtype=torch.float16)
+    for i in range(groups):
+        piece = weight[:, of == i]
+        low, high = piece.min(1).values.clamp(max=0), piece.max(1).values.clamp(min=0)
+        if symmetric:
+            scales[:, i] = (torch.maximum(-low, high) * 2 / top).half()
+            zeros[:, i] = 1 << (bits - 1)
+        else:
+            scales[:, i] = ((high - low) / top).half()
+            zeros[:, i] = (-low / scales[:, i].double()).round().clamp(0, top).to(torch.int64)
+    numbers = (weight / scales.double()[:, of] + zeros[:, of]).round().clamp(0, top).to(torch.int64)
+    return numbers, zeros, scales, (numbers - zeros[:, of]).double() * scales.double()[:, of]
+
+
+def awq(group: int) -> Any:
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        numbers, zeros, scales, exact = in_groups(weight, group, 4, symmetric=False)
+        place = [0, 2, 4, 6, 1, 3, 5, 7]  # the column whose number is at each place of a word
+
+        def interleaved(of: Tensor) -> list[list[int]]:
+            return [[row[at + i] for at in range(0, len(row), 8) for i in place] for row in of.T.tolist()]
+
+        qweight, qzeros = pack(interleaved(numbers), 4), pack(interleaved(zeros), 4)
+        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T.contiguous()}, exact
+
+    return quantise
+
+
+def gptq(group: int, *, bits: int = 4, symmetric: bool = True, order: bool = False, version: int = 1) -> Any:
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        columns = weight.shape[1]
+        of = torch.arange(columns) // (columns if group == -1 else group)
+        if order:
+            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        numbers, zeros, scales, exact = in_groups(weight, group, bits, symmetric, of)
+        top = (1 << bits) - 1
+        stored = (zeros - 1 & top) if version == 1 else zeros
+        return {
+            "qweight": pack(numbers.tolist(), bits).T.contiguous(),
+            "qzeros": pack(stored.T.tolist(), bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": of.to(torch.int32),
+        }, exact
+
+    return quantise
+
+
+def pack_quantised(group: int, *, bits: int = 4, symmetric: bool = True, order: bool = False) -> Any:
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        columns = weight.shape[1]
+        of = torch.arange(columns) // (columns if group == -1 else group)
+        if order:
+            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        numbers, zeros, scales, exact = in_groups(weight, group, bits, symmetric, of)
+        parts = {
+            "weight_packed": pack(numbers.tolist(), bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            parts["weight_zero_point"] = pack(zeros.T.tolist(), bits).T.contiguous()
+        if order:
+            parts["weight_g_idx"] = of.to(torch.int32)
+        return parts, exact
+
+    return quantise
+
+
+def compressed(stored: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    number = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": number, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+    return config | {"ignore": ["lm_head"], "quantization_status": "compressed"}
+
+
+def w4(group: int, **weights: Any) -> dict[str, Any]:
+    strategy = "channel" if group == -1 else "group"
+    number: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": None if group == -1 else group}
+    return compressed("pack-quantized", strategy, **(number | weights))
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+MODELOPT: dict[str, Any] = {
+    "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head*"]},
+    "producer": {"name": "modelopt"},
+}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+KINDS = {
+    "fp8-block": Written(FP8 | {"weight_block_size": [128, 128]}, by_scale("block", name="weight_scale_inv")),
+    "fp8-odd-block": Written(FP8 | {"weight_block_size": [96, 96]}, by_scale("block", 96, name="weight_scale_inv")),
+    "fp8-tensor": Written(FP8 | {"activation_scheme": "static"}, by_scale("tensor")),
+    "ct-fp8-tensor": Written(compressed("float-quantized", "tensor"), by_scale("tensor")),
+    "ct-fp8-channel": Written(compressed("float-quantized", "channel"), by_scale("channel")),
+    "ct-fp8-block": Written(compressed("float-quantized", "block", block_structure=[128, 128]), by_scale("block")),
+    "ct-int8": Written(compressed("int-quantized", "channel", type="int"), by_scale("channel", number="int")),
+    "modelopt": Written(MODELOPT["quantization"] | {"quant_method": "modelopt"}, by_scale("tensor")),
+    "modelopt-file": Written({}, by_scale("tensor"), MODELOPT),
+    "awq-32": Written(AWQ | {"group_size": 32}, awq(32)),
+    "awq-128": Written(AWQ | {"group_size": 128}, awq(128)),
+    "gptq-32": Written(GPTQ, gptq(32)),
+    "gptq-64-asym": Written(GPTQ | {"group_size": 64, "sym": False}, gptq(64, symmetric=False)),
+    "gptq-128-order": Written(GPTQ | {"group_size": 128, "desc_act": True}, gptq(128, symmetric=False, order=True)),
+    "gptq-all": Written(GPTQ | {"group_size": -1}, gptq(-1)),
+    "gptq-8": Written(GPTQ | {"bits": 8}, gptq(32, bits=8)),
+    "gptq-v2": Written(GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(32, symmetric=False, version=2)),
+    "w4-32": Written(w4(32), pack_quantised(32)),
+    "w4-64-asym": Written(w4(64, symmetric=False), pack_quantised(64, symmetric=False)),
+    "w4-128-order": Written(w4(128, actorder="group"), pack_quantised(128, order=True)),
+    "w4-all": Written(w4(-1), pack_quantised(-1)),
+    "w8-64": Written(w4(64, num_bits=8), pack_quantised(64, bits=8)),
+}
+
+
+def quantise_checkpoint(plain: Path, directory: Path, kind: str, keep: tuple[str, ...] = ("lm_head",)) -> Parts:
+    """Write a quantised copy of a checkpoint with one weight file; return all its weights as they should be read.
+
+    keep: parts of names of modules that are not quantised, apart from embeddings."""
+    written = KINDS[kind]
+    shutil.copytree(plain, directory)
+    stored: Parts = {}
+    exact: Parts = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        module, _, end = name.rpartition(".")
+        if end != "weight" or tensor.dim() != 2 or "embed" in name or any(part in module for part in keep):
+            stored[name] = exact[name] = tensor
+            continue
+        parts, exact[name] = written.quantise(tensor.double())
+        stored |= {f"{module}.{part}": one for part, one in parts.items()}
+        if "tensor" in kind or "modelopt" in kind:
+            stored[f"{module}.input_scale"] = torch.tensor(0.5)
+        if "modelopt" in kind and module.endswith("k_proj"):
+            stored[f"{module}.k_scale"] = torch.tensor(0.25)
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    described = json.loads((directory / "config.json").read_bytes())
+    if written.config:
+        described["quantization_config"] = written.config
+    (directory / "config.json").write_text(json.dumps(described))
+    if written.file:
+        (directory / "hf_quant_config.json").write_text(json.dumps(written.file))
+    return exact
