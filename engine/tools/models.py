@@ -21,6 +21,7 @@ import tempfile
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -103,9 +104,11 @@ def prompts() -> list[list[int]]:
     return [draw.choices(range(3, VOCAB), k=count) for count in PROMPTS]
 
 
-def our_texts(directory: Path) -> dict[str, list[list[int]]]:
-    """The continuations of all prompts, by how they were computed.  Raises ModelLoadError, RuntimeError."""
-    settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1)
+def our_texts(directory: Path, **options: Any) -> dict[str, list[list[int]]]:
+    """The continuations of all prompts, by how they were computed.  `options`: further ones of EngineConfig.
+
+    Raises ModelLoadError, RuntimeError."""
+    settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1, **options)
     chunked = msgspec.structs.replace(settings, chunk_tokens=CHUNK, prefix_cache=False)
     found = {}
     for config, names in ((settings, ("whole", "repeated")), (chunked, (f"in chunks of {CHUNK}",))):
@@ -121,12 +124,17 @@ def our_texts(directory: Path) -> dict[str, list[list[int]]]:
 
 
 @torch.inference_mode()
-def own_texts(directory: Path, *, use_cache: bool = True) -> list[list[int]]:
-    """The continuations that transformers makes."""
+def own_texts(directory: Path, *, use_cache: bool = True, warm: int = 0, **config: Any) -> list[list[int]]:
+    """The continuations that transformers makes.
+
+    config  changes of the model's config
+    warm    tokens of a sequence that is computed before each: angles of some models depend on the longest one so far"""
     with no_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **config)
     texts = []
     for prompt in prompts():
+        if warm:
+            model(input_ids=torch.ones(1, warm, dtype=torch.int64), use_cache=False)
         ids = torch.tensor([prompt])
         if use_cache:
             mask = torch.ones_like(ids)

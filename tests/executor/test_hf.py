@@ -20,7 +20,7 @@ from engine.executor.models import hf
 from engine.executor.models.fused import PackedLinear
 from engine.executor.models.probe import probe
 from engine.tools import tiny_checkpoints
-from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer
+from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
 Checkpoint = Callable[[str], Path]
@@ -277,7 +277,7 @@ def test_max_model_len(checkpoint: Checkpoint) -> None:
         load(checkpoint("gpt2"), max_model_len=1025)
 
 
-def test_angles_that_depend_on_the_batch_are_never_reached() -> None:
+def test_lengths_at_which_angles_change_are_only_served_where_asked_for() -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -287,8 +287,9 @@ def test_angles_that_depend_on_the_batch_are_never_reached() -> None:
     }
     config = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=256)
     assert hf.check_length(config, 0) == 256
-    with pytest.raises(ModelLoadError, match=r"max_model_len 257 is over the 256 positions phi3 can serve"):
-        hf.check_length(config, 257)
+    assert hf.check_length(config, 257) == 257
+    with pytest.raises(ModelLoadError, match=r"max_model_len 1025 is over the 1024 positions phi3 can serve"):
+        hf.check_length(config, MAX_LEN + 1)
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:

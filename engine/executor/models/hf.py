@@ -23,12 +23,13 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
+from engine.executor.models import overrides, rope
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
@@ -59,6 +60,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
+    changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
 
 
@@ -89,6 +91,7 @@ def load_model(
     max_model_len: int = 0,
     random: bool = False,
     deterministic: bool = False,
+    hf_overrides: str = "",
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -96,6 +99,7 @@ def load_model(
       max_model_len  tokens; 0: what the model was made for
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
+      hf_overrides   changes of config.json, a JSON object (`overrides.py`)
 
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
@@ -103,13 +107,16 @@ def load_model(
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
     directory = find(name)
-    config = read_config(directory)
-    max_model_len = check_length(config, max_model_len)
+    changes = overrides.parse(hf_overrides)
+    config = read_config(directory, changes)
+    own = overrides.load_config(directory, {}) if changes else None
+    max_model_len = check_length(config, max_model_len, own)
     module = random_model(directory, config, dtype, device) if random else read_weights(directory, config, dtype)
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
+    fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     layers = proof.layers
     if other := [layer for layer in layers if layer != layers[0]]:
@@ -132,6 +139,7 @@ def load_model(
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
+        changes=changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
         batch_dependence=dependence,
     )
 
@@ -228,14 +236,11 @@ def report_progress(directory: Path) -> Iterator[None]:
     log.info("read %.0f MB of weights in %.1f s from %s", total / 1e6, time.monotonic() - began, directory)
 
 
-def read_config(directory: Path) -> PretrainedConfig:
-    """The config of a checkpoint, if its class declares an architecture that can be served."""
+def read_config(directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of a checkpoint with the operator's changes, if its architecture can be served."""
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # config classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
+    config = overrides.load_config(directory, changes or {})
     check_architecture(config)
     check_quantisation(directory, config)
     text = config.get_text_config()
@@ -261,21 +266,25 @@ def check_architecture(config: PretrainedConfig) -> None:
         raise UnsupportedModel(f"{kind}: ALiBi position bias")
 
 
-def check_length(config: PretrainedConfig, asked: int) -> int:
-    """max_model_len: `asked`, or what the model was made for.  Raises ModelLoadError when asked for more than that."""
+def positions_of(text: PretrainedConfig) -> int:
+    """For how many positions a model was made, by its config; 0 where that does not say."""
+    return getattr(text, "max_position_embeddings", None) or 0
+
+
+def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | None = None) -> int:
+    """max_model_len: `asked`, or what the model was made for.
+
+    Raises ModelLoadError when asked for more than rope scaling reaches.  `own`: the config before the operator's
+    changes."""
     text = config.get_text_config()
-    made_for: int = getattr(text, "max_position_embeddings", None) or 0
-    rope = getattr(text, "rope_parameters", None) or {}
-    for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # These two change every angle once the longest sequence *of the batch* passes a limit.  A request's tokens
-        # would then depend on other requests, and cached keys would be wrong.  Up to the limit they are sound.
-        if one.get("rope_type") == "longrope":
-            made_for = min(made_for, one.get("original_max_position_embeddings") or made_for)
+    made_for = positions_of(text)
     if not made_for:
         raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
-    if asked > made_for:
-        raise ModelLoadError(f"max_model_len {asked} is over the {made_for} positions {config.model_type} can serve")
-    return asked or made_for
+    most = rope.reach(text, made_for, own and own.get_text_config())
+    if asked > most:
+        hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
+        raise ModelLoadError(f"max_model_len {asked} is over the {most} positions {config.model_type} can serve{hint}")
+    return asked or rope.short_reach(text, made_for)
 
 
 def check_files(directory: Path) -> None:

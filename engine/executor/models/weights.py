@@ -62,15 +62,25 @@ def _headers(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, described) for name, described in header.items() if name != "__metadata__")
 
 
-def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:
-    """64 hex digits.  Equal only if weights (by content), config.json and dtype are.
+def fingerprint(
+    directory: Path,
+    dtype: torch.dtype,
+    cache: Path = CACHE,
+    *,
+    random: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> str:
+    """64 hex digits.  Equal only if weights (by content), config.json with its `changes`, and dtype are.
 
     `random`: weights that no file of the directory holds are made up from a fixed seed."""
     files = sorted(directory.glob("*.safetensors")) if random else weight_files(directory)
     config = json.loads((directory / "config.json").read_bytes())
     described = {key: value for key, value in config.items() if key not in NOT_MATHEMATICS}
     digests = dict(zip([file.name for file in files], _digests(files, cache), strict=True))
-    everything = json.dumps({"weights": digests, "config": described, "dtype": str(dtype)}, sort_keys=True)
+    computed = {"weights": digests, "config": described, "dtype": str(dtype)} | (
+        {"changes": changes} if changes else {}
+    )
+    everything = json.dumps(computed, sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()
 
 
