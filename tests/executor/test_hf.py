@@ -85,7 +85,6 @@ def test_attention_past_the_interface_is_refused(family: str) -> None:
         ("t5", "an encoder-decoder"),
         ("bart", "an encoder-decoder"),
         ("vit", "transformers has no causal language model of this type"),
-        ("llama4_text", "layers of type chunked_attention"),
         ("mamba", "computes attention by itself"),
         ("lfm2", "layers of type conv"),
     ],
