@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrained
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
-from engine.executor.models import hf
+from engine.executor.models import hf, hub
 from engine.executor.models.fused import PackedLinear
 from engine.executor.models.probe import probe
 from engine.tools import tiny_checkpoints
@@ -257,13 +257,13 @@ def test_unknown_directory(name: str) -> None:
 def test_a_hub_name_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str) -> Path:
         asked.append(name)
         if name == "org/gone":
             raise OSError("404 Client Error\nand more")
-        return str(tmp_path)
+        return tmp_path
 
-    monkeypatch.setattr(hf, "snapshot_download", download)
+    monkeypatch.setattr(hub, "fetch", fetch)
     assert hf.find("org/name-1.5B") == tmp_path
     with pytest.raises(ModelLoadError, match=r"^org/gone: no such directory, and not found on the hub: OSError: 404"):
         hf.find("org/gone")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -29,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
-from engine.executor.models import overrides, rope, text_tower
+from engine.executor.models import hub, overrides, rope, text_tower
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
@@ -47,7 +46,6 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
 # Models that Quire makes by itself, by the names that options have for them.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def find(name: str) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ModelLoadError(f"{name}: no such directory")
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return hub.fetch(name)
     except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 

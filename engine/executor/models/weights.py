@@ -30,7 +30,8 @@ NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent."""
-    files = sorted(directory.glob("*.safetensors"))
+    whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
+    files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
