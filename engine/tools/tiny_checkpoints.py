@@ -49,7 +49,6 @@ SIZES: list[tuple[str, int]] = [
 # Fields that no pattern can know: of families whose parts must suit each other.
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 FIELDS: dict[str, dict[str, Any]] = {
-    "gemma4": {"text_config": {"global_head_dim": HIDDEN // HEADS}},
     "qwen2_vl": {
         "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
         "vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 1},
