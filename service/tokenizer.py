@@ -75,19 +75,26 @@ def _decoder_kinds(decoder: Any) -> set[str]:
     return {part["type"] for part in parts}
 
 
+def file_of(source: str, name: str) -> str | None:
+    """Return the path of a file of a directory or hub name; None if it has none.  May use the network."""
+    # Imported here: it takes over a second, which `import service` must not.
+    from transformers.utils import cached_file
+
+    try:
+        path: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no network, and not fetched before
+        path = None
+    return path
+
+
 def unread_file(source: str) -> str:
     """Return why the tokenizer files of a directory or hub name cannot be read; "" if they can.  May use the network.
 
     transformers makes a tokenizer with an empty vocabulary of some of them."""
-    # Imported here: it takes over a second, which `import service` must not.
-    from transformers.utils import cached_file
-
     folder = Path(source) if Path(source).is_dir() else None
 
     def has(name: str) -> bool:
-        if folder is not None:
-            return (folder / name).is_file()
-        return cached_file(source, name, _raise_exceptions_for_missing_entries=False) is not None
+        return file_of(source, name) is not None
 
     advice = "serve a copy that has a tokenizer.json"
     if any(map(has, READ_FILES)):
@@ -104,6 +111,16 @@ def unread_file(source: str) -> str:
             return f"its tokenizer is {found}, which takes the packages {packages} that are not installed; {advice}"
         return ""
     return f"it has no tokenizer file; {advice}"
+
+
+def processor_template(source: str) -> str | None:
+    """Return the chat template that a multimodal checkpoint keeps in a file of its own; None without one."""
+    path = file_of(source, "chat_template.json")
+    try:
+        found: str | None = None if path is None else json.loads(Path(path).read_bytes())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model {source}: chat_template.json holds no chat template: {error!r}") from None
+    return found
 
 
 def word_bytes(backend: Any) -> tuple[list[bytes], list[bytes]] | None:
@@ -276,6 +293,7 @@ class Tokenizer:
             raise ModelError(f"model {source}: {unread or reason}") from None
         if unread := unread_file(source):
             raise ModelError(f"model {source}: {unread}")
+        self._hf.chat_template = self._hf.chat_template or processor_template(source)
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")

@@ -366,6 +366,20 @@ def test_tokenizer_files_that_are_not_read_are_refused_by_name(
     assert str(caught.value).startswith(f"model {tmp_path}: {reason}")
 
 
+async def test_the_chat_template_of_a_multimodal_checkpoint_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "hello": 1, "says": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = save(backend, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    template = "{% for message in messages %}says {{ message.content[0].text }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    valid = request(messages=[{"role": "user", "content": "hello"}])
+    assert await Tokenizer(str(folder)).encode(valid) == [[2, 1]]
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"chat_template\.json holds no chat template"):
+        Tokenizer(str(folder))
+
+
 def test_a_vocabulary_of_bert_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "vocab.txt").write_text(
