@@ -49,6 +49,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     scripted_step_ms: Annotated[
         float, Meta(ge=0, description="Milliseconds that a step of the scripted executor takes.")
     ] = 0.0
+    hf_overrides: Annotated[
+        str,
+        Meta(
+            description='JSON object that is merged into the model\'s config.json, such as `{"rope_scaling": '
+            '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}`. Set it as the '
+            "model's card prescribes for long contexts, with max_model_len. Unknown fields are refused. Empty, the "
+            "default: config.json as it is. Give all engines of a deployment the same."
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Data type of weights, activations and KV cache. auto: the checkpoint's own."),

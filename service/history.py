@@ -67,9 +67,8 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
-                raise bad_request(
-                    "unsupported", f"{name}.content: only parts of type 'text' are served", f"{name}.content"
-                )
+                reason = "this server takes text only: only parts of type 'text' are served"
+                raise bad_request("unsupported", f"{name}.content: {reason}", f"{name}.content")
         entry["content"] = [{"type": "text", "text": part.text} for part in message.content]
     for field in ("name", "tool_calls", "tool_call_id"):
         if (value := getattr(message, field)) is not None:

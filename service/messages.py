@@ -193,7 +193,7 @@ def _content(parts: list[Part]) -> str | list[Part]:
 
 def _text(param: str, block: ContentBlock) -> str:
     if block.type != "text":
-        raise _unsupported(f"{param}.type", "only blocks of text are served here", "text", str(shown(block.type)))
+        raise _unsupported(f"{param}.type", "this server takes text only", "text", str(shown(block.type)))
     if block.text is None:
         raise _wrong(f"{param}.text", "a string")
     return block.text
@@ -241,7 +241,7 @@ def _question(param: str, role: str, blocks: list[ContentBlock], names: dict[str
             found.append(Message("tool", content, name=name, tool_call_id=_bare(block.tool_use_id)))
         else:
             allowed = "text, tool_result"
-            raise _unsupported(f"{here}.type", f"only {allowed} are served", allowed, str(shown(block.type)))
+            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(block.type)))
     flush()
     return found
 

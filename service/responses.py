@@ -290,7 +290,7 @@ def _texts(param: str, given: Any) -> str | list[Part]:
         kind = part.get("type")
         if kind not in (*TEXT_PARTS, "refusal"):
             allowed = ", ".join(TEXT_PARTS)
-            raise _unsupported(f"{here}.type", "only parts of text are served", allowed, str(shown(str(kind))))
+            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(str(kind))))
         parts.append(Part("text", _string(here, part, "refusal" if kind == "refusal" else "text")))
     return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
 

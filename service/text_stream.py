@@ -6,7 +6,7 @@
 Only chat answers whose model has a response template are cut into regions (`regions.py`).
 
 Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
-same however the tokens are cut into deltas.
+same however the tokens are cut into deltas.  In vocabularies of words the first token of a text has no blank before it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class TextStream:
         "_offsets",
         "_simple",
         "_skip_special",
+        "_starts",
         "_stops",
         "_tokenizer",
         "chars",
@@ -65,6 +66,7 @@ class TextStream:
     ) -> None:
         """`markers`: special tokens that are markers of regions are text, even with `skip_special`."""
         self._tokenizer, self._skip_special, self._markers = tokenizer, skip_special, markers
+        self._starts = tokenizer.spaced  # no token was text yet, and the first one is written in another way
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
         self._held = ""  # the end of the text so far, while it may be the beginning of a stop string
@@ -76,7 +78,11 @@ class TextStream:
 
     def push(self, tokens: list[int]) -> str:
         """Consume tokens, up to a match; return the text that may be sent now."""
-        pieces = self._tokenizer.bytes_of(tokens, skip_special=self._skip_special, markers=self._markers)
+        shown = {"skip_special": self._skip_special, "markers": self._markers}
+        pieces = self._tokenizer.bytes_of(tokens, **shown)
+        if self._starts and (first := self._tokenizer.first_of(tokens, **shown)) is not None:
+            pieces[first[0]] = first[1]
+            self._starts = False
         if self._simple:
             self.tokens += len(tokens)
             return self._decoder.decode(b"".join(pieces))

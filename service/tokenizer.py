@@ -1,13 +1,15 @@
 """The tokenizer: chat template, token ids, and the bytes of each token.  No torch.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen, OPT, GPT-NeoX) and SentencePiece-style vocabularies (Llama 2, Mistral, Phi-3,
-Gemma) have a table of the bytes of each token.  A tokenizer that has none is refused at start.
+Gemma) have a table of the bytes of each token.  Vocabularies of words (WordPiece, WordLevel) have two: blanks are
+between tokens, so the first token of a text has none.  Any other tokenizer is refused at start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -46,6 +49,8 @@ COMPOSED_CHARS = 4
 NO_FORM = "the model's chat template does not show how calls are written in JSON"
 TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
+READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # that need no further package
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
@@ -70,8 +75,79 @@ def _decoder_kinds(decoder: Any) -> set[str]:
     return {part["type"] for part in parts}
 
 
+def file_of(source: str, name: str) -> str | None:
+    """Return the path of a file of a directory or hub name; None if it has none.  May use the network."""
+    # Imported here: it takes over a second, which `import service` must not.
+    from transformers.utils import cached_file
+
+    try:
+        path: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no network, and not fetched before
+        path = None
+    return path
+
+
+def unread_file(source: str) -> str:
+    """Return why the tokenizer files of a directory or hub name cannot be read; "" if they can.  May use the network.
+
+    transformers makes a tokenizer with an empty vocabulary of some of them."""
+    folder = Path(source) if Path(source).is_dir() else None
+
+    def has(name: str) -> bool:
+        return file_of(source, name) is not None
+
+    advice = "serve a copy that has a tokenizer.json"
+    if any(map(has, READ_FILES)):
+        return ""
+    if has("tekken.json"):
+        return f"its tokenizer is Mistral's tekken.json, which Quire does not read; {advice}"
+    tiktoken = sorted(file.name for file in folder.glob("*.tiktoken")) if folder is not None else []
+    if found := next(filter(has, SENTENCEPIECE_FILES), None) or next(iter(tiktoken), None):
+        if found in tiktoken:
+            return f"its tokenizer is the tiktoken file {found}, which Quire does not read; {advice}"
+        missing = [name for name in ("sentencepiece", "tiktoken") if importlib.util.find_spec(name) is None]
+        if missing:
+            packages = " and ".join(missing)
+            return f"its tokenizer is {found}, which takes the packages {packages} that are not installed; {advice}"
+        return ""
+    return f"it has no tokenizer file; {advice}"
+
+
+def processor_template(source: str) -> str | None:
+    """Return the chat template that a multimodal checkpoint keeps in a file of its own; None without one."""
+    path = file_of(source, "chat_template.json")
+    try:
+        found: str | None = None if path is None else json.loads(Path(path).read_bytes())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model {source}: chat_template.json holds no chat template: {error!r}") from None
+    return found
+
+
+def word_bytes(backend: Any) -> tuple[list[bytes], list[bytes]] | None:
+    """Return the bytes of each token id of a vocabulary of words: after other tokens, and as the first of a text.
+
+    None for another kind of vocabulary.  The tokenizer itself decodes each token alone and after another one: what it
+    removes before punctuation depends on the token only."""
+    kinds = _decoder_kinds(backend.decoder)
+    if kinds - {"WordPiece"} or type(backend.model).__name__ not in ("WordPiece", "WordLevel"):
+        return None
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    size = max(vocab.values()) + 1
+    later, first = [b""] * size, [b""] * size
+    before = "a"
+    for piece, token in vocab.items():
+        if backend.decoder is None:
+            later[token], first[token] = f" {piece}".encode(), piece.encode()
+        else:
+            later[token] = backend.decoder.decode([before, piece])[len(before) :].encode()
+            first[token] = backend.decoder.decode([piece]).encode()
+    return later, first
+
+
 def vocabulary_bytes(backend: Any) -> list[bytes]:
     """Return the bytes of each token id of a `tokenizers.Tokenizer`; unused ids have none.  Raises ModelError."""
+    if (words := word_bytes(backend)) is not None:
+        return words[0]
     kinds = _decoder_kinds(backend.decoder)
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
@@ -91,7 +167,10 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
             else:
                 table[token] = piece.replace("\u2581", " ").encode()
         return table
-    raise ModelError(f"tokenizer: decoder {sorted(kinds) or 'none'} is neither byte-level nor SentencePiece-style")
+    raise ModelError(
+        f"tokenizer: a {type(backend.model).__name__} model with decoder {', '.join(sorted(kinds)) or 'none'} is "
+        "neither byte-level, SentencePiece-style nor a vocabulary of words"
+    )
 
 
 def _added(backend: Any) -> tuple[int, int]:
@@ -210,16 +289,24 @@ class Tokenizer:
                 message = "its tokenizer needs code from the model's repository, which Quire does not run"
                 raise ModelError(f"model {source}: {message}") from None
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ModelError(f"model {source}: {reason}") from None
+            unread = unread_file(source) if os.path.isdir(source) else ""
+            raise ModelError(f"model {source}: {unread or reason}") from None
+        if unread := unread_file(source):
+            raise ModelError(f"model {source}: {unread}")
+        self._hf.chat_template = self._hf.chat_template or processor_template(source)
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")
         self._backend = backend
         self.table = vocabulary_bytes(backend)
+        words = word_bytes(backend)
+        self._first = None if words is None else words[1]  # bytes of each token as the first of a text
         self._visible = list(self.table)  # the same, with no bytes for special tokens
-        for token, added in backend.get_added_tokens_decoder().items():
-            if added.special:
-                self._visible[token] = b""
+        added = backend.get_added_tokens_decoder()
+        self._special = {token for token, one in added.items() if one.special}
+        self._markers: set[int] = set()  # special tokens that a response template looks for
+        for token in self._special:
+            self._visible[token] = b""
         chats = self._hf.chat_template or client_template_s
         self._literal = LiteralContent(backend) if literal_content and chats else None
         self._client_templates: ClientTemplates | None = None
@@ -247,6 +334,7 @@ class Tokenizer:
         if self.responses is not None:
             added = backend.get_added_tokens_decoder()
             kept = {token for token, one in added.items() if self.responses.has_marker(one.content)}
+            self._markers = kept
             self._marked = [self.table[at] if at in kept else shown for at, shown in enumerate(self._visible)]
 
     def start(self) -> None:
@@ -268,6 +356,22 @@ class Tokenizer:
             return [table[token] for token in tokens]
         except IndexError:
             return [table[token] if token < len(table) else b"" for token in tokens]
+
+    @property
+    def spaced(self) -> bool:
+        """Whether blanks are between tokens, so that the first token of a text is written in another way."""
+        return self._first is not None
+
+    def first_of(self, tokens: list[int], *, skip_special: bool, markers: bool = False) -> tuple[int, bytes] | None:
+        """Return the place of the first token that is text, and its bytes as the first of a text; None: there is none.
+
+        Only for a tokenizer that is `spaced`.  Arguments as `bytes_of`."""
+        hidden = self._special - self._markers if markers else self._special
+        for at, token in enumerate(tokens):
+            known = self._first is not None and token < len(self._first)
+            if known and self._first[token] and not (skip_special and token in hidden):  # type: ignore[index]
+                return at, self._first[token]  # type: ignore[index]
+        return None
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """Return the text of a whole sequence, as the tokenizer itself would decode it."""
@@ -567,7 +671,10 @@ class Tokenizer:
             offsets: list[int] = []
             if valid.sampling.logprobs >= 0:
                 # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
-                pieces = self.bytes_of(ids, skip_special=valid.skip_special and not untouched)
+                hide = valid.skip_special and not untouched
+                pieces = self.bytes_of(ids, skip_special=hide)
+                if self.spaced and (found := self.first_of(ids, skip_special=hide)) is not None:
+                    pieces[found[0]] = found[1]
                 for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)

@@ -24,7 +24,7 @@ from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
 from engine.executor.errors import one_line
 from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin, fused
-from engine.executor.models.hf import load_model
+from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.weights import fingerprint
 from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
@@ -40,6 +40,19 @@ def device_kind(config: EngineConfig) -> str:
     """Return "cpu" or "cuda"."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return auto if config.device == "auto" else config.device
+
+
+def read_model(config: EngineConfig, kind: str) -> LoadedModel:
+    """Load the configured model onto a device, "cpu" or "cuda".  Raises ModelLoadError."""
+    return load_model(
+        config.model,
+        dtype=config.dtype,
+        device=torch.device(kind),
+        max_model_len=config.max_model_len,
+        random=config.load == "random",
+        deterministic=config.deterministic,
+        hf_overrides=config.hf_overrides,
+    )
 
 
 class LocalExecutor:
@@ -63,14 +76,7 @@ class LocalExecutor:
         kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
-        model = load_model(
-            config.model,
-            dtype=config.dtype,
-            device=torch.device(kind),
-            max_model_len=config.max_model_len,
-            random=config.load == "random",
-            deterministic=config.deterministic,
-        )
+        model = read_model(config, kind)
         # Torch's activations give a number other bits where a thread's share of them ends.
         alone = config.deterministic and not fused.is_fused(model.module)
         ops.set_threads(threads if alone else 0)
@@ -83,7 +89,9 @@ class LocalExecutor:
         self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
         self.info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
-            fingerprint=fingerprint(model.directory, model.dtype, random=config.load == "random"),
+            fingerprint=fingerprint(
+                model.directory, model.dtype, random=config.load == "random", changes=model.changes
+            ),
             vocab_size=model.vocab_size,
             max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,

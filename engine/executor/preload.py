@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.core.plan import Sampler, Slice, Start, StepPlan
 from engine.executor import local, ops
 from engine.executor.kv_cache import GIB
-from engine.executor.models import hf
+from engine.executor.models import hf, overrides
 from engine.executor.models.weights import weight_files
 from engine.wire.messages import Sampling
 
@@ -76,12 +76,14 @@ def rehearse(config: EngineConfig, directory: Path) -> None:
     """Compute a few tokens with one layer of the model and made-up weights.
 
     This imports the model's code, loads the CUDA modules of its kernels and makes the handles of the libraries."""
-    described = json.loads((directory / "config.json").read_bytes())
+    changes = overrides.parse(config.hf_overrides)
+    described = overrides.merged(directory, overrides.load_config(directory, {}), changes)
     with tempfile.TemporaryDirectory(prefix="quire-spare-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(tiny(described)), encoding="utf-8")
         small = msgspec.structs.replace(
             config,
             model=folder,
+            hf_overrides="",
             load="random",
             threads=1,
             kv_blocks=TINY_LEN // config.block_size + 2,

@@ -21,16 +21,18 @@ import tempfile
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.errors import ModelLoadError, one_line
+from engine.executor.models import text_tower
 from engine.executor.models.bars import no_bars
 from engine.llm import LLM
 from engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
@@ -68,14 +70,19 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def families() -> list[str]:
-    """Model types for which transformers has a causal language model, sorted."""
-    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+    """Model types for which transformers has a causal language model, or whose text part is one here, sorted."""
+    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING} | text_tower.TOWERS.keys())
+
+
+def model_class(family: str) -> Any:
+    """The class of transformers that makes a family's models: of a multimodal one, the whole."""
+    return AutoModelForImageTextToText if family in text_tower.TOWERS else AutoModelForCausalLM
 
 
 def judge(family: str, directory: Path) -> Verdict:
     """Make the family's tiny checkpoint in `directory`, and compare."""
     try:
-        make_checkpoint(directory, family)
+        make_checkpoint(directory, family, model_class=model_class(family))
     except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
         return Verdict(family, NOT_MADE, one_line(error))
     try:
@@ -85,12 +92,12 @@ def judge(family: str, directory: Path) -> Verdict:
     except Exception as error:
         return Verdict(family, FAILS, one_line(error))
     try:
-        wanted = own_texts(directory)
+        wanted = own_texts(directory, model_class=model_class(family))
     except Exception as error:
         return Verdict(family, NOT_MADE, f"transformers.generate: {one_line(error)}")
     if all(texts != wanted and texts == ours["whole"] for texts in ours.values()):
         with contextlib.suppress(Exception):  # of models that cannot run without a cache
-            if ours["whole"] == own_texts(directory, use_cache=False):
+            if ours["whole"] == own_texts(directory, use_cache=False, model_class=model_class(family)):
                 return Verdict(family, UNCACHED)
     if odd := [name for name, texts in ours.items() if texts != wanted]:
         return Verdict(family, DIFFERENT, ", ".join(odd))
@@ -103,9 +110,11 @@ def prompts() -> list[list[int]]:
     return [draw.choices(range(3, VOCAB), k=count) for count in PROMPTS]
 
 
-def our_texts(directory: Path) -> dict[str, list[list[int]]]:
-    """The continuations of all prompts, by how they were computed.  Raises ModelLoadError, RuntimeError."""
-    settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1)
+def our_texts(directory: Path, **options: Any) -> dict[str, list[list[int]]]:
+    """The continuations of all prompts, by how they were computed.  `options`: further ones of EngineConfig.
+
+    Raises ModelLoadError, RuntimeError."""
+    settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1, **options)
     chunked = msgspec.structs.replace(settings, chunk_tokens=CHUNK, prefix_cache=False)
     found = {}
     for config, names in ((settings, ("whole", "repeated")), (chunked, (f"in chunks of {CHUNK}",))):
@@ -121,12 +130,25 @@ def our_texts(directory: Path) -> dict[str, list[list[int]]]:
 
 
 @torch.inference_mode()
-def own_texts(directory: Path, *, use_cache: bool = True) -> list[list[int]]:
-    """The continuations that transformers makes."""
+def own_texts(
+    directory: Path,
+    *,
+    use_cache: bool = True,
+    warm: int = 0,
+    model_class: Any = AutoModelForCausalLM,
+    **config: Any,
+) -> list[list[int]]:
+    """The continuations that transformers makes.
+
+    config  changes of the model's config
+    warm    tokens of a sequence that is computed before each: angles of some models depend on the longest one so far
+    """
     with no_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = model_class.from_pretrained(directory, dtype=torch.float32, **config)
     texts = []
     for prompt in prompts():
+        if warm:
+            model(input_ids=torch.ones(1, warm, dtype=torch.int64), use_cache=False)
         ids = torch.tensor([prompt])
         if use_cache:
             mask = torch.ones_like(ids)

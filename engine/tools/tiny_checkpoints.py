@@ -34,11 +34,11 @@ SIZES: list[tuple[str, int]] = [
     (r"(num_key_value_heads|num_kv_heads|multi_query_group_num|num_global_key_value_heads|swa_num_key_value_heads)", 2),
     (r"(swa_num_attention_heads)", HEADS),
     (r"((global_|swa_|attention_)?head_dim|kv_channels|swa_v_head_dim)", HIDDEN // HEADS),
-    (r"(max_position_embeddings|n_positions|max_seq_len|max_sequence_length|n_ctx)", MAX_LEN),
+    (r"(max_position_embeddings|n_positions|max_seq_len|max_sequence_length|n_ctx|attention_chunk_size)", MAX_LEN),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)", 4),
     (r"(num_experts_per_tok|moe_k|moe_topk|top_k_experts|experts_per_token|num_selected_experts)", 2),
     (r"(n_group|topk_group)", 1),
-    (r"(sliding_window|attention_chunk_size|local_attention|window_size)", 24),
+    (r"(sliding_window|local_attention|window_size)", 24),
     (r"(q_lora_rank|kv_lora_rank|qk_rope_head_dim|qk_nope_head_dim|index_head_dim)", 32),
     (r"(v_head_dim)", HIDDEN // HEADS),
     (r"(index_n_heads|index_topk)", 4),
@@ -46,15 +46,35 @@ SIZES: list[tuple[str, int]] = [
     (r"(mamba_d_head|linear_key_head_dim|linear_value_head_dim|mamba_head_dim)", 64),
     (r"(num_mem_blocks|num_kv_shared_layers|num_nextn_predict_layers|first_k_dense_replace|num_dense_layers)", 0),
 ]
+# Fields that no pattern can know: of families whose parts must suit each other.
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
+        "vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 1},
+    },
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
+        "vision_config": {"depth": 1},
+    },
+    "qwen3_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        "vision_config": {"depth": 1, "deepstack_visual_indexes": [0]},
+    },
+}
 # The tokens that a model may add by itself all exist in the tiny vocabulary.
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
 def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
-    """Return the config of a tiny model; `fields` override or add to it.
+    """Return the config of a tiny model; `fields` override or add to it, an object field by field.
 
     Raises whatever the config class raises for values that it doesn't like."""
-    return AutoConfig.for_model(family, **(changes(AutoConfig.for_model(family)) | fields))
+    found = changes(AutoConfig.for_model(family))
+    for name, value in (FIELDS.get(family, {}) | fields).items():
+        within = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = found[name] | value if within else value
+    return AutoConfig.for_model(family, **found)
 
 
 def changes(config: PretrainedConfig) -> dict[str, Any]:
@@ -99,16 +119,20 @@ def make_checkpoint(
     family: str,
     *,
     edit: Callable[[PreTrainedModel], None] | None = None,
+    model_class: Any = AutoModelForCausalLM,
     **fields: Any,
 ) -> Path:
     """Write the tiny checkpoint of a family, in float32, and return its directory.  The weights are always the same.
 
-    `fields` override the config's, `edit` changes the model before it is saved.  Raises whatever transformers raises
-    for a config that the sizes do not suit."""
+    model_class  of transformers, which makes the model from the config
+    fields       override those of the config
+    edit         changes the model before it is saved
+
+    Raises whatever transformers raises for a config that the sizes do not suit."""
     config = tiny_config(family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class.from_config(config, dtype=torch.float32)
         for name, tensor in sorted(model.named_parameters()):
             if tensor.dim() > 1:
                 tensor.data.normal_(std=0.15)

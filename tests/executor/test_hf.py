@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrained
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.kv_cache import KVShape, bytes_per_token
-from engine.executor.models import hf
+from engine.executor.models import hf, hub
 from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
 from engine.tools import tiny_checkpoints
-from tests.checkpoints import FAMILIES, VOCAB, config_of, make_checkpoint, tokenizer
+from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
 Checkpoint = Callable[[str], Path]
@@ -85,7 +85,6 @@ def test_attention_past_the_interface_is_refused(family: str) -> None:
         ("t5", "an encoder-decoder"),
         ("bart", "an encoder-decoder"),
         ("vit", "transformers has no causal language model of this type"),
-        ("llama4_text", "layers of type chunked_attention"),
         ("mamba", "computes attention by itself"),
         ("lfm2", "layers of type conv"),
     ],
@@ -258,13 +257,13 @@ def test_unknown_directory(name: str) -> None:
 def test_a_hub_name_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str) -> Path:
         asked.append(name)
         if name == "org/gone":
             raise OSError("404 Client Error\nand more")
-        return str(tmp_path)
+        return tmp_path
 
-    monkeypatch.setattr(hf, "snapshot_download", download)
+    monkeypatch.setattr(hub, "fetch", fetch)
     assert hf.find("org/name-1.5B") == tmp_path
     with pytest.raises(ModelLoadError, match=r"^org/gone: no such directory, and not found on the hub: OSError: 404"):
         hf.find("org/gone")
@@ -277,7 +276,7 @@ def test_max_model_len(checkpoint: Checkpoint) -> None:
         load(checkpoint("gpt2"), max_model_len=1025)
 
 
-def test_angles_that_depend_on_the_batch_are_never_reached() -> None:
+def test_lengths_at_which_angles_change_are_only_served_where_asked_for() -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -287,8 +286,9 @@ def test_angles_that_depend_on_the_batch_are_never_reached() -> None:
     }
     config = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=256)
     assert hf.check_length(config, 0) == 256
-    with pytest.raises(ModelLoadError, match=r"max_model_len 257 is over the 256 positions phi3 can serve"):
-        hf.check_length(config, 257)
+    assert hf.check_length(config, 257) == 257
+    with pytest.raises(ModelLoadError, match=r"max_model_len 1025 is over the 1024 positions phi3 can serve"):
+        hf.check_length(config, MAX_LEN + 1)
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:

@@ -139,6 +139,13 @@ def test_what_cannot_be_served_is_refused_by_name(call: Any, fields: dict[str, A
     assert (refusal.status, refusal.param, refusal.code) == (400, param, code)
 
 
+def test_an_image_is_refused_by_a_server_of_text() -> None:
+    """Also where the model itself could see it: only the text part of such models is loaded."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    refusal = refused(chat, messages=[{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}])
+    assert refusal.message == ("messages[0].content: this server takes text only: only parts of type 'text' are served")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

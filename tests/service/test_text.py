@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -276,10 +277,115 @@ async def test_a_template_that_refuses_is_the_clients_error(byte_level_tokenizer
 
 
 def test_a_tokenizer_without_a_byte_table_is_refused() -> None:
-    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="WordPiece"):
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.CTC()
+    with pytest.raises(ModelError, match="a BPE model with decoder CTC is neither byte-level, SentencePiece-style nor"):
         vocabulary_bytes(backend)
+
+
+WORDS = [
+    "[UNK]",
+    "hello",
+    "world",
+    "##s",
+    ".",
+    "don",
+    "'",
+    "t",
+    "n't",
+    "##ing",
+    "do",
+    "not",
+    "##",
+    "'s",
+    ",",
+    "čaj",
+    "!",
+]
+
+
+@pytest.fixture(params=["WordPiece", "WordPiece as it is", "WordLevel", "WordLevel with WordPiece"], scope="module")
+def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose tokens are words with blanks between them."""
+    kind, vocab = request.param, {word: at for at, word in enumerate(WORDS)}
+    model = models.WordPiece if kind.startswith("WordPiece") else models.WordLevel
+    backend = Backend(model(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind != "WordLevel":
+        backend.decoder = decoders.WordPiece(cleanup=kind != "WordPiece as it is")
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    backend.add_tokens(["an added one"])
+    return Tokenizer(str(save(backend, tmp_path_factory.mktemp("words") / "tiny")))
+
+
+@given(
+    ids=st.lists(st.integers(0, len(WORDS) + 5), max_size=12),
+    cuts=st.lists(st.integers(1, 4), min_size=1),
+    skip=st.booleans(),
+)
+def test_words_are_streamed_as_the_tokenizer_decodes_them_whole(
+    words: Tokenizer, ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    """Also tokens that the vocabulary lacks, and special ones, before the first word."""
+    got = run(TextStream(words, skip_special=skip), ids, cuts)
+    assert got == words.text_of(ids, skip_special=skip)
+
+
+def test_stop_strings_and_offsets_of_words(words: Tokenizer) -> None:
+    ids = [WORDS.index("hello"), WORDS.index("world"), WORDS.index("world")]
+    stream = TextStream(words, stop=("world",), track_offsets=True)
+    assert run(stream, ids, [1]) == "hello "
+    assert (stream.matched, stream.tokens, stream.take_offsets()) == ("world", 2, [0, 5])
+
+
+async def test_a_prompt_of_words_is_echoed_with_its_offsets(words: Tokenizer) -> None:
+    valid = request(prompt="hello world hello", echo=True, logprobs=1)
+    [shown] = words.prompted(valid, await words.encode(valid))
+    assert (shown.text, shown.offsets) == ("hello world hello", [0, 5, 11])
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tekken.json": "{}"}, "its tokenizer is Mistral's tekken.json, which Quire does not read; serve a copy that"),
+        ({"qwen.tiktoken": "IQ== 0"}, "its tokenizer is the tiktoken file qwen.tiktoken, which Quire does not read; "),
+        ({"tokenizer.model": "x"}, "its tokenizer is tokenizer.model, which takes the packages sentencepiece and tikt"),
+        ({"spiece.model": "x"}, "its tokenizer is spiece.model, which takes the packages sentencepiece and tiktoken t"),
+        ({}, "it has no tokenizer file; serve a copy that has a tokenizer.json"),
+    ],
+)
+def test_tokenizer_files_that_are_not_read_are_refused_by_name(
+    tmp_path: Path, files: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would make a tokenizer with an empty vocabulary of some of them."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, text in {"config.json": '{"model_type": "qwen2"}', **files}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(str(tmp_path))
+    assert str(caught.value).startswith(f"model {tmp_path}: {reason}")
+
+
+async def test_the_chat_template_of_a_multimodal_checkpoint_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "hello": 1, "says": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = save(backend, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    template = "{% for message in messages %}says {{ message.content[0].text }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    valid = request(messages=[{"role": "user", "content": "hello"}])
+    assert await Tokenizer(str(folder)).encode(valid) == [[2, 1]]
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"chat_template\.json holds no chat template"):
+        Tokenizer(str(folder))
+
+
+def test_a_vocabulary_of_bert_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"])
+    )
+    assert run(TextStream(Tokenizer(str(tmp_path))), [5, 6, 7], [1]) == "hello worlds"
 
 
 def test_a_directory_that_is_no_model_is_one_line(tmp_path: Path) -> None:

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
+from engine.executor.models import hub, overrides, rope, text_tower
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
 # Models that Quire makes by itself, by the names that options have for them.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
+    changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
 
 
@@ -78,7 +79,7 @@ def find(name: str) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ModelLoadError(f"{name}: no such directory")
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return hub.fetch(name)
     except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
@@ -91,6 +92,7 @@ def load_model(
     max_model_len: int = 0,
     random: bool = False,
     deterministic: bool = False,
+    hf_overrides: str = "",
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -98,6 +100,7 @@ def load_model(
       max_model_len  tokens; 0: what the model was made for
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
+      hf_overrides   changes of config.json, a JSON object (`overrides.py`)
 
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
@@ -105,21 +108,24 @@ def load_model(
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
     directory = find(name)
-    config = read_config(directory)
-    max_model_len = check_length(config, max_model_len)
-    module = random_model(directory, config, dtype, device) if random else read_weights(directory, config, dtype)
+    changes = overrides.parse(hf_overrides)
+    whole = read_config(directory, changes)
+    if not random:
+        check_files(directory)
+    config = served_part(whole, directory)
+    own = overrides.load_config(directory, {}) if changes else None
+    max_model_len = check_length(config, max_model_len, own)
+    if random:
+        module = random_model(directory, config, dtype, device)
+    else:
+        module = read_weights(directory, config, dtype, part=config is not whole)
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
     module = module.to(device).eval().requires_grad_(False)
+    fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
-    layers = proof.layers
-    if other := [layer for layer in layers if layer != layers[0]]:
-        both = " and ".join(f"{layer.heads} heads of {layer.head_size}" for layer in (layers[0], other[0]))
-        raise UnsupportedModel(f"{config.model_type}: layers that cache {both} numbers; all must cache the same")
-    if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
-        sizes = sorted(GPU_HEAD_SIZES)
-        raise UnsupportedModel(f"{config.model_type}: head size {min(odd)}; on a GPU it must be one of {sizes}")
+    check_caches(config.model_type, proof.layers, device)
     fuse(module, max_model_len, ordered=deterministic)
     if device.type == "cpu":  # not tried on a GPU yet
         prove_served(module, proof)
@@ -130,12 +136,23 @@ def load_model(
         module=module,
         directory=directory,
         dtype=module.dtype,
-        layers=layers,
+        layers=proof.layers,
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
+        changes=changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
         batch_dependence=dependence,
     )
+
+
+def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:
+    """Raise UnsupportedModel for layers whose caches no kernel of the device reads."""
+    if other := [layer for layer in layers if layer != layers[0]]:
+        both = " and ".join(f"{layer.heads} heads of {layer.head_size}" for layer in (layers[0], other[0]))
+        raise UnsupportedModel(f"{kind}: layers that cache {both} numbers; all must cache the same")
+    if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
+        sizes = sorted(GPU_HEAD_SIZES)
+        raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}")
 
 
 def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -163,12 +180,13 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
     return model
 
 
-def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """The model of a checkpoint, complete.  Raises ModelLoadError."""
-    check_files(directory)
+def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False) -> PreTrainedModel:
+    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
+        if part:
+            raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
         return read_quantised(directory, config, dtype, how)
     check_stored_dtypes(directory, config.model_type)
     try:
@@ -182,9 +200,13 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str) -> PreTr
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 trust_remote_code=False,
+                key_mapping=text_tower.RENAMED if part else None,
             )
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    if part:
+        others = text_tower.OTHER_TOWERS
+        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not others.match(name)}
     check_report(directory, config, report)
     model: PreTrainedModel = module
     return model
@@ -258,15 +280,11 @@ def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Ite
     log.info("read %.0f MB of weights in %.1f s from %s", total / 1e6, time.monotonic() - began, directory)
 
 
-def read_config(directory: Path) -> PretrainedConfig:
-    """The config of a checkpoint, if its class declares an architecture that can be served."""
+def read_config(directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of a checkpoint with the operator's changes.  Raises UnsupportedModel for an unknown quantisation."""
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # config classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}/config.json: {one_line(error)}") from error
-    check_architecture(config)
+    config = overrides.load_config(directory, changes or {})
     text = config.get_text_config()
     read_quantisation(directory, config.model_type)
     for described in (config, text):
@@ -275,6 +293,26 @@ def read_config(directory: Path) -> PretrainedConfig:
     if padding is not None and not 0 <= padding < text.vocab_size:
         text.pad_token_id = None  # torch refuses such a token; no batch is padded here
     return config
+
+
+def served_part(whole: PretrainedConfig, directory: Path) -> PretrainedConfig:
+    """The config of what is served: the text part of a multimodal model, else the whole.  Raises UnsupportedModel."""
+    if not text_tower.has_tower(whole):
+        check_architecture(whole)
+        return without_temperature(whole)
+    text = text_tower.text_config(whole, directory)
+    try:
+        check_architecture(text)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{whole.model_type}: its text part: {error}") from None
+    return without_temperature(text)
+
+
+def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
+    """Switch off what changes nothing within `plain_positions`, and takes positions from the place in the batch."""
+    if hasattr(text, "attn_temperature_tuning"):
+        text.attn_temperature_tuning = False
+    return text
 
 
 def check_architecture(config: PretrainedConfig) -> None:
@@ -287,27 +325,43 @@ def check_architecture(config: PretrainedConfig) -> None:
     if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
         raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
     text = config.get_text_config()
-    if odd := sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS):
+    if odd := sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS - {CHUNKED}):
         raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
     if getattr(text, "alibi", False):
         raise UnsupportedModel(f"{kind}: ALiBi position bias")
 
 
-def check_length(config: PretrainedConfig, asked: int) -> int:
-    """max_model_len: `asked`, or what the model was made for.  Raises ModelLoadError when asked for more than that."""
+def positions_of(text: PretrainedConfig) -> int:
+    """For how many positions a model was made, by its config; 0 where that does not say."""
+    return getattr(text, "max_position_embeddings", None) or 0
+
+
+def plain_positions(text: PretrainedConfig) -> int | None:
+    """How many positions have plain attention; None: all.  In Llama 4: one chunk, while its temperature is one."""
+    bounds = []
+    if CHUNKED in (getattr(text, "layer_types", None) or []):
+        bounds.append(int(text.attention_chunk_size))
+    if hasattr(text, "attn_temperature_tuning"):
+        bounds.append(int(text.floor_scale) - 1)
+    return min(bounds, default=None)
+
+
+def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | None = None) -> int:
+    """max_model_len: `asked`, or what the model was made for.
+
+    Raises ModelLoadError when asked for more than rope scaling reaches.  `own`: the config before the operator's
+    changes."""
     text = config.get_text_config()
-    made_for: int = getattr(text, "max_position_embeddings", None) or 0
-    rope = getattr(text, "rope_parameters", None) or {}
-    for one in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # These two change every angle once the longest sequence *of the batch* passes a limit.  A request's tokens
-        # would then depend on other requests, and cached keys would be wrong.  Up to the limit they are sound.
-        if one.get("rope_type") == "longrope":
-            made_for = min(made_for, one.get("original_max_position_embeddings") or made_for)
+    made_for, plain = positions_of(text), plain_positions(text)
     if not made_for:
         raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
-    if asked > made_for:
-        raise ModelLoadError(f"max_model_len {asked} is over the {made_for} positions {config.model_type} can serve")
-    return asked or made_for
+    most = rope.reach(text, made_for, own and own.get_text_config())
+    if plain is not None:
+        made_for, most = min(made_for, plain), min(most, plain)
+    if asked > most:
+        hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
+        raise ModelLoadError(f"max_model_len {asked} is over the {most} positions {config.model_type} can serve{hint}")
+    return asked or rope.short_reach(text, made_for)
 
 
 def check_files(directory: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,8 @@ NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent."""
-    files = sorted(directory.glob("*.safetensors"))
+    whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
+    files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -66,15 +67,25 @@ def stored_tensors(files: list[Path]) -> dict[str, Stored]:
     return found
 
 
-def fingerprint(directory: Path, dtype: torch.dtype, cache: Path = CACHE, *, random: bool = False) -> str:
-    """64 hex digits.  Equal only if weights (by content), config.json and dtype are.
+def fingerprint(
+    directory: Path,
+    dtype: torch.dtype,
+    cache: Path = CACHE,
+    *,
+    random: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> str:
+    """64 hex digits.  Equal only if weights (by content), config.json with its `changes`, and dtype are.
 
     `random`: weights that no file of the directory holds are made up from a fixed seed."""
     files = sorted(directory.glob("*.safetensors")) if random else weight_files(directory)
     config = json.loads((directory / "config.json").read_bytes())
     described = {key: value for key, value in config.items() if key not in NOT_MATHEMATICS}
     digests = dict(zip([file.name for file in files], _digests(files, cache), strict=True))
-    everything = json.dumps({"weights": digests, "config": described, "dtype": str(dtype)}, sort_keys=True)
+    computed = {"weights": digests, "config": described, "dtype": str(dtype)} | (
+        {"changes": changes} if changes else {}
+    )
+    everything = json.dumps(computed, sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()
 
 

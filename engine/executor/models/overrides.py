@@ -1,0 +1,181 @@
+"""`--hf-overrides`: fields of a checkpoint's config.json that the operator changes, merged before the model is built.
+
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+
+Objects are merged field by field.  Only fields that the model's config class or its config.json knows can be changed.
+A change that the config class does not honour is refused, too: after the merge each changed field is read back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from engine.executor.errors import ModelLoadError, one_line
+
+OPTION = "--hf-overrides"
+# How config.json names the parameters of rotary position embeddings: before transformers 5, and since.
+ROPE = ("rope_scaling", "rope_parameters")
+ROPE_FIELDS = {*RopeParameters.__annotations__, "type", "short_mscale", "long_mscale", "mrope_interleaved"}
+ROPE_KEPT = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # by another kind of scaling
+FIXED = {"model_type", "transformers_version"}  # say which config class reads the file, and nothing of the model
+CONVERTED = {"dtype", "torch_dtype"}  # read back as another type than they are written
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return the object that the option's value describes; {} for "".  Raises ModelLoadError."""
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ModelLoadError(f"{OPTION}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelLoadError(f'{OPTION}: must be a JSON object, such as {{"max_position_embeddings": 8192}}')
+    return found
+
+
+def load_config(directory: Path, changes: dict[str, Any]) -> PretrainedConfig:
+    """Return the config of a checkpoint with its changes.  Raises ModelLoadError."""
+    config = _read(directory, f"{directory}/config.json")
+    if not changes:
+        return config
+    with tempfile.TemporaryDirectory(prefix="quire-config-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(merged(directory, config, changes)), encoding="utf-8")
+        changed = _read(Path(folder), OPTION)
+    _check_honoured(changed, changes)
+    return changed
+
+
+def merged(directory: Path, config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with `changes`; `config`: as it is without them.  Raises ModelLoadError for an unknown field.
+
+    A field of the text part of a multimodal model is `text_config.NAME`, as in the file."""
+    return _merge(json.loads((directory / "config.json").read_bytes()), changes, config, "")
+
+
+def _read(directory: Path, source: str) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # config classes raise whatever their authors liked
+        raise ModelLoadError(f"{source}: {one_line(error)}") from error
+    return config
+
+
+def _merge(described: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig, path: str) -> dict[str, Any]:
+    """The fields of one config object, changed.  `path`: where it lies in the file, "" or "text_config."."""
+    known = _fields(config) | described.keys()
+    found = dict(described)
+    for name, value in changes.items():
+        inner = getattr(config, name, None)
+        if name not in known or name in FIXED:
+            raise _unknown(config.model_type, path + name, known, config)
+        if name in ROPE:
+            at = next((each for each in ROPE if described.get(each)), name)
+            found[at] = _merge_rope(found.get(at) or {}, value, config, f"{path}{name}")
+        elif name == "rope_theta" and (rope := found.get("rope_parameters")) and "rope_theta" in rope:
+            found["rope_parameters"] = rope | {name: value}  # where it wins over the field of this name
+        elif isinstance(inner, PretrainedConfig):
+            if not isinstance(value, dict):
+                raise ModelLoadError(f"{OPTION}: {path}{name} must be an object")
+            found[name] = _merge(described.get(name) or {}, value, inner, f"{path}{name}.")
+        else:
+            found[name] = _merge_plain(described.get(name), value, config.model_type, path + name)
+    return found
+
+
+def _merge_plain(before: Any, value: Any, kind: str, path: str) -> Any:
+    """A field that is no config object.  An object is merged into the one before it, whose fields it may change."""
+    if not (isinstance(before, dict) and before and isinstance(value, dict)):
+        return value
+    for name in value:
+        if name not in before:
+            raise _unknown(kind, f"{path}.{name}", before)
+    return before | {name: _merge_plain(before[name], each, kind, f"{path}.{name}") for name, each in value.items()}
+
+
+def _merge_rope(before: dict[str, Any], value: Any, config: PretrainedConfig, path: str) -> dict[str, Any]:
+    """Parameters of rotary embeddings; of one kind of layer each, where the file has several."""
+    if value is None:
+        value = {"rope_type": "default"}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{OPTION}: {path} must be an object or null")
+    if kinds := [name for name, each in before.items() if isinstance(each, dict)]:
+        for name in value:
+            if name not in kinds:
+                raise _unknown(config.model_type, f"{path}.{name}", kinds)
+        return before | {
+            name: _merge_rope(before[name], each, config, f"{path}.{name}") for name, each in value.items()
+        }
+    labels = set(getattr(config, "layer_types", None) or [])
+    for name in value:
+        if name not in ROPE_FIELDS | before.keys() | labels:
+            raise _unknown(config.model_type, f"{path}.{name}", ROPE_FIELDS)
+    if value.keys() & labels:
+        return dict(value)
+    old, new = _with_type(before), _with_type(value)
+    if (kind := new.get("rope_type")) is not None and kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise ModelLoadError(f"{OPTION}: {path}.rope_type {kind!r} is none of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+    if kind is not None and kind != old.get("rope_type", "default"):
+        old = {name: each for name, each in old.items() if name in ROPE_KEPT}
+    return old | new
+
+
+def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with their kind under the name that it has since transformers 5."""
+    return {("rope_type" if name == "type" else name): value for name, value in rope.items()}
+
+
+def _fields(config: PretrainedConfig) -> set[str]:
+    """Names that config.json may have for this class."""
+    signature = inspect.signature(type(config)).parameters
+    names = {*config.to_dict(), *config.attribute_map, *signature} - {"kwargs", "args", "self"}
+    return names | {*ROPE, "rope_theta"} if "rope_parameters" in names else names
+
+
+def _unknown(kind: str, path: str, known: Any, config: PretrainedConfig | None = None) -> ModelLoadError:
+    name = path.rpartition(".")[2]
+    if name in FIXED:
+        return ModelLoadError(f"{OPTION}: {path} cannot be changed")
+    text = None if config is None else config.get_text_config()
+    if text is not None and text is not config and name in _fields(text):
+        return ModelLoadError(f"{OPTION}: {kind} has no {path}; its text part has: text_config.{name}")
+    near = difflib.get_close_matches(name, known, n=1)
+    return ModelLoadError(f"{OPTION}: {kind} has no {path}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _check_honoured(config: PretrainedConfig, changes: dict[str, Any], path: str = "") -> None:
+    """Raise ModelLoadError for a changed field that the config class read as something else."""
+    text = config.get_text_config()  # some files have the fields of a multimodal model's text part at the top
+    for name, value in changes.items():
+        inner = getattr(config if hasattr(config, name) else text, name, None)
+        if name in CONVERTED:
+            continue
+        if name in ROPE or (name == "rope_theta" and "rope_theta" not in vars(config)):
+            rope = getattr(config, "rope_parameters", None) or getattr(text, "rope_parameters", None) or {}
+            wanted = {name: value} if name == "rope_theta" else _with_type(value or {})
+            for place, field, asked in _leaves(wanted, rope, f"{path}{name}"):
+                if asked != field:
+                    raise ModelLoadError(f"{OPTION}: {place} is {field!r} in spite of it: another field decides")
+        elif isinstance(inner, PretrainedConfig):
+            _check_honoured(inner, value, f"{path}{name}.")
+        elif isinstance(value, bool | int | float | str) and inner != value:
+            raise ModelLoadError(f"{OPTION}: {path}{name} is {inner!r} in spite of it: another field decides")
+
+
+def _leaves(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Each parameter's path, what was read, and what was asked for."""
+    for name, asked in wanted.items():
+        field = found.get(name)
+        if isinstance(asked, dict) and isinstance(field, dict):
+            yield from _leaves(_with_type(asked), field, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", field, asked

@@ -1,0 +1,86 @@
+"""How far a model's rotary position embeddings reach, and angles that depend on nothing but the position.
+
+Two kinds of scaling change every angle once a sequence passes a length: `dynamic` passes the model's own length,
+`longrope` its original one.  transformers decides by the longest sequence of a batch.  A request's tokens would then
+depend on other requests, and cached keys would be wrong.  So the angles are those of a sequence of `max_model_len`,
+for every sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+
+def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each kind of layer ("" for all) with its parameters, the scaled ones only."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    several = {name: each for name, each in rope.items() if isinstance(each, dict)}
+    for name, each in several.items() or [("", rope)]:
+        if each.get("rope_type", "default") != "default":
+            yield name, each
+
+
+def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None = None) -> int:
+    """Return the most positions that the scaling was made for; `made_for` without scaling.
+
+    made_for  positions that the config names
+    before    the text config of the checkpoint without the operator's changes
+
+    A linear factor of the checkpoint itself is taken as part of `made_for`, since most checkpoints count it in."""
+    old = dict(parameters(before)) if before is not None else {}
+    reaches = []
+    for name, rope in parameters(text):
+        kind, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
+        original = rope.get("original_max_position_embeddings") or made_for
+        if kind in ("yarn", "llama3", "longrope"):
+            reaches.append(int(original * factor))
+        elif kind == "dynamic":
+            reaches.append(int(made_for * factor))
+        elif kind == "linear" and before is not None:
+            own = old.get(name, {})
+            reaches.append(int(made_for * factor / (own.get("factor") or 1.0 if own.get("rope_type") == kind else 1.0)))
+    return max(made_for, min(reaches, default=0))
+
+
+def short_reach(text: PretrainedConfig, made_for: int) -> int:
+    """Return the most positions whose angles are the same for every sequence in transformers, too."""
+    for _, rope in parameters(text):
+        if rope["rope_type"] == "longrope":
+            made_for = min(made_for, rope.get("original_max_position_embeddings") or made_for)
+    return made_for
+
+
+def fix_angles(model: nn.Module, text: PretrainedConfig, made_for: int, max_model_len: int) -> bool:
+    """Give every sequence the angles of one of `max_model_len` tokens.  Return whether some depend on that length."""
+    kinds = {rope["rope_type"] for _, rope in parameters(text)} & {"dynamic", "longrope"}
+    if not kinds or max_model_len <= short_reach(text, made_for):
+        return False
+    for module in model.modules():
+        if hasattr(module, "rope_type") and hasattr(module, "config"):
+            _fix(module, max_model_len)
+    log.warning(
+        "max_model_len %d is over the %d tokens up to which this model's rope scaling (%s) changes nothing: every "
+        "sequence is computed as transformers computes one of that length, shorter sequences too",
+        *(max_model_len, short_reach(text, made_for), ", ".join(sorted(kinds))),
+    )
+    return True
+
+
+def _fix(module: nn.Module, max_model_len: int) -> None:
+    """Add the last position to those that a module computes angles of, and drop its angles."""
+    run = module.forward
+
+    def forward(x: Tensor, position_ids: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        last = torch.full_like(position_ids[..., :1], max_model_len - 1)
+        cos, sin = run(x, torch.cat([position_ids, last], -1), *others, **named)
+        return cos[..., :-1, :], sin[..., :-1, :]
+
+    module.forward = forward  # hides the method of the class

@@ -1,0 +1,71 @@
+"""The text part of a multimodal checkpoint, as a causal language model of its own: the rest is neither built nor read.
+
+    config.json  {"model_type": "mistral3", "text_config": {...}, "vision_config": {...}}  ->  config of the text part
+    tensors      language_model.model.layers.0...                                         ->  model.layers.0...
+
+Without images every token of these models has one position on all axes.  So rotary embeddings in several dimensions
+(M-RoPE) turn by the same angles as plain ones, and the text models of Qwen's are Qwen2 and Qwen3.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from engine.executor.models.weights import stored_tensors, weight_files
+
+# Multimodal model type -> causal model type that computes its text; "": the type of its own text config.
+TOWERS = {
+    "aya_vision": "",
+    "gemma3": "",
+    "gemma4": "",
+    "internvl": "",
+    "llama4": "",
+    "llava": "",
+    "llava_onevision": "",
+    "mistral3": "",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
+# Names of tensors in the files -> those of the text model.  The files of newer versions have another order of parts.
+RENAMED = {
+    r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
+}
+# First parts of the names of tensors that only images, sound or video need.
+OTHER_TOWERS = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|embed_vision|image_newline"
+    r"|audio_tower|embed_audio)(\.|$)"
+)
+M_ROPE = ("mrope_section", "mrope_interleaved")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def has_tower(config: PretrainedConfig) -> bool:
+    """Whether a config describes a multimodal model whose text part can be served."""
+    return config.model_type in TOWERS
+
+
+def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
+    """Return the config of the causal model that is the text part of a multimodal one.
+
+    The weight files of `directory`, if any, decide whether the output layer is the embedding: the config names it
+    twice, in two meanings."""
+    text = config.get_text_config()
+    if kind := TOWERS[config.model_type]:
+        described = text.to_dict()
+        described.pop("model_type", None)
+        rope = described.get("rope_parameters") or {}
+        described["rope_parameters"] = {name: value for name, value in rope.items() if name not in M_ROPE}
+        text = AutoConfig.for_model(kind, **described)
+    for name in TOKENS:
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(config, name, None))
+    if text.dtype is None:
+        text.dtype = config.dtype
+    names = stored_tensors(weight_files(directory)) if any(directory.glob("*.safetensors")) else {}
+    text.update({"tie_word_embeddings": not any(re.search(r"(^|\.)lm_head\.weight$", name) for name in names)})
+    return text

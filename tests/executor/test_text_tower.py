@@ -1,0 +1,130 @@
+"""Multimodal checkpoints served for their text: equal to the whole models, of which only the text part is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models import hf, overrides, text_tower
+from engine.executor.models.fused import is_fused
+from engine.tools.models import EQUAL, REFUSED, Verdict, judge, model_class, our_texts, own_texts
+from engine.tools.tiny_checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+FUSED = {"internvl", "llava", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of this size compute no faster with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(directory: Path, family: str, **fields: Any) -> Path:
+    return make_checkpoint(directory / family, family, model_class=model_class(family), **fields)
+
+
+def load(directory: Path, **options: object) -> hf.LoadedModel:
+    return hf.load_model(str(directory), dtype="auto", device=CPU, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", sorted(text_tower.TOWERS.keys() - {"gemma4"}))
+def test_texts_equal_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    assert judge(family, tmp_path / family) == Verdict(family, EQUAL)
+    model = load(tmp_path / family)
+    assert is_fused(model.module) == (family in FUSED)
+    names = " ".join(name for name, _ in model.module.named_modules())
+    assert "vis" not in names
+    assert "multi_modal" not in names
+
+
+def test_gemma4_with_heads_of_one_size(tmp_path: Path) -> None:
+    """The published ones have two sizes, of which one is too large: they are refused by name."""
+    directory = make(tmp_path, "gemma4", text_config={"global_head_dim": 32})
+    wanted = own_texts(directory, model_class=model_class("gemma4"))
+    assert all(texts == wanted for texts in our_texts(directory).values())
+    verdict = judge("gemma4", tmp_path / "published" / "gemma4")
+    assert (verdict.outcome, verdict.reason) == (REFUSED, "gemma4_text: head size 512 is over 256")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("language_model.model.layers.1.self_attn.q_proj.bias", "model.layers.1.self_attn.q_proj.bias"),
+        ("another_tower.norm.weight", "another_tower.norm.weight"),
+    ],
+)
+def test_tensors_of_no_known_part_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    file = make(tmp_path, "mistral3") / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(128)}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"^mistral: the weight files hold {reason}, which the model of this"):
+        load(file.parent)
+
+
+def test_a_missing_tensor_of_the_text_part(tmp_path: Path) -> None:
+    file = make(tmp_path, "qwen2_5_vl") / "model.safetensors"
+    save_file({k: w for k, w in load_file(file).items() if k != "model.norm.weight"}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"the weight files lack model\.norm\.weight$"):
+        load(file.parent)
+
+
+def test_tensors_under_the_names_of_newer_versions(tmp_path: Path) -> None:
+    """Files have language_model.model.layers for what transformers calls model.language_model.layers."""
+    directory = make(tmp_path, "llava")
+    wanted = load(directory).module.state_dict()
+    file = directory / "model.safetensors"
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head."): w
+        for name, w in load_file(file).items()
+    }
+    assert renamed.keys() != load_file(file).keys()
+    save_file(renamed, file, {"format": "pt"})
+    found = load(directory).module.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_fields_of_the_text_at_the_top_of_the_file(tmp_path: Path) -> None:
+    """As files of Qwen2.5-VL have them; a model's card prescribes yarn there."""
+    directory = make(tmp_path, "qwen2_5_vl")
+    described = json.loads((directory / "config.json").read_bytes())
+    text = described.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | described | {"rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
+    (directory / "config.json").write_text(json.dumps(flat))
+    assert load(directory).max_model_len == 512
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    model = load(directory, hf_overrides=json.dumps({"rope_scaling": yarn}), max_model_len=1024)
+    assert model.max_model_len == 1024
+    rope = model.module.config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 2.0, 10_000.0)
+    whole = overrides.load_config(directory, {"rope_scaling": yarn}).get_text_config()
+    assert whole.rope_parameters["mrope_section"] == scaling["mrope_section"]
+
+
+def test_a_field_of_the_text_part_is_named_with_it(tmp_path: Path) -> None:
+    directory = make(tmp_path, "mistral3")
+    assert load(directory, hf_overrides='{"text_config": {"rms_norm_eps": 0.001}}').module.config.rms_norm_eps == 0.001
+    with pytest.raises(ModelLoadError, match=r"mistral3 has no rms_norm_eps; its text part has: text_config\.rms_norm"):
+        load(directory, hf_overrides='{"rms_norm_eps": 0.001}')
+
+
+def test_llama4_is_served_within_one_chunk(tmp_path: Path) -> None:
+    """There its chunked attention sees all, and its temperature, which depends on the place in the batch, is one."""
+    text = {"attention_chunk_size": 64, "floor_scale": 60, "max_position_embeddings": 512}
+    directory = make(tmp_path, "llama4", text_config=text)
+    assert load(directory).max_model_len == 59
+    with pytest.raises(ModelLoadError, match=r"max_model_len 60 is over the 59 positions llama4_text can serve"):
+        load(directory, max_model_len=60)
+    assert not load(directory).module.config.attn_temperature_tuning
