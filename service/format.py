@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from engine.wire.messages import TokenLogprob
+from service import beams
 from service.api import Refusal, ValidRequest
 from service.logprobs import Columns, LogprobFormat
 from service.regions import CallDelta, Part, TextDelta
@@ -90,6 +91,8 @@ class Piece(msgspec.Struct):
     reasoning: str = ""  # text of that region
     calls: list[CallDelta] = []
     reasoning_tokens: int = 0  # of the choice so far
+    score: float | None = None  # of an answer that beam search found, with `finish`
+    searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
 
     def ordered(self) -> list[Part]:
@@ -182,6 +185,7 @@ class Format:
         self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
         self._reasoning = [0] * choices  # tokens of it
+        self._searched = 0  # tokens of beams that are in no answer
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -240,9 +244,12 @@ class Format:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        details = {}
         if self._valid.reading is not None:
-            found["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning)}
-        return found
+            details["reasoning_tokens"] = sum(self._reasoning)
+        if self._valid.beams is not None:
+            details["searched_tokens"] = self._searched
+        return {**found, "completion_tokens_details": details} if details else found
 
     @property
     def tokens(self) -> list[int]:
@@ -251,6 +258,7 @@ class Format:
 
     def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
+        self._searched += piece.searched
         if piece.reasoning_tokens:
             self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:
@@ -431,6 +439,8 @@ class Format:
         if whole.logprobs is not None:
             entry["logprobs"] = self._logprobs(whole, with_prompt=True)
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
+        if last.score is not None:
+            entry["score"] = beams.score(last.score)
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
             if not valid.chat:

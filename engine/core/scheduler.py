@@ -348,18 +348,21 @@ class Scheduler:
     def _report_answers(self, group: BeamGroup) -> None:
         """Report the best answers of a search that is done, each whole, and end its beams."""
         request, leader = group.request, group.leader
-        for index in sorted(group.unsent & group.withdrawn):
-            self._cut_short(group.members[index], Finish("cancelled"))
-        for index in sorted(group.unsent - group.withdrawn):
-            seq, answer = group.members[index], group.search.answers[index]
-            tokens, logprobs = answer.path.unroll()
+        found = {index: group.search.answers[index] for index in sorted(group.unsent - group.withdrawn)}
+        paths = {index: answer.path.unroll() for index, answer in found.items()}
+        searched = group.take_computed() - sum(len(tokens) for tokens, _ in paths.values())
+        for index, answer in found.items():
+            seq, (tokens, logprobs) = group.members[index], paths[index]
             reason: FinishReason = "stop" if answer.stopped else "length"
-            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score)
+            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score, searched=searched)
+            searched = 0
             scored = [TokenLogprob(logprob) for logprob in logprobs] if request.sampling.logprobs >= 0 else None
             delta = Delta(request.id, 0, tokens, finish, index, scored, leader.cached_tokens)
             self.report.deltas[request.gateway].append(delta)
             self.report.record("first", seq)
             self.report.record("ended", seq, len(tokens), reason)
+        for index in sorted(group.unsent & group.withdrawn):
+            self._cut_short(group.members[index], Finish("cancelled"))
         group.unsent.clear()
         for seq in self.requests.unfinished(request.id):
             self._end(seq, "stop")
@@ -368,6 +371,8 @@ class Scheduler:
         """End a sequence that could have gone on, with a Finish for the client."""
         if self.beams.awaited(seq):
             self.admission.forecast.learn(seq, ended=False)
+            if searched := self.beams.take_computed(seq):
+                finish = Finish(finish.reason, message=finish.message, searched=searched)
             self.report.finish(seq, finish)
         self._end(seq, finish.reason)
 
