@@ -26,7 +26,7 @@ from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Limits, Outputs
-from engine.core.occupancy import used_positions, wasted_positions
+from engine.core.occupancy import shared_fraction, used_positions, wasted_positions
 from engine.core.open_requests import OpenRequests, refusal
 from engine.core.plan import StepPlan, StepResult
 from engine.core.plan_builder import PlanBuilder
@@ -300,6 +300,10 @@ class Scheduler:
     def wasted_positions(self) -> int:
         """KV positions allocated that hold no token.  O(sequences)."""
         return wasted_positions(self.live(), self.batch.step + 1, self.pool.block_size)
+
+    def shared_fraction(self) -> float:
+        """1 - blocks held / entries of all block tables; 0: nothing is shared.  O(sequences)."""
+        return shared_fraction(self.live(), self.pool.total - self.pool.available)
 
     # -------------------------------------------------------------------------------------------------------- endings
 
