@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from engine.wire.messages import PRIORITIES, Beams, Generate, Sampling
+from service import best_of
 from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
@@ -163,6 +164,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
     beams: Beams | None = None  # the answers are searched, not sampled
+    best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
+    hide_logprobs: bool = False  # log probabilities only rank the continuations
 
     @property
     def width(self) -> int:
@@ -413,11 +416,11 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     sampling, n, constraint = _sampling(body, config, served.defaults), _int("n", body.n, 1, config), _constraint(body)
     if (beams := beams_of(body, n, config)) is not None:
         sampling = searched(sampling, constraint.param if constraint is not None else "")
-    elif body.best_of is not None and body.best_of != n:
-        raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", n, body.best_of)
+    made = n if beams is not None else best_of.computed(body.best_of, n, stream=bool(body.stream), config=config)
     return {
         "sampling": sampling,
-        "n": n,
+        "n": made,
+        "best": n if made > n else 0,
         "beams": beams,
         "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
@@ -496,7 +499,7 @@ def parse_completion(
         special=_or(asked.add_special_tokens, True),
         chat=False,
         unknown=unknown,
-        **fields,
+        **best_of.with_scores(fields),
     )
 
 
@@ -558,7 +561,7 @@ def chat_request(
         echo=False,
         chat=True,
         unknown=unknown,
-        **fields,
+        **best_of.with_scores(fields),
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import msgspec
 
 from engine.wire.messages import TokenLogprob
-from service import beams
+from service import beams, best_of
 from service.api import Refusal, ValidRequest
 from service.logprobs import Columns, LogprobFormat
 from service.regions import CallDelta, Part, TextDelta
@@ -391,10 +392,10 @@ class Format:
             self._count(piece)
             by_choice[piece.choice].append(piece)
         parts, separator, scores = [self._open], b',"choices":[', b"null"
-        for at, found in enumerate(by_choice):
-            joined = self._joined(at, found)
+        for index, (at, joined) in enumerate(self._returned(by_choice)):
             await self.prepare(joined, with_prompt=True)
-            entry = self._choice(joined, found[-1])
+            entry = self._choice(joined, by_choice[at][-1])
+            entry["index"] = index
             if self._valid.prompt_logprobs:
                 prompt = self._prompts[at // self._valid.n].token_ids
                 scores = await self._scores.prompt(prompt, joined.prompt_logprobs or [])
@@ -409,6 +410,21 @@ class Format:
             parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
         parts.append(b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
+
+    def _returned(self, by_choice: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
+        """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
+        valid = self._valid
+        for first in range(0, len(by_choice), valid.n):
+            places = list(range(valid.n))
+            if valid.best:
+                group = by_choice[first : first + valid.n]
+                logprobs = [[one.logprob for part in found for one in part.logprobs or ()] for found in group]
+                places = best_of.likeliest(logprobs, valid.best)
+            for at in places:
+                joined = self._joined(first + at, by_choice[first + at])
+                if valid.hide_logprobs:
+                    joined.logprobs = joined.offsets = None
+                yield first + at, joined
 
     def _joined(self, choice: int, parts: list[Piece]) -> Piece:
         """Return all pieces of a choice as one."""

@@ -92,7 +92,9 @@ def test_a_value_out_of_range_is_named_with_its_limit(
     ("call", "fields", "param", "code"),
     [
         (completion, {"suffix": "x"}, "suffix", "unsupported"),
-        (completion, {"best_of": 2}, "best_of", "unsupported"),
+        (completion, {"best_of": 2, "stream": True}, "best_of", "unsupported"),
+        (completion, {"best_of": 129}, "best_of", "invalid_value"),
+        (chat, {"n": 3, "best_of": 2}, "best_of", "invalid_value"),
         (completion, {"logprobs": 21}, "logprobs", "invalid_value"),
         (completion, {"prompt": []}, "prompt", "empty_prompt"),
         (completion, {"prompt": [[1], []]}, "prompt", "empty_prompt"),

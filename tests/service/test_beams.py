@@ -11,6 +11,7 @@ from engine.wire.messages import Beams, EngineLoad, Sampling
 from service import api
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.beams import NOT_WITH, ONLY_WITH, queue_extra, require_beams
+from service.best_of import likeliest
 from service.config import GatewayConfig
 from tests.service.fakes import a_load
 
@@ -210,3 +211,19 @@ def test_an_engine_that_leaves_need_not_search() -> None:
 
 def test_a_search_counts_a_block_for_each_further_beam() -> None:
     assert [queue_extra(beams, 16) for beams in (None, Beams(1), Beams(4))] == [0, 0, 48]
+
+
+def test_the_likeliest_answers_are_first() -> None:
+    assert likeliest([[-1.0, -3.0], [-1.5], [], [-2.0, -2.0, -2.0]], 3) == [1, 0, 3]
+
+
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_a_choice_among_samples_asks_for_their_log_probabilities(parse: Any) -> None:
+    valid = parse(n=2, best_of=5)
+    assert (valid.n, valid.best, valid.sampling.logprobs, valid.hide_logprobs) == (5, 2, 0, True)
+    assert parse(n=2, best_of=2) == parse(n=2)
+
+
+def test_asked_log_probabilities_of_a_choice_among_samples_are_shown() -> None:
+    valid = completion(best_of=5, logprobs=3)
+    assert (valid.n, valid.best, valid.sampling.logprobs, valid.hide_logprobs) == (5, 1, 3, False)

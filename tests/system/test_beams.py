@@ -143,6 +143,25 @@ async def test_several_prompts_and_chats_are_searched_too(served: Served, client
     assert scores == sorted(scores, reverse=True)
 
 
+async def test_the_best_of_sampled_answers_are_those_with_the_highest_mean(
+    served: Served, client: aiohttp.ClientSession
+) -> None:
+    how: dict[str, Any] = {"prompt": [PROMPT, PROMPT[:9]], "seed": 5, "max_tokens": 12}
+    every = (await ask(client, served, n=5, **how, **SHOWN))["choices"]
+    found = await ask(client, served, n=2, best_of=5, return_token_ids=True, **how)
+
+    def mean(choice: dict[str, Any]) -> float:
+        logprobs: list[float] = choice["logprobs"]["token_logprobs"]
+        return sum(logprobs) / len(logprobs)
+
+    best = [choice for at in (0, 5) for choice in sorted(every[at : at + 5], key=mean, reverse=True)[:2]]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert [choice["token_ids"] for choice in found["choices"]] == [choice["token_ids"] for choice in best]
+    assert [choice["text"] for choice in found["choices"]] == [choice["text"] for choice in best]
+    assert all(choice["logprobs"] is None for choice in found["choices"])
+    assert found["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in every)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "limit", "given"),
     [
