@@ -3,7 +3,7 @@
 
 # Read by msgspec, with getattr by name, or by a client of the JSON that they become.
 _.structured_outputs, _.guided_json, _.guided_regex, _.guided_choice, _.guided_grammar  # service/api.py: refused fields
-_.use_beam_search, _.bad_words, _.audio, _.logits_processors
+_.beam_width, _.num_beams, _.bad_words, _.audio, _.logits_processors
 _.tool_call_id
 # service/messages.py, service/responses.py: harmless and refused fields of foreign formats.
 _.signature, _.cache_control, _.citations, _.service_tier, _.inference_geo, _.safety_identifier
@@ -13,6 +13,7 @@ _.prompt_cache_key, _.prompt_cache_retention, _.prompt_cache_options
     _.max_messages,
     _.max_prompts,
     _.max_n,
+    _.max_beam_width,
     _.max_choices,
     _.max_logprobs,
     _.max_logprob_entries,

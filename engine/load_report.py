@@ -117,4 +117,5 @@ class LoadReport:
             yield_tokens=yield_tokens,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
+            beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
         )

@@ -151,6 +151,7 @@ class Engine:
             orders=orders,
             totals=self.core.report.totals,
             count_wasted_slots=self.core.wasted_positions,
+            measure_sharing=self.core.shared_fraction,
         )
 
     def _plan(self, record: TurnRecord) -> None:

@@ -76,7 +76,7 @@ class Telemetry(Collector):
         self.steps = StepTimes()
         self.load = NO_LOAD
         self.totals = Totals()
-        self.wasted_slots, self._wasted_at = 0, 0.0
+        self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
         self.warm_prefixes, self.warm_tokens, self.warm_s = 0, 0, 0.0
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
@@ -122,6 +122,7 @@ class Telemetry(Collector):
         self._turned = now = marks[-1]
         if now - self._wasted_at >= WASTE_S:
             self.wasted_slots, self._wasted_at = record.count_wasted_slots(), now
+            self.shared_fraction = record.measure_sharing()
         if record.resumed_s and self.takeover:
             self.start_s.setdefault("recompute", record.resumed_s)
 
@@ -251,6 +252,13 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "quire_kv_wasted_slots", "gauge", "Token slots in used KV blocks that hold no token.", lambda t: t.wasted_slots
+    ),
+    Row(
+        "quire_kv_shared_fraction",
+        "gauge",
+        "Fraction of the entries of all block tables, 0 to 1, that need no KV block of their own: another entry names "
+        "the same block.  Forks, beams and cached prefixes share blocks.",
+        lambda t: t.shared_fraction,
     ),
     Row(
         "quire_kv_blocks_released",

@@ -39,7 +39,9 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     idle: bool = False  # no request is here after this turn
     draining: bool = False
     resumed_s: float = 0.0  # > 0: seconds until all requests of an earlier engine were computed again, just now
-    count_wasted_slots: Callable[[], int]  # looks at every sequence, so not to be called in every turn
+    # These look at every sequence, so they are not to be called in every turn.
+    count_wasted_slots: Callable[[], int]
+    measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables
 
 
 class Observer(Protocol):

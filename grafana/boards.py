@@ -203,6 +203,12 @@ engine = Board(
                 text="Paging wastes half a block a sequence on average: 4 % at 190 tokens a sequence.",
             ),
             Panel(
+                "Shared blocks, of all entries of block tables",
+                {"{{engine}}": "max by (engine) (quire_kv_shared_fraction)"},
+                "percentunit",
+                text="What forks, beams and cached prefixes save: 1 - blocks held / entries of all tables.",
+            ),
+            Panel(
                 "Blocks released and copied",
                 {
                     "released": rate("quire_kv_blocks_released_total"),

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import msgspec
 
 from engine.wire.layout import STALE_MS
-from engine.wire.messages import EngineLoad
+from engine.wire.messages import Beams, EngineLoad
 from engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
 from service.api import EngineLimits, Refusal
+from service.beams import require_beams
 from service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
@@ -41,13 +42,14 @@ NEVER = -ANY_TOKENS  # a bound that no queue keeps
 class Cost(msgspec.Struct, frozen=True):
     """What a request needs, and by when."""
 
-    prompt_tokens: int  # over all its prompts; continuations share them
+    prompt_tokens: int  # over all its prompts, as the queue counts them; continuations share them
     timeout_s: float  # > 0: seconds from now to its deadline
     least_tokens: int = 1  # output tokens of a continuation before it may end by itself
     tenant: str = ""
     weight: float = 1.0
     longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
-    continuations: int = 1  # over all its prompts
+    continuations: int = 1  # over all its prompts; beams count, returned or not
+    extra_tokens: int = 0  # of each prompt, included in `prompt_tokens`: see QueueBounds
 
     @property
     def size_class(self) -> int:
@@ -65,11 +67,14 @@ class Decision(msgspec.Struct, frozen=True):
     late_wait_s: float | None
 
 
-def limits(fleet: Fleet) -> EngineLimits:
-    """Return the smallest of each limit over the live engines.  Raises Refusal(503) without an engine."""
+def limits(fleet: Fleet, beams: Beams | None = None) -> EngineLimits:
+    """Return the smallest of each limit over the live engines.
+
+    Raises Refusal(503) without an engine, and as `require_beams` where they cannot search with `beams`."""
     engines = fleet.engines
     if not engines:
         raise Refusal(503, "no_engine", "no engine is running", retry_after_s=5.0)
+    require_beams(beams, engines)
     return EngineLimits(
         max_model_len=min(load.max_model_len for load in engines),
         vocab_size=min(load.vocab_size for load in engines),
@@ -263,6 +268,7 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
         config.max_queued,
         config.max_queued_mib * 2**20,
         cost.size_class,
+        cost.extra_tokens,
     )
     return Decision(bounds, supply.wait_s(missing), supply.wait_s(late_missing))
 

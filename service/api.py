@@ -17,7 +17,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from engine.wire.messages import PRIORITIES, Generate, Sampling
+from engine.wire.messages import PRIORITIES, Beams, Generate, Sampling
+from service import best_of
+from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
 from service.grammar import Constraint, NotServed, asked
@@ -52,7 +54,7 @@ class StreamOptions(msgspec.Struct):
 _INNER = {"stream_options": frozenset(StreamOptions.__struct_fields__)}
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class _Common(BeamFields, kw_only=True):
     """Fields of both endpoints.  Null means absent but for `max_tokens`.  `fields.py` has what is not declared here."""
 
     model: str | None = None
@@ -98,7 +100,6 @@ class CompletionBody(_Common, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -162,6 +163,14 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()  # until `sampling.logit_bias` forbids them
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
+    beams: Beams | None = None  # the answers are searched, not sampled
+    best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
+    hide_logprobs: bool = False  # log probabilities only rank the continuations
+
+    @property
+    def width(self) -> int:
+        """Continuations that are computed for each prompt: beams, of which `n` are returned, or `n`."""
+        return self.beams.width if self.beams is not None else self.n
 
     def least_tokens(self, room: int) -> int:
         """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
@@ -404,9 +413,15 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     if body.truncate_prompt_tokens not in (None, -1):
         check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
+    sampling, n, constraint = _sampling(body, config, served.defaults), _int("n", body.n, 1, config), _constraint(body)
+    if (beams := beams_of(body, n, config)) is not None:
+        sampling = searched(sampling, constraint.param if constraint is not None else "")
+    made = n if beams is not None else best_of.computed(body.best_of, n, stream=bool(body.stream), config=config)
     return {
-        "sampling": _sampling(body, config, served.defaults),
-        "n": _int("n", body.n, 1, config),
+        "sampling": sampling,
+        "n": made,
+        "best": n if made > n else 0,
+        "beams": beams,
         "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
         "stop": stop,
         "bad_words": tuple(body.bad_words or ()),
@@ -424,7 +439,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal"), config),
-        "constraint": _constraint(body),
+        "constraint": constraint,
     }
 
 
@@ -466,12 +481,12 @@ def parse_completion(
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
     check("choices", len(prompts) * fields["n"], config)
-    if asked.best_of is not None and asked.best_of != fields["n"]:
-        raise _bad("unsupported", "best_of: only a value equal to n is served", "best_of", fields["n"], asked.best_of)
     if asked.logprobs is not None:
         logprobs = _int("logprobs", asked.logprobs, 0, config)
         prompt_logprobs = fields["sampling"].prompt_logprobs
         if asked.echo and prompt_logprobs < 0:
+            if fields["beams"] is not None:
+                raise unserved("echo", "log probabilities of the prompt are not reported")
             prompt_logprobs = logprobs
         fields["sampling"] = msgspec.structs.replace(
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
@@ -484,7 +499,7 @@ def parse_completion(
         special=_or(asked.add_special_tokens, True),
         chat=False,
         unknown=unknown,
-        **fields,
+        **best_of.with_scores(fields),
     )
 
 
@@ -535,15 +550,18 @@ def chat_request(
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     messages = plain_messages(asked.messages, config)
+    options = chat_options(asked, messages, config)
+    if fields["beams"] is not None:
+        refuse_calls(options)
     return ValidRequest(
         prompts=[],
         messages=messages,
-        options=chat_options(asked, messages, config),
+        options=options,
         max_tokens=max_tokens,
         echo=False,
         chat=True,
         unknown=unknown,
-        **fields,
+        **best_of.with_scores(fields),
     )
 
 
@@ -608,6 +626,10 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
             message = f"min_tokens: at most max_tokens, {room}, got {sampling.min_tokens}"
             raise _bad("invalid_value", message, "min_tokens", room, sampling.min_tokens)
         rooms.append(room)
+    if valid.beams is not None:
+        blocks, size = limits.total_blocks, limits.block_size
+        bounded = valid.max_tokens is not None
+        return fit_beams(valid.beams, [*map(len, encoded)], rooms, blocks=blocks, size=size, bounded=bounded)
     return rooms
 
 
@@ -709,6 +731,7 @@ def generates(
             tenant=tenant,
             weight=weight,
             queued_ms=queued_ms,
+            beams=valid.beams,
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
     ]

@@ -249,6 +249,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "gateway and 2 to 6 characters of every event id, which a client that resumes sends in a header.",
         ),
     ] = 1024
+    max_beam_width: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Beams of one search, returned or not. Each takes a slot of an engine (`--max-seqs`) and the "
+            "KV blocks of a sequence, less those that it shares. Lower it where one search should not fill an engine.",
+        ),
+    ] = 128
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="Alternatives reported per token.")] = 20
     max_logprob_entries: Annotated[
         int,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import msgspec
 
 from engine.wire.messages import TokenLogprob
+from service import beams, best_of
 from service.api import Refusal, ValidRequest
 from service.logprobs import Columns, LogprobFormat
 from service.regions import CallDelta, Part, TextDelta
@@ -90,6 +92,8 @@ class Piece(msgspec.Struct):
     reasoning: str = ""  # text of that region
     calls: list[CallDelta] = []
     reasoning_tokens: int = 0  # of the choice so far
+    score: float | None = None  # of an answer that beam search found, with `finish`
+    searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
 
     def ordered(self) -> list[Part]:
@@ -182,6 +186,7 @@ class Format:
         self._wants_usage = valid.include_usage
         self._cached = [0] * len(prompts)
         self._reasoning = [0] * choices  # tokens of it
+        self._searched = 0  # tokens of beams that are in no answer
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -240,9 +245,12 @@ class Format:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        details = {}
         if self._valid.reading is not None:
-            found["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning)}
-        return found
+            details["reasoning_tokens"] = sum(self._reasoning)
+        if self._valid.beams is not None:
+            details["searched_tokens"] = self._searched
+        return {**found, "completion_tokens_details": details} if details else found
 
     @property
     def tokens(self) -> list[int]:
@@ -251,6 +259,7 @@ class Format:
 
     def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
+        self._searched += piece.searched
         if piece.reasoning_tokens:
             self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:
@@ -383,10 +392,10 @@ class Format:
             self._count(piece)
             by_choice[piece.choice].append(piece)
         parts, separator, scores = [self._open], b',"choices":[', b"null"
-        for at, found in enumerate(by_choice):
-            joined = self._joined(at, found)
+        for index, (at, joined) in enumerate(self._returned(by_choice)):
             await self.prepare(joined, with_prompt=True)
-            entry = self._choice(joined, found[-1])
+            entry = self._choice(joined, by_choice[at][-1])
+            entry["index"] = index
             if self._valid.prompt_logprobs:
                 prompt = self._prompts[at // self._valid.n].token_ids
                 scores = await self._scores.prompt(prompt, joined.prompt_logprobs or [])
@@ -401,6 +410,21 @@ class Format:
             parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
         parts.append(b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
+
+    def _returned(self, by_choice: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
+        """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
+        valid = self._valid
+        for first in range(0, len(by_choice), valid.n):
+            places = list(range(valid.n))
+            if valid.best:
+                group = by_choice[first : first + valid.n]
+                logprobs = [[one.logprob for part in found for one in part.logprobs or ()] for found in group]
+                places = best_of.likeliest(logprobs, valid.best)
+            for at in places:
+                joined = self._joined(first + at, by_choice[first + at])
+                if valid.hide_logprobs:
+                    joined.logprobs = joined.offsets = None
+                yield first + at, joined
 
     def _joined(self, choice: int, parts: list[Piece]) -> Piece:
         """Return all pieces of a choice as one."""
@@ -431,6 +455,8 @@ class Format:
         if whole.logprobs is not None:
             entry["logprobs"] = self._logprobs(whole, with_prompt=True)
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
+        if last.score is not None:
+            entry["score"] = beams.score(last.score)
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
             if not valid.chat:

@@ -29,6 +29,7 @@ from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from service import admission, api, messages, responses, resume, sse
 from service.api import Refusal
 from service.background import Background, Job
+from service.beams import queue_extra
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
@@ -288,22 +289,23 @@ class Handlers:
             priority=valid.priority if priority is None else priority,
             unknown=(),
         )
-        limits = admission.limits(streams.fleet)
+        limits = admission.limits(streams.fleet, valid.beams)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
         valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
-        prompt_tokens = sum(map(len, encoded))
+        prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
         cost = admission.Cost(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=prompt_tokens + extra * len(encoded),
             timeout_s=valid.timeout_s,
             least_tokens=min(map(valid.least_tokens, rooms)),
             tenant=tenant.name,
             weight=tenant.weight,
             longest_wait_s=longest_wait_s,
-            continuations=valid.n * len(encoded),
+            continuations=valid.width * len(encoded),
+            extra_tokens=extra,
         )
         now_ms = streams.redis_ms()
         request_id = resume.new_id(prefix, now_ms)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import PRIORITIES
+from engine.wire.messages import LENGTH_PENALTIES, PRIORITIES
 from service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
@@ -155,6 +155,8 @@ LIMITS: dict[str, Limit] = {
     ),
     "n": Limit("n", "continuations of each prompt", 1, option="max_n"),
     "choices": Limit("n", "continuations of all prompts together", option="max_choices", entries=True, code="too_many"),
+    "beam_width": Limit("beam_width, num_beams, best_of", "beams of one search", 1, option="max_beam_width"),
+    "length_penalty": Limit("length_penalty", "exponent of an answer's length", *LENGTH_PENALTIES),
     "max_tokens": Limit("max_tokens", "tokens of each continuation; -1: what fits; 0 with `echo`", 1, WHOLE),
     "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation; -1: what fits", 1, WHOLE),
     "thinking_token_budget": Limit("thinking_token_budget", "tokens between the markers of reasoning", 0, WHOLE),

@@ -127,12 +127,12 @@ def duration(ms: float) -> str:
 
 def _prompts(quota: Quota, orders: Sequence[Generate], *, bounded: bool) -> list[tuple[int, int]]:
     """Return (tokens, most output tokens) of each prompt.  Raises Refusal(400) for more than the bucket ever holds."""
-    prompts = [(len(order.token_ids), order.n * order.max_new_tokens) for order in orders]
+    prompts = [(len(order.token_ids), order.width * order.max_new_tokens) for order in orders]
     limit = quota.tokens_per_minute
     if limit is None:
         return prompts
     size, output = (sum(column) for column in zip(*prompts, strict=True))
-    asked = size + output if bounded else size + sum(order.n for order in orders)
+    asked = size + output if bounded else size + sum(order.width for order in orders)
     if asked > limit:
         message = f"prompt and max_tokens: this key may use {limit} tokens a minute, but {asked} were asked for at once"
         raise Refusal(400, "quota_exceeded_by_request", message, param="max_tokens", limit=limit, given=asked)

@@ -302,9 +302,7 @@ def _read(
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting)
         piece.text += stream.finish()
-        piece.finish = finish.reason
-        if finish.stop_token in valid.sampling.stop_token_ids:
-            piece.stop_reason = finish.stop_token
+        _add_finish(piece, finish, valid)
     if stream.matched is not None:
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
@@ -312,6 +310,19 @@ def _read(
     if valid.max_tokens == 0:
         _drop_output(piece)
     return piece
+
+
+def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest) -> None:
+    piece.finish = finish.reason
+    if finish.stop_token in valid.sampling.stop_token_ids:
+        piece.stop_reason = finish.stop_token
+    _add_search(piece, finish, valid)
+
+
+def _add_search(piece: Piece, finish: Finish | None, valid: ValidRequest) -> None:
+    """Add what beam search says of an answer."""
+    if valid.beams is not None and finish is not None:
+        piece.score, piece.searched = finish.score, finish.searched
 
 
 def _drop_output(piece: Piece) -> None:
@@ -338,15 +349,14 @@ def _read_regions(
     if stream.complete:  # the engine computed some more before it was stopped
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
+        _add_search(piece, finish, valid)
     elif finish is not None:
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting)
         if hides_last and tokens:
             stream.count_hidden()
         piece.text += stream.finish(cut=finish.reason == "length")
-        piece.finish = finish.reason
-        if finish.stop_token in valid.sampling.stop_token_ids:
-            piece.stop_reason = finish.stop_token
+        _add_finish(piece, finish, valid)
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"
     piece.parts = stream.take()

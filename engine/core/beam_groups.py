@@ -34,7 +34,7 @@ from engine.core.beams import BeamSearch, Child, Row
 from engine.core.blocks import BlockPool
 from engine.core.limits import Limits
 from engine.core.sequence import Sequence, State
-from engine.wire.messages import Generate, Sampling
+from engine.wire.messages import LENGTH_PENALTIES, Generate, Sampling
 
 
 class BeamGroup:
@@ -47,6 +47,7 @@ class BeamGroup:
         self.unsent = set(range(request.n)) - answered  # answers that the client waits for
         self.withdrawn: set[int] = set()  # of these, answers that it has cancelled
         self.order = list(members)  # as in `search.running`
+        self._computed = 0  # beams' tokens that no Finish has reported
         self.rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
         # Sequences whose tables the executor does not know, with the tables that it does; None: the slot has none.
         self.moved: dict[int, list[int] | None] = {}
@@ -76,7 +77,13 @@ class BeamGroup:
         """Let the search choose the next beams.  Empty: it is done."""
         asked = self.order if self.search.started else [self.leader]
         rows, self.rows = [self.rows[seq.index] for seq in asked], {}
+        self._computed += self.search.width
         return self.search.advance(rows)
+
+    def take_computed(self) -> int:
+        """Return the tokens computed in all beams since the last call.  Their tenant is charged once."""
+        computed, self._computed = self._computed, 0
+        return computed
 
 
 class BeamGroups:
@@ -101,8 +108,10 @@ class BeamGroups:
             return f"the beam width is {beams.width}; it must be {request.n} (n) to {limits.max_seqs} (slots) here"
         if reason := unsupported(request.sampling):
             return f"{reason} does not go with beam search"
-        shared = len(request.token_ids) // size
-        blocks = shared + beams.width * (-(-limit // size) - shared)
+        least, most = LENGTH_PENALTIES
+        if not least <= beams.length_penalty <= most:  # true for NaN
+            return f"length_penalty is {beams.length_penalty}; it must be {least:g} to {most:g}"
+        blocks = beams.most_blocks(len(request.token_ids), limit, size)
         if blocks > self._pool.total:
             return (
                 f"{beams.width} beams of {limit} tokens, prompt included, take {blocks} blocks; "
@@ -146,6 +155,10 @@ class BeamGroups:
         """Whether the client waits for an answer of this index."""
         group = self._groups.get(seq.request.id)
         return group is None or seq.index in group.unsent
+
+    def take_computed(self, seq: Sequence) -> int:
+        """Return the tokens that the beams of its group computed and no Finish has reported; 0: it has no group."""
+        return group.take_computed() if (group := self._groups.get(seq.request.id)) else 0
 
     def candidates(self, seq: Sequence) -> int:
         """Likeliest tokens to ask for with the last known token of a sequence; 0: it has no beams."""

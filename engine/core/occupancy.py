@@ -25,3 +25,12 @@ def wasted_positions(live: Iterable[Sequence], step: int, block_size: int) -> in
         if seq.table:
             open_ends[seq.table[-1]] = len(seq.table) * block_size - seq.computed_before(step)
     return sum(open_ends.values())
+
+
+def shared_fraction(live: Iterable[Sequence], held: int) -> float:
+    """Return 1 - blocks held / entries of all block tables, from 0: nothing is shared.  O(sequences).
+
+    Forks, beams and cached prefixes share blocks; `held` counts each block once.  Source: section 6.3 of Kwon et al.,
+    "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023."""
+    entries = sum(len(seq.table) for seq in live)
+    return max(0.0, 1 - held / entries) if entries else 0.0

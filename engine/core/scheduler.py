@@ -26,7 +26,7 @@ from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Limits, Outputs
-from engine.core.occupancy import used_positions, wasted_positions
+from engine.core.occupancy import shared_fraction, used_positions, wasted_positions
 from engine.core.open_requests import OpenRequests, refusal
 from engine.core.plan import StepPlan, StepResult
 from engine.core.plan_builder import PlanBuilder
@@ -301,6 +301,10 @@ class Scheduler:
         """KV positions allocated that hold no token.  O(sequences)."""
         return wasted_positions(self.live(), self.batch.step + 1, self.pool.block_size)
 
+    def shared_fraction(self) -> float:
+        """1 - blocks held / entries of all block tables; 0: nothing is shared.  O(sequences)."""
+        return shared_fraction(self.live(), self.pool.total - self.pool.available)
+
     # -------------------------------------------------------------------------------------------------------- endings
 
     def _enqueue_group(self, group: list[Sequence]) -> None:
@@ -348,18 +352,21 @@ class Scheduler:
     def _report_answers(self, group: BeamGroup) -> None:
         """Report the best answers of a search that is done, each whole, and end its beams."""
         request, leader = group.request, group.leader
-        for index in sorted(group.unsent & group.withdrawn):
-            self._cut_short(group.members[index], Finish("cancelled"))
-        for index in sorted(group.unsent - group.withdrawn):
-            seq, answer = group.members[index], group.search.answers[index]
-            tokens, logprobs = answer.path.unroll()
+        found = {index: group.search.answers[index] for index in sorted(group.unsent - group.withdrawn)}
+        paths = {index: answer.path.unroll() for index, answer in found.items()}
+        searched = group.take_computed() - sum(len(tokens) for tokens, _ in paths.values())
+        for index, answer in found.items():
+            seq, (tokens, logprobs) = group.members[index], paths[index]
             reason: FinishReason = "stop" if answer.stopped else "length"
-            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score)
+            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score, searched=searched)
+            searched = 0
             scored = [TokenLogprob(logprob) for logprob in logprobs] if request.sampling.logprobs >= 0 else None
             delta = Delta(request.id, 0, tokens, finish, index, scored, leader.cached_tokens)
             self.report.deltas[request.gateway].append(delta)
             self.report.record("first", seq)
             self.report.record("ended", seq, len(tokens), reason)
+        for index in sorted(group.unsent & group.withdrawn):
+            self._cut_short(group.members[index], Finish("cancelled"))
         group.unsent.clear()
         for seq in self.requests.unfinished(request.id):
             self._end(seq, "stop")
@@ -368,6 +375,8 @@ class Scheduler:
         """End a sequence that could have gone on, with a Finish for the client."""
         if self.beams.awaited(seq):
             self.admission.forecast.learn(seq, ended=False)
+            if searched := self.beams.take_computed(seq):
+                finish = Finish(finish.reason, message=finish.message, searched=searched)
             self.report.finish(seq, finish)
         self._end(seq, finish.reason)
 

@@ -43,6 +43,7 @@ class Sequence(msgspec.Struct, eq=False):
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
     queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
+    queued_forks: int = 0  # blocks of its siblings that the queue counts
     slot: int = -1  # its place in the executor's batch; -1: none
     table: list[int] = []
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`

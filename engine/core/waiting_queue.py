@@ -16,6 +16,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined
+        self.fork_blocks = 0  # that their siblings take as they start, likewise
         self._queue: deque[Sequence] = deque()
 
     def __len__(self) -> int:
@@ -27,8 +28,9 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         """Insert at the sequence's place.  O(1) at the end of the queue, else O(sequences)."""
         seq.state = State.WAITING
-        seq.queued_tokens = seq.known
-        self.tokens += seq.known
+        seq.queued_tokens, seq.queued_forks = seq.known, seq.sibling_blocks
+        self.tokens += seq.queued_tokens
+        self.fork_blocks += seq.queued_forks
         queue, place = self._queue, _place(seq)
         if not queue or _place(queue[-1]) < place:
             queue.append(seq)
@@ -39,12 +41,15 @@ class WaitingQueue:
         """Take a waiting sequence out."""
         self._queue.remove(seq)
         self.tokens -= seq.queued_tokens
-        seq.queued_tokens = 0
+        self.fork_blocks -= seq.queued_forks
+        seq.queued_tokens = seq.queued_forks = 0
 
     def check(self) -> None:
-        """Raise AccountingError unless the token count agrees with the queue."""
+        """Raise AccountingError unless the counts agree with the queue."""
         if self.tokens != sum(seq.queued_tokens for seq in self._queue):
             raise AccountingError(f"{self.tokens} tokens are counted as waiting")
+        if self.fork_blocks != sum(seq.queued_forks for seq in self._queue):
+            raise AccountingError(f"{self.fork_blocks} blocks are counted for siblings of waiting sequences")
 
 
 def _place(seq: Sequence) -> tuple[bool, tuple[int, tuple[int, int]]]:

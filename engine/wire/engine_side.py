@@ -161,7 +161,8 @@ class EngineSide:
         for _, batch in batches:
             for delta in batch.deltas:
                 if (tenant := self._tenants.get(delta.id)) is not None:
-                    produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids)
+                    searched = delta.finish.searched if delta.finish is not None else 0
+                    produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids) + searched
         logged = self._journal.due(batches)
         words = self._batch_words(batches, tail=not logged.whole)
         sent = self.clock.ticks()

@@ -17,6 +17,8 @@ import msgspec
 WIRE_VERSION = 1
 
 PRIORITIES = (-100, 100)  # first and last class; the lower class goes first
+# Of a length penalty.  Within them length ** length_penalty is a finite float32 above 0 for every length up to 10**7.
+LENGTH_PENALTIES = (-5.0, 5.0)
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
@@ -52,6 +54,19 @@ class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
     # True: end with `width` answers.  False: end when no beam of this length beats them.  "never": of any length.
     early_stopping: bool | Literal["never"] = False
 
+    def most_blocks(self, prompt: int, longest: int, block_size: int) -> int:
+        """Return the blocks that a search holds at most.
+
+        `prompt`: tokens of the prompt, whose full blocks all beams share.  `longest`: most tokens of a beam, the prompt
+        included.  `block_size` is in tokens."""
+        shared = prompt // block_size
+        return shared + self.width * (-(-longest // block_size) - shared)
+
+    def longest(self, prompt: int, blocks: int, block_size: int) -> int:
+        """Return the most tokens of a beam, the prompt included, with which a search stays within `blocks`."""
+        shared = prompt // block_size
+        return block_size * (shared + max(0, blocks - shared) // self.width)
+
 
 FOREVER_MS = 2**60  # a deadline that never comes
 
@@ -79,6 +94,11 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     # Beam search: the n best answers, each sent whole, in one delta.  None: answers are sampled.
     beams: Beams | None = None
 
+    @property
+    def width(self) -> int:
+        """Continuations that are computed: beams, of which `n` are returned, or `n`."""
+        return self.beams.width if self.beams is not None else self.n
+
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
     """Stop every continuation of a request, or one.  An unknown or finished one is ignored."""
@@ -96,6 +116,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
     message: str = ""  # for "error": one line a client may see
     score: float = 0.0  # of an answer that beam search found, as Beams has it
+    # Tokens that a beam search computed besides those of its answers; on one Finish of each of its requests.
+    searched: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +187,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     yield_tokens: int = 0
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
     grammars: bool = False  # it honours Sampling.grammar
+    beams: int = 0  # greatest Beams.width that it honours; 0: it has no beam search
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

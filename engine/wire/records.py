@@ -47,6 +47,8 @@ class QueueBounds(msgspec.Struct, frozen=True):
     most_requests: int = 2**53  # that wait, one a prompt
     most_bytes: int = 2**53  # of their payloads
     size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller ones are first in a tenant's on-time lane
+    # What each prompt counts for in the queue besides its own tokens: the blocks that its beams take as they begin.
+    extra_tokens: int = 0
 
 
 class DuplicateRequest(msgspec.Struct, frozen=True):
@@ -115,7 +117,8 @@ class Usage(msgspec.Struct, frozen=True):
 
     request_id: str
     tenant: str
-    generated: int  # output tokens that engines produced for it, as far as its log is kept
+    # Output tokens that engines produced for it, those of all its beams included, as far as its log is kept.
+    generated: int
     delivered: int  # of those, the tokens that were sent to a client
     new: int  # of those, the tokens that no earlier call had counted
 

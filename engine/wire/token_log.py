@@ -83,6 +83,8 @@ class _Output:
             self.fields.append((f"head:{self.index}", _encode((delta.cached_tokens, delta.prompt_logprobs))))
         if delta.finish is not None:
             self.fields.append((f"finish:{self.index}", _encode(delta.finish)))
+            if delta.finish.searched:
+                self.fields.append(("searched", str(delta.finish.searched).encode()))
         return delta.logprobs is not None or len(self.fields) > before
 
 

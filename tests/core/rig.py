@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Container
 from typing import Any
 
+import pytest
+
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.isolation import FAILED_TWICE
 from engine.core.limits import Admission, Allocation, Event, Limits
@@ -208,7 +210,7 @@ class Rig:
         ended = set(self.finishes) - before
         assert {name for name, _ in ended} == ({guilty} if guilty else set())
         for key in ended:
-            assert self.finishes[key] == Finish("error", message=FAILED_TWICE)
+            assert (self.finishes[key].reason, self.finishes[key].message) == ("error", FAILED_TWICE)
             assert {name for name, _ in inside} == {key[0]}
             assert any(earlier.get(one) == known for earlier in self.failures for one, known in inside.items())
         self.failures.append(inside)
@@ -235,6 +237,8 @@ class Rig:
             self.note(event)
         filled, allocated = self.core.used_positions()
         assert self.core.wasted_positions() == allocated - filled
+        tables = [block for seq in self.core.live() for block in seq.table]
+        assert self.core.shared_fraction() == pytest.approx(1 - len({*tables}) / len(tables) if tables else 0.0)
         self.core.auditor.whole()
 
     def note(self, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -104,9 +105,16 @@ def test_cancel_and_deadline_free_everything_before_the_next_plan() -> None:
     rig.submit()
     assert rig.pool.available == rig.pool.total
     rig.run()
-    want = {**dict.fromkeys(((cancelled, 0), (cancelled, 1)), Finish("cancelled"))}
-    want |= dict.fromkeys(((late, 0), (late, 1)), Finish("deadline"))
-    assert rig.finishes == want
+    # The tokens that all beams have computed are charged once, whatever ends the search.
+    computed = rig.finishes[cancelled, 0].searched
+    assert computed > 0
+    assert computed % 3 == 0
+    assert rig.finishes == {
+        (cancelled, 0): Finish("cancelled", searched=computed),
+        (cancelled, 1): Finish("cancelled"),
+        (late, 0): Finish("deadline", searched=computed),
+        (late, 1): Finish("deadline"),
+    }
 
 
 def test_one_answer_is_cancelled_and_the_others_are_found() -> None:
@@ -117,6 +125,36 @@ def test_one_answer_is_cancelled_and_the_others_are_found() -> None:
     rig.core.abort(request, 1)
     rig.run()
     assert [rig.finishes[request, index].reason for index in range(3)] == ["length", "cancelled", "length"]
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_all_tokens_of_all_beams_are_charged(withdrawn: bool) -> None:
+    """Also after a preemption, whose tokens are computed again and not charged again."""
+    rig = Rig()
+    request = rig.add(PROMPT, 6, n=2, beams=Beams(4), ignore_eos=True)
+    step(rig, 4)
+    rig.core.preemption.preempt(rig.core.requests.unfinished(request)[1])
+    if withdrawn:
+        rig.core.abort(request, 0)
+    rig.run()
+    returned = sum(len(tokens) for (name, _), tokens in rig.answers.items() if name == request)
+    assert returned == (6 if withdrawn else 12)
+    searched = sum(rig.finishes[request, index].searched for index in range(2))
+    assert searched + returned == rig.core.report.totals.generated_tokens == 4 * 6
+
+
+def test_a_group_that_waits_counts_the_blocks_of_its_beams() -> None:
+    """What the engine would claim is less by them, so a gateway does not fill the pool twice."""
+    room = []
+    for beams in (None, Beams(4)):
+        rig = Rig(blocks=64, admission="none")
+        rig.add(PROMPT, 40, ignore_eos=True)
+        step(rig, 2)
+        rig.add(PROMPT, 20, n=1, beams=beams, ignore_eos=True)
+        room.append(rig.core.room()[0])
+        rig.run()
+        rig.core.waiting.check()
+    assert room[0] - room[1] == 3 * rig.pool.block_size
 
 
 def test_a_group_of_an_earlier_engine_begins_again_and_sends_what_was_not_sent() -> None:
@@ -140,6 +178,8 @@ def test_a_group_of_an_earlier_engine_begins_again_and_sends_what_was_not_sent()
         ({"beams": Beams(9), "n": 1}, "the beam width is 9; it must be 1 (n) to 8 (slots) here"),
         ({"beams": Beams(2), "n": 3}, "the beam width is 2; it must be 3 (n) to 8 (slots) here"),
         ({"beams": Beams(8), "new": 60}, "8 beams of 66 tokens, prompt included, take 129 blocks; this engine has 64"),
+        ({"beams": Beams(2, 1000.0)}, "length_penalty is 1000.0; it must be -5 to 5"),
+        ({"beams": Beams(2, math.nan)}, "length_penalty is nan; it must be -5 to 5"),
         ({"beams": Beams(2), "presence_penalty": 1.5}, "presence_penalty 1.5 does not go with beam search"),
         ({"beams": Beams(2), "prompt_logprobs": 0}, "prompt_logprobs 0 does not go with beam search"),
     ],

@@ -92,7 +92,9 @@ def test_a_value_out_of_range_is_named_with_its_limit(
     ("call", "fields", "param", "code"),
     [
         (completion, {"suffix": "x"}, "suffix", "unsupported"),
-        (completion, {"best_of": 2}, "best_of", "unsupported"),
+        (completion, {"best_of": 2, "stream": True}, "best_of", "unsupported"),
+        (completion, {"best_of": 129}, "best_of", "invalid_value"),
+        (chat, {"n": 3, "best_of": 2}, "best_of", "invalid_value"),
         (completion, {"logprobs": 21}, "logprobs", "invalid_value"),
         (completion, {"prompt": []}, "prompt", "empty_prompt"),
         (completion, {"prompt": [[1], []]}, "prompt", "empty_prompt"),
@@ -111,7 +113,6 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (completion, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
         (completion, {"truncation_side": "middle"}, "truncation_side", "invalid_value"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        (completion, {"use_beam_search": True}, "use_beam_search", "unsupported"),
         (completion, {"response_format": {"type": "grammar"}}, "response_format.type", "unsupported"),
         (completion, {"tools": [{"type": "function"}]}, "tools", "unsupported"),
         (completion, {"tool_choice": "required"}, "tool_choice", "unsupported"),
@@ -191,7 +192,7 @@ def test_unknown_fields_are_named_or_refused() -> None:
     body = b'{"model": "m", "prompt": "x", "typo": 1}'
     refusal = refused(api.parse_completion, body, GatewayConfig(strict_fields=True), "m", 600.0)
     assert (refusal.status, refusal.code, refusal.param) == (400, "unknown_field", "typo")
-    for bad in (b'"regex": "\xff"', b'"length_penalty": 1e999', b'"lora_path": ' + b"[" * 2000 + b"]" * 2000):
+    for bad in (b'"regex": "\xff"', b'"typical_p": 1e999', b'"lora_path": ' + b"[" * 2000 + b"]" * 2000):
         body = b'{"model": "m", "prompt": "x", %s}' % bad
         assert refused(api.parse_completion, body, CONFIG, "m", 600.0).status == 400
 

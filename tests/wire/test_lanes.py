@@ -9,7 +9,7 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.layout import MOVES
-from engine.wire.messages import Finish, Generate, Sampling
+from engine.wire.messages import Beams, Finish, Generate, Sampling
 from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
 
@@ -47,6 +47,22 @@ async def test_a_request_that_does_not_fit_keeps_the_room_from_smaller_ones_behi
     await gateway.submit(generate("short", 5), bounds=LATE)
     assert ids(await take(engine, tokens=49)) == []
     assert ids(await take(engine, tokens=55)) == ["long", "short"]
+
+
+async def test_a_search_counts_for_the_first_blocks_of_its_beams(bus: Bus) -> None:
+    """Of two gateways, each would have seen room for its own search; the queue has room for one."""
+    one, other, engine = await bus.gateway("g1"), await bus.gateway("g2"), await bus.engine()
+    await take(engine, tokens=100)
+    bounds = QueueBounds(0, -ANY_TOKENS, extra_tokens=48)
+    assert (await one.submit(generate("a", 10, beams=Beams(4)), bounds=bounds)).accepted
+    assert (await one.fleet()).queued_tokens == 58
+    assert not (await other.submit(generate("b", 10, beams=Beams(4)), bounds=bounds)).accepted
+    assert (await other.submit(generate("plain", 42), bounds=within(0))).accepted
+    assert ids(await take(engine, tokens=57)) == []
+    assert ids(await take(engine, tokens=58)) == ["a"]
+    claimed = await take(engine, tokens=100)
+    assert ids(claimed) == ["plain"]
+    assert (await one.fleet()).queued_tokens == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])

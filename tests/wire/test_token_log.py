@@ -12,9 +12,9 @@ import redis
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import token_log
 from engine.wire.engine_side import EngineSide
-from engine.wire.layout import TAIL, TAIL_BYTES
-from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
-from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, Usage
+from engine.wire.layout import OUTPUT_COST, TAIL, TAIL_BYTES
+from engine.wire.messages import Beams, Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, QueueBounds, Usage
 from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take, within
 
@@ -261,6 +261,25 @@ async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus)
     with redis.Redis.from_url(bus.url, decode_responses=True) as client:
         usage = client.hgetall(f"{{{bus.namespace}}}:usage:t")
     assert usage == {"requests": "2", "prompt_tokens": "20", "generated": "7", "delivered": "6"}
+
+
+async def test_a_beam_search_is_charged_for_all_its_beams(bus: Bus) -> None:
+    """Four beams of three tokens; two answers are sent.  A retry of the exchange charges nothing twice."""
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a", n=2, tenant="t", beams=Beams(4)), bounds=QueueBounds(extra_tokens=48))
+    await take(engine)
+    best, second = Finish("length", score=-1.0, searched=6), Finish("length", score=-2.0)
+    await say(engine, Delta("a", 0, [1, 2, 3], best), Delta("a", 0, [4, 5, 6], second, 1))
+    assert await gateway.settle([("a", "t", [3, 3])]) == [Usage("a", "t", 12, 6, 6)]
+    with redis.Redis.from_url(bus.url, decode_responses=True) as client:
+        usage = client.hgetall(f"{{{bus.namespace}}}:usage:t")
+        counter = float(client.hget(f"{{{bus.namespace}}}:counters", "t") or 0)
+    assert usage == {"requests": "1", "prompt_tokens": "10", "generated": "12", "delivered": "6"}
+    assert counter == 10 + 48 + OUTPUT_COST * 12
+    assert [await gateway.log("a", index, 0, 9) for index in range(2)] == [
+        LoggedOutput([1, 2, 3], best),
+        LoggedOutput([4, 5, 6], second),
+    ]
 
 
 async def test_a_released_key_is_free_and_a_newer_owner_keeps_it(bus: Bus) -> None:

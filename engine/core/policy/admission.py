@@ -109,7 +109,7 @@ class Unlimited:
     def free_blocks(self, waiting: WaitingQueue) -> int:
         if self._batch.paused:
             return 0
-        return self._claimable() - (waiting.tokens // self._pool.block_size + len(waiting))
+        return self._claimable() - (waiting.tokens // self._pool.block_size + len(waiting) + waiting.fork_blocks)
 
     def predicted_peak(self) -> int:
         return self.forecast.peak(self._batch.holders(), self._batch.step, self._batch.late)

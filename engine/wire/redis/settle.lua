@@ -16,7 +16,7 @@ while i <= #words do
   end
   if new > 0 then call('HINCRBY', P .. 'usage:' .. tenant, 'delivered', new) end
   settle_quota(tenant, id)
-  found[#found + 1] = {logged_tokens(id), delivered, new}
+  found[#found + 1] = {generated_tokens(id), delivered, new}
   i = i + 3 + n
 end
 return found

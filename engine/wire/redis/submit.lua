@@ -3,18 +3,19 @@
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
 -- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
 -- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
--- `size_class`: of the request, see "Order" in KEYS.md.
+-- `size_class`: of the request, see "Order" in KEYS.md.  `extra`: what each prompt counts for besides its tokens.
 -- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state, {id, body} of the request
 -- that `once` found}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
-local on_time_excess, late_excess, target, most_requests, most_bytes, size_class = unpack(ARGV, 11, 16)
-local FIRST = 17  -- of the prompts, in ARGV
+local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
+local FIRST = 18  -- of the prompts, in ARGV
 
-local free, duplicate, asked, bytes = room(), {}, 0, 0
+local free, duplicate, prompt_tokens, bytes = room(), {}, 0, 0
 for i = FIRST, #ARGV, 4 do
-  asked, bytes = asked + ARGV[i + 2], bytes + #ARGV[i + 1]
+  prompt_tokens, bytes = prompt_tokens + ARGV[i + 2], bytes + #ARGV[i + 1]
 end
+local asked = prompt_tokens + extra * (#ARGV - FIRST + 1) / 4
 
 local function is_full()
   local requests = call('HLEN', P .. 'waiting') + (#ARGV - FIRST + 1) / 4
@@ -30,13 +31,13 @@ end
 local function count_usage()  -- once for all prompts: a request may have a thousand
   call('HSET', P .. 'weights', tenant, weight)
   call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 4)
-  call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', asked)
+  call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', prompt_tokens)
 end
 
 local function store(i, lane, now)  -- the request and the log of the prompt at ARGV[i]
   local id, payload, size, n = unpack(ARGV, i, i + 3)
   local key, log = P .. 'req:' .. id, P .. 'log:' .. id
-  call('HSET', key, 'payload', payload, 'tokens', size, 'tenant', tenant, 'deadline', deadline,
+  call('HSET', key, 'payload', payload, 'tokens', size + extra, 'tenant', tenant, 'deadline', deadline,
        'place', priority * PLACES + call('INCR', P .. 'arrivals'), 'listeners', gateway,
        'since', now, 'lane', lane, 'due', now + target, 'size_class', size_class)
   call('PEXPIREAT', key, deadline + EXPIRY_MS)

@@ -59,6 +59,10 @@ local function logged_tokens(id)  -- tokens in the log, of all continuations tog
   return bytes / 4
 end
 
+local function generated_tokens(id)  -- the same, and those that its beam search computed besides its answers
+  return logged_tokens(id) + (call('HGET', P .. 'log:' .. id, 'searched') or 0)
+end
+
 local function finish_open(id, finish)  -- write this msgpack Finish for every continuation that has none
   local log = P .. 'log:' .. id
   for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end

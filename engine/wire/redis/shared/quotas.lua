@@ -47,7 +47,7 @@ local function settle_quota(tenant, id)
   if not entry or alive(id) then return end
   local _, output, token_ms = unpack(cmsgpack.unpack(entry))
   call('HDEL', held, id)
-  if continuations(id) > 0 then refund_bucket(tenant, 'tokens', (output - logged_tokens(id)) * token_ms) end
+  if continuations(id) > 0 then refund_bucket(tenant, 'tokens', (output - generated_tokens(id)) * token_ms) end
   local request = string.match(id, '^(.*)%.%d+$')
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
 end
