@@ -32,6 +32,8 @@ from engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
+# Tokens that stand for images and the like: never computed here, and config classes allow no null for them.
+OTHER_TOKENS = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TINY_VOCAB, TINY_LEN = 1024, 256  # of the model that is rehearsed with
 
 
@@ -125,7 +127,7 @@ def tiny(described: dict[str, Any]) -> dict[str, Any]:
             found[key] = min(value, TINY_VOCAB)
         elif key == "layer_types":
             found[key] = value[:1]
-        elif key.endswith("_token_id"):
+        elif key.endswith("_token_id") and not key.startswith(OTHER_TOKENS):
             found[key] = None
         else:
             found[key] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from engine.executor import local, preload
 from engine.executor.kv_cache import KVShape, allocate
 from engine.executor.memory_plan import MOST, MemoryPlan
 from engine.standby import OPTIONAL, without_optional_packages
+from engine.tools import tiny_checkpoints
+from engine.tools.models import model_class
 from engine.wire.messages import Sampling
 
 Checkpoint = Callable[[str], Path]
@@ -48,6 +51,14 @@ def tokens(executor: local.LocalExecutor, count: int = 8) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_every_family_is_rehearsed(checkpoint: Checkpoint, family: str) -> None:
     assert prepared(checkpoint(family)) == ["kernels", "weight files", "rehearsal"]
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_vl"])
+def test_the_text_of_a_multimodal_model_is_rehearsed_with_its_overrides(family: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoints.make_checkpoint(tmp_path / family, family, model_class=model_class(family))
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    changes = json.dumps({"text_config": {"rope_scaling": yarn}})
+    preload.rehearse(config(directory, hf_overrides=changes, max_model_len=1024), directory)
 
 
 def test_what_was_prepared_changes_no_token(checkpoint: Checkpoint) -> None:
