@@ -33,7 +33,7 @@ def get_weather(city: str, unit: Literal["celsius", "kelvin"]) -> str:
 
 @pytest.fixture
 def chat(base_url: str, model: str) -> Any:
-    return ChatOpenAI(base_url=base_url, api_key="none", model=model, temperature=0, max_tokens=48, max_retries=0)
+    return ChatOpenAI(base_url=base_url, api_key="none", model=model, temperature=0, max_tokens=128, max_retries=0)
 
 
 @pytest.mark.sense
