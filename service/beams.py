@@ -78,7 +78,8 @@ def beams_of(body: BeamFields, n: int, config: GatewayConfig) -> Beams | None:
     if not body.use_beam_search:
         for name, neutral in ONLY_WITH.items():
             if fields[name] is not None and fields[name] not in neutral:
-                raise bad_request("invalid_value", f"{name}: only with use_beam_search=true", name)
+                message, limit = f"{name}: only with use_beam_search=true", f"{neutral[0]} without it".lower()
+                raise bad_request("invalid_value", message, name, limit, shown(fields[name]))
         return None
     _refuse_fields(fields)
     given = {name: fields[name] for name in WIDTHS if fields[name] is not None}
