@@ -234,20 +234,19 @@ def serve(argv: Sequence[str]) -> int:
         with interrupt.raised_at_once():
             model = find_model(gateway.model)
         name = settings.process_name()  # kept over restarts of a child, which then finds its own requests again
-        shared = ["--model", model]
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
-        grace = f"--grace-s={ENGINE_GRACE_S}"
+        first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
         engine = Child(
             "engine",
-            ["-m", "engine", f"--engine-id={name}", grace, *engine_words, *shared, f"--metrics-port={pages[0]}"],
+            ["-m", "engine", *first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"],
             ENGINE_STOP_S,
             standby=own.spare,
         )
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *engine_page, *shared, f"--port={port}", *named],
+                ["-m", "service.app", *gateway_words, *engine_page, f"--model={model}", f"--port={port}", *named],
                 gateway.drain_s + 10,
             )
             for i in range(own.gateways)
@@ -260,6 +259,7 @@ def serve(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:  # before the supervisor took over the signals
         return 130
     finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if embedded is not None:
             embedded.close()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -76,7 +77,7 @@ def test_a_supervisors_children_keep_their_names_over_restarts(monkeypatch: pyte
         def __init__(self, engine: cli.Child, gateways: list[cli.Child], *_: object) -> None:
             started.append([engine, *gateways])
 
-        async def run(self) -> None: ...
+        async def run(self, interrupt: cli.Interrupt) -> None: ...
 
     async def checked(*_: object) -> None: ...
 
@@ -92,6 +93,7 @@ def test_a_supervisors_children_keep_their_names_over_restarts(monkeypatch: pyte
         return words[words.index(flag) + 1]
 
     names = [[name(child) for child in children] for children in started]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     engine, *gateways = names[0]
     assert gateways == [f"{engine}-0", f"{engine}-1"]
     assert not set(names[0]) & set(names[1])
