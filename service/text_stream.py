@@ -80,9 +80,8 @@ class TextStream:
         """Consume tokens, up to a match; return the text that may be sent now."""
         shown = {"skip_special": self._skip_special, "markers": self._markers}
         pieces = self._tokenizer.bytes_of(tokens, **shown)
-        if self._starts and (first := self._tokenizer.first_of(tokens, **shown)) is not None:
-            pieces[first[0]] = first[1]
-            self._starts = False
+        if self._starts:
+            self._starts = not self._tokenizer.write_first(pieces, tokens, **shown)
         if self._simple:
             self.tokens += len(tokens)
             return self._decoder.decode(b"".join(pieces))

@@ -298,9 +298,8 @@ class Tokenizer:
         if backend is None:
             raise ModelError(f"model {source}: its tokenizer has no fast form (tokenizer.json)")
         self._backend = backend
-        self.table = vocabulary_bytes(backend)
-        words = word_bytes(backend)
-        self._first = None if words is None else words[1]  # bytes of each token as the first of a text
+        # Bytes of each token; and as the first of a text, where that is written in another way.
+        self.table, self._first = word_bytes(backend) or (vocabulary_bytes(backend), [])
         self._visible = list(self.table)  # the same, with no bytes for special tokens
         added = backend.get_added_tokens_decoder()
         self._special = {token for token, one in added.items() if one.special}
@@ -360,18 +359,19 @@ class Tokenizer:
     @property
     def spaced(self) -> bool:
         """Whether blanks are between tokens, so that the first token of a text is written in another way."""
-        return self._first is not None
+        return bool(self._first)
 
-    def first_of(self, tokens: list[int], *, skip_special: bool, markers: bool = False) -> tuple[int, bytes] | None:
-        """Return the place of the first token that is text, and its bytes as the first of a text; None: there is none.
+    def write_first(self, pieces: list[bytes], tokens: list[int], *, skip_special: bool, markers: bool = False) -> bool:
+        """Write the first token that is text as the first of a text.  Returns False if there is none.
 
-        Only for a tokenizer that is `spaced`.  Arguments as `bytes_of`."""
+        Only for a tokenizer that is `spaced`.  `pieces`: what `bytes_of` returned for the other arguments; changed in
+        place."""
         hidden = self._special - self._markers if markers else self._special
         for at, token in enumerate(tokens):
-            known = self._first is not None and token < len(self._first)
-            if known and self._first[token] and not (skip_special and token in hidden):  # type: ignore[index]
-                return at, self._first[token]  # type: ignore[index]
-        return None
+            if token < len(self._first) and self._first[token] and not (skip_special and token in hidden):
+                pieces[at] = self._first[token]
+                return True
+        return False
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """Return the text of a whole sequence, as the tokenizer itself would decode it."""
@@ -673,8 +673,8 @@ class Tokenizer:
                 # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
                 hide = valid.skip_special and not untouched
                 pieces = self.bytes_of(ids, skip_special=hide)
-                if self.spaced and (found := self.first_of(ids, skip_special=hide)) is not None:
-                    pieces[found[0]] = found[1]
+                if self.spaced:
+                    self.write_first(pieces, ids, skip_special=hide)
                 for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)

@@ -96,12 +96,15 @@ def awq(group: int) -> Any:
     return quantise
 
 
+def groups_of(columns: int, group: int, order: bool) -> Tensor:
+    """The group of each column; `order`: as after a quantisation that took the columns in another order."""
+    of = torch.arange(columns) // (columns if group == -1 else group)
+    return of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))] if order else of
+
+
 def gptq(group: int, *, bits: int = 4, symmetric: bool = True, order: bool = False, version: int = 1) -> Any:
     def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
-        columns = weight.shape[1]
-        of = torch.arange(columns) // (columns if group == -1 else group)
-        if order:
-            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        of = groups_of(weight.shape[1], group, order)
         numbers, zeros, scales, exact = in_groups(weight, group, bits, symmetric, of)
         top = (1 << bits) - 1
         stored = (zeros - 1 & top) if version == 1 else zeros
@@ -117,10 +120,7 @@ def gptq(group: int, *, bits: int = 4, symmetric: bool = True, order: bool = Fal
 
 def pack_quantised(group: int, *, bits: int = 4, symmetric: bool = True, order: bool = False) -> Any:
     def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
-        columns = weight.shape[1]
-        of = torch.arange(columns) // (columns if group == -1 else group)
-        if order:
-            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        of = groups_of(weight.shape[1], group, order)
         numbers, zeros, scales, exact = in_groups(weight, group, bits, symmetric, of)
         parts = {
             "weight_packed": pack(numbers.tolist(), bits),

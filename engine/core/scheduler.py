@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from engine.core.accounting import Auditor
 from engine.core.batch import Batch
 from engine.core.beam_groups import BeamGroup, BeamGroups
@@ -376,7 +378,7 @@ class Scheduler:
         if self.beams.awaited(seq):
             self.admission.forecast.learn(seq, ended=False)
             if searched := self.beams.take_computed(seq):
-                finish = Finish(finish.reason, message=finish.message, searched=searched)
+                finish = msgspec.structs.replace(finish, searched=searched)
             self.report.finish(seq, finish)
         self._end(seq, finish.reason)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from engine.executor.models.weights import fingerprint
 from engine.tools.models import our_texts, own_texts
 from engine.tools.tiny_checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 MADE_FOR, LENGTH = 32, 96  # positions: of the checkpoint, and as served; prompts have 5, 33 and 61 tokens
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": MADE_FOR}
@@ -26,15 +28,6 @@ LONGROPE = {
     "short_factor": [1.0] * 16,
     "long_factor": [1.0 + i / 4 for i in range(16)],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of this size compute no faster with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

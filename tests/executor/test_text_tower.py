@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,10 @@ from engine.executor.models.fused import is_fused
 from engine.tools.models import EQUAL, REFUSED, Verdict, judge, model_class, our_texts, own_texts
 from engine.tools.tiny_checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 FUSED = {"internvl", "llava", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of this size compute no faster with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(directory: Path, family: str, **fields: Any) -> Path:

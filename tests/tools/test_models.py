@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.tools import models
 from engine.tools.models import EQUAL, FAILS, REFUSED, Verdict, judge, page
 from engine.tools.tiny_checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = """
     llama mistral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text gemma3 phi phi3 gpt2 gpt_neox opt mixtral
     gpt_oss olmo2 olmo3 olmoe granite granitemoe cohere cohere2 glm4 glm4_moe starcoder2 smollm3 exaone4 hunyuan_v1_moe
     llama4_text
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of this size compute no faster with more, and wait for each other where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())
