@@ -83,11 +83,13 @@ class PublishedPrefixes:
             self._held.clear()
             self._afresh = True
             return "", b"", b""
-        self._held.difference_update(report.removed)
-        self._held.update(report.added)
+        removed = [digest for digest in report.removed if digest in self._held]
+        self._held.difference_update(removed)
+        added = [digest for digest in report.added if digest not in self._held]
+        self._held.update(added)
         if self._afresh:
             return "afresh", b"".join(self._held), b""
-        return "1", b"".join(report.added), b"".join(report.removed)
+        return "1", b"".join(added), b"".join(removed)
 
     def sent(self) -> None:
         """Redis has what update() returned."""
