@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from engine.core.blocks import BlockPool
-from engine.core.limits import Event
+from engine.core.limits import Event, Outputs
 from engine.turn_record import TurnRecord
 from engine.wire.prefixes import LENGTHS, MOST_HELD, split
 
@@ -37,9 +37,13 @@ class HeldPrefixes:
         self._digests: OrderedDict[bytes, bytes] = OrderedDict()  # the pool's digest of the last block -> published one
 
     def observe(self, record: TurnRecord) -> None:
+        self.follow(record.outputs)
+
+    def follow(self, outputs: Outputs) -> None:
+        """Take in what ended and what was evicted since the last call."""
         gained: dict[bytes, None] = {}
         lost: dict[bytes, None] = {}
-        for event in record.outputs.events:
+        for event in outputs.events:
             if event.kind == "ended" and event.request.prefixes:
                 self._judge(event, gained, lost)
         evicted, self._pool.evicted = self._pool.evicted, []

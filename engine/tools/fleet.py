@@ -27,7 +27,8 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -43,7 +44,6 @@ from engine.orders import merged
 from engine.prefix_reports import HeldPrefixes, PromptBacklog
 from engine.tools.simulate import FAR, StepTime, engine_limits, percentiles
 from engine.tools.trace import EOS, VOCAB
-from engine.turn_record import TurnRecord
 from engine.wire import scripts
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
@@ -56,6 +56,7 @@ STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
 TARGET_MS = 1600  # in the on-time lane
 OUTPUT = 64
+WARM_RATE = 0.3  # of the rate, in the warm-up: caches fill before the queue does
 TIME = "local now = call('TIME')\n  return now[1] * 1000 + math.floor(now[2] / 1000)"
 
 
@@ -100,7 +101,9 @@ def chats(rng: random.Random, *, turns: int = 6, message: int = 200) -> Sessions
         yield turn(system, turns - 1)
 
 
-WORKLOADS = MappingProxyType({"prefixes": prefixes, "chats": chats, "unique": unique, "mix": mix})
+WORKLOADS: Mapping[str, Callable[[random.Random], Sessions]] = MappingProxyType(
+    {"prefixes": prefixes, "chats": chats, "unique": unique, "mix": mix}
+)
 
 
 class Figures(msgspec.Struct):
@@ -168,11 +171,7 @@ class _Engine:
         self.finished += outputs.finished
         self.backlog.remove(delta.id for delta in found)
         self.steps += 1
-        record = TurnRecord(
-            marks=[], unix_ms=0, was_idle=False, orders=[], totals=self.core.report.totals,
-            count_wasted_slots=lambda: 0, outputs=outputs,
-        )  # fmt: skip
-        self.held.observe(record)
+        self.held.follow(outputs)
         return found
 
     @property
@@ -261,7 +260,7 @@ class Run:
                     self.ended.append(self.now)
                 if (following := turn.then()) is not None:
                     pause, after = following
-                    self.at(self.now + pause, lambda: self.arrive(after, counts=counts))
+                    self.at(self.now + pause, partial(self.arrive, after, counts=counts))
         if engine.due:
             self.tick()
             retry = await engine.exchange()
@@ -279,12 +278,12 @@ class Run:
         total = sum(rate for _, rate in streams)
         at = 0.0
         for number in range(warm + count):
-            at += self.rng.expovariate(total)
+            at += self.rng.expovariate(total if number >= warm else WARM_RATE * total)
             sessions = self.rng.choices([s for s, _ in streams], [rate for _, rate in streams])[0]
             turn, counts = next(sessions), number >= warm
             if number == warm:
                 self.at(at, self.begin)
-            self.at(at, lambda turn=turn, counts=counts: self.arrive(turn, counts=counts))  # type: ignore[misc]
+            self.at(at, partial(self.arrive, turn, counts=counts))
         done = 0
         while self.events:
             self.now, _, what = heapq.heappop(self.events)

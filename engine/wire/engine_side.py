@@ -99,10 +99,12 @@ class EngineSide:
         them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
         first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share:
         the whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
-        ends, and its gateway receives that.  With `prefixes` it publishes what its prefix cache holds, prefers requests
-        that begin so, and leaves others for a moment to an engine that would begin them sooner; None: it takes the
-        queue as it stands, and no other engine leaves it anything.  Retries with backoff while Redis does not answer; never loses or repeats
+        ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
         a batch.
+
+        With `prefixes` it publishes what its prefix cache holds, prefers requests that begin so, and leaves others for
+        a moment to an engine that has less to do for them.  None: it takes the queue as it stands, and no other engine
+        leaves it anything.
 
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
         `reassigned`).  It sends again what the remaining logs lack.

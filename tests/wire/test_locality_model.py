@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import OVERTAKEN, PACE_TOKENS, PLACES, WINDOW
+from engine.wire.layout import PLACES, WINDOW
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import PrefixReport, prefix_digests, split
 from engine.wire.records import LANES, ExchangeReply, QueueBounds
@@ -27,6 +27,7 @@ ENGINES = ("e0", "e1", "e2")
 TENANTS = {"a": 1.0, "b": 2.0}
 TARGET_MS = 100_000_000  # passes only where the test says so
 STEP_US = (1000.0, 50_000.0)
+FAR = 2**60
 
 
 class LocalityModel(RuleBasedStateMachine):
@@ -117,8 +118,8 @@ class LocalityModel(RuleBasedStateMachine):
         """Time passes: every request was passed over earlier than it seemed."""
         passed = self.client.hgetall(self.key("passed"))
         for name, value in passed.items():
-            since, claims = value.split()
-            self.client.hset(self.key("passed"), name, b"%d %s" % (int(since) - ms, claims))
+            until, since = map(int, value.split())
+            self.client.hset(self.key("passed"), name, b"%d %d" % (until - ms, since - ms))
 
     @rule(name=st.sampled_from(ENGINES), prefix=st.integers(0, 3), tenant=st.sampled_from(sorted(TENANTS)))
     def evict(self, name: str, prefix: int, tenant: str) -> None:
@@ -181,11 +182,13 @@ class LocalityModel(RuleBasedStateMachine):
             },
             "counters": {t: float(self.client.hget(self.key("counters"), t) or 0) for t in TENANTS},
             "passed": {
-                name.decode(): tuple(map(int, value.split()))
-                for name, value in self.client.hgetall(self.key("passed")).items()
+                name.decode(): int(value.split()[0]) for name, value in self.client.hgetall(self.key("passed")).items()
             },
-            "claims": int(self.client.get(self.key("claims")) or 0),
-            "engines": self.client.scard(self.key("engines")),
+            "ages": {
+                name.decode(): int(since)
+                for lane in LANES
+                for name, since in self.client.zrange(self.key(f"ages:{lane}"), 0, -1, withscores=True)
+            },
             "now": int(self.run(self.gateway.fleet()).time_ms),
         }
 
@@ -226,7 +229,7 @@ class LocalityModel(RuleBasedStateMachine):
             """Whether the engine may have left all of the tenant's window to others."""
             window = self.window(queues[lane, tenant])
             return bool(window) and all(
-                one in passed_after or self.requests[one].prefixes and one in before["passed"] for one in window
+                one in passed_after or (self.requests[one].prefixes and one in before["passed"]) for one in window
             )
 
         for one in ids:
@@ -241,16 +244,26 @@ class LocalityModel(RuleBasedStateMachine):
                 assert not ahead or left(lane, other), "another tenant's turn"
             queues[lane, tenant] = [entry for entry in queues[lane, tenant] if entry[0] != one]
             counters[tenant] += size[one] / TENANTS[tenant]
+        self.check_patience(before, report)
         self.check_work(ids, queues, min(requests, share), room - sum(size[one] for one in ids), got, report)
 
     def window(self, queue: list[tuple[str, int]]) -> list[str]:
         return [name for name, priority in queue if priority == queue[0][1]][:WINDOW]
 
     def check_overtaken(self, one: str, window: list[str], before: dict[str, Any]) -> None:
-        """No earlier request that had been passed over too often is passed over again."""
+        """No earlier request is passed over again whose patience had ended."""
         for earlier in window[: window.index(one)]:
-            _, claims = before["passed"].get(earlier, (0, before["claims"]))
-            assert before["claims"] - claims < OVERTAKEN * before["engines"], "overtaken beyond the bound"
+            assert before["now"] <= before["passed"].get(earlier, FAR), "passed over beyond the bound"
+
+    def check_patience(self, before: dict[str, Any], report: PrefixReport) -> None:
+        """A request that was passed over now for the first time waits as long again at most, or for its prompt."""
+        after = {name.decode(): value for name, value in self.client.hgetall(self.key("passed")).items()}
+        for name in after.keys() - before["passed"].keys():
+            until, since = map(int, after[name].split())
+            backlog = report.backlog + 700 * 4
+            compute_us = (700 + backlog) * report.token_us
+            assert since >= before["now"]
+            assert until - since <= max(since - before["ages"][name], compute_us / 1000) + 1
 
     def check_work(
         self,
@@ -265,8 +278,8 @@ class LocalityModel(RuleBasedStateMachine):
         heads = [queue[0][0] for queue in queues.values() if queue]
         if len(ids) >= most or not heads or any(len(self.requests[one].token_ids) > room for one in heads):
             return
-        assert 1 <= got.retry_ms
-        worst_us = (700 + report.backlog + 700 * len(ids)) * report.token_us + PACE_TOKENS * max(STEP_US)
+        assert got.retry_ms >= 1
+        worst_us = 700 * report.token_us  # what it would need itself
         assert got.retry_ms <= worst_us / 1000 + 1
         assert report.token_us > 0
         assert len(self.joined) > 1

@@ -110,7 +110,7 @@ local function claim(id, size, request)  -- returns whether there was room for i
   count_share(late_share, dequeue(id), size)
   hold(engine, id)
   local held = request and request.held > 0 and prefix_tokens(request.held) or 0
-  claimed[#claimed + 1] = {id, held, request and request.since and 1 or 0}
+  claimed[#claimed + 1] = {id, held, request and request.passed and 1 or 0}
   return true
 end
 
@@ -135,7 +135,7 @@ local function claim_share()
   local most = math.min(room_requests, share)
   if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
     me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog),
-          claims = tonumber(call('GET', P .. 'claims') or 0), engines = engines, windows = {}, passed = {}}
+          windows = {}, passed = {on_time = {}, late = {}}}
   end
   while #claimed < most do
     local lane, id, size, tenant = next_request(late_share, left)
@@ -147,9 +147,9 @@ local function claim_share()
       if not request then
         left[lane] = left[lane] or {}
         left[lane][tenant] = true
-      elseif claimable(request.id, now) then
+      else
         if not claim(request.id, request.size, request) then break end
-        note_claim(me, request)
+        note_claim(me, lane, request)
       end
     end
   end
@@ -157,10 +157,6 @@ local function claim_share()
   backlog = me.backlog
   note_passed(me, now)
   return me.retry and math.max(1, math.ceil(me.retry - now)) or 0
-end
-
-local function count_claims()
-  if #claimed > 0 then call('INCRBY', P .. 'claims', #claimed) end
 end
 
 local function report_room(left)  -- how many prompt tokens the engine would still claim, for submits and other engines
@@ -232,7 +228,6 @@ else
   if closed then room_tokens = 0 else retry = claim_share() end
   local left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
   if not closed and call('EXISTS', P .. 'waiting') == 1 then claim_from_crowd() end
-  count_claims()
   orders = take_orders()
   call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry}))
   report_room(left)
