@@ -240,7 +240,7 @@ class BusThread:
         began = time.monotonic()
         reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, self._prefix_report(report))
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
-        self._telemetry.claimed(claim.reason for claim in reply.claims.values())
+        self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
         self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
         self.queued = bus.queue_share > 0
         self.pool.wanted = bus.watched
@@ -310,7 +310,7 @@ class BusThread:
             so_far = reply.resumed.get(request.id, [])
             tokens = len(request.token_ids) + sum(len(logged.token_ids) for logged in so_far if logged.finish is None)
             self._claimed.append((self._claims, tokens))
-            self._backlog.add(request.id, max(0, tokens - reply.claims[request.id].held_tokens))
+            self._backlog.add(request.id, max(0, tokens - reply.claim(request.id).held_tokens))
             known = [logged.token_ids if logged.finish is None else None for logged in so_far]
             self._orders.put(Resume(request, known) if known else request)
         for abort in reply.aborts:

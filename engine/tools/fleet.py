@@ -191,7 +191,7 @@ class _Engine:
         finished, self.finished, self.deltas = self.finished, [], []
         reply = await self.side.exchange(batches, finished, self.load, *self.core.room(), report)
         for request in reply.generates:
-            claim = reply.claims[request.id]
+            claim = reply.claim(request.id)
             self.backlog.add(request.id, len(request.token_ids) - claim.held_tokens)
             self.claims[claim.reason] += 1
             self.begun += 1

@@ -150,7 +150,8 @@ class EngineSide:
         """Enter a claimed request in the reply and in what this engine holds."""
         request = self._decode(payload)
         received.generates.append(request)
-        received.claims[request.id] = claim
+        if claim != Claim():
+            received.claims[request.id] = claim
         self._prefixes.claimed(request.prefixes)
         self._tenants[request.id] = request.tenant
         if listeners != request.gateway:

@@ -143,8 +143,8 @@ class Quarantined(msgspec.Struct, frozen=True):
 class Claim(msgspec.Struct, frozen=True):
     """Why an engine got a request."""
 
-    held_tokens: int  # of the prompt, which its prefix cache should find
-    passed_over: bool  # an engine with room has taken another request first, or has left this one to another engine
+    held_tokens: int = 0  # of the prompt, which its prefix cache should find
+    passed_over: bool = False  # an engine with room has taken another request first, or has left this one to another engine
 
     @property
     def reason(self) -> Literal["held", "waited", "none"]:
@@ -163,8 +163,11 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
-    # Of each of `generates`, what this engine was known to hold of it, by id.
-    claims: dict[str, Claim] = {}
+    claims: dict[str, Claim] = {}  # of those `generates` about which there is something to say, by id: see claim()
     # Milliseconds after which the engine should ask again, because it has left a request to another one; 0: none.
     retry_ms: int = 0
     reset_prefix_cache: bool = False  # no request accepted from now on may find a block that is cached already
+
+    def claim(self, request_id: str) -> Claim:
+        """Return why this engine got a request."""
+        return self.claims.get(request_id, Claim())

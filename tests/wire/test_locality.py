@@ -92,10 +92,10 @@ async def test_an_engine_takes_the_request_whose_prefix_it_holds_longest(bus: Bu
     await gateway.submit(ask("long", prompt(1, 1020, own=100)))
     got = await exchange(engine, "e1", requests=1)
     assert ids(got) == ["long"]
-    assert (got.claims["long"].held_tokens, got.claims["long"].reason) == (896, "held")
+    assert (got.claim("long").held_tokens, got.claim("long").reason) == (896, "held")
     assert ids(await exchange(engine, "e1", requests=1)) == ["short"]
     got = await exchange(engine, "e1", requests=1)
-    assert (ids(got), got.claims["cold"].reason) == (["cold"], "waited")
+    assert (ids(got), got.claim("cold").reason) == (["cold"], "waited")
 
 
 async def test_an_engine_leaves_a_request_to_another_one_that_holds_its_prefix_and_has_room(bus: Bus) -> None:
@@ -118,7 +118,7 @@ async def test_it_is_left_for_no_longer_than_computing_it_again_takes(bus: Bus) 
     assert 1 <= got.retry_ms <= 55
     await asyncio.sleep(got.retry_ms / 1000)
     got = await exchange(other, "e2", FAST)
-    assert (ids(got), got.claims["a"].reason) == (["a"], "waited")
+    assert (ids(got), got.claim("a").reason) == (["a"], "waited")
 
 
 async def test_it_is_never_left_beyond_its_target(bus: Bus, redis_server: EmbeddedRedis) -> None:
@@ -294,7 +294,7 @@ async def test_equal_prefixes_that_arrive_together_meet_before_one_is_computed(b
     await gateway.submit(ask("b", prompt(1, 1100, own=76)))
     assert ids(await exchange(second, "e2")) == []
     got = await exchange(first, "e1")
-    assert (ids(got), got.claims["b"].held_tokens) == (["b"], 1024)
+    assert (ids(got), got.claim("b").held_tokens) == (["b"], 1024)
 
 
 async def test_a_burst_of_one_prefix_spreads_once_waiting_costs_more_than_computing_it_again(bus: Bus) -> None:
@@ -309,7 +309,7 @@ async def test_a_burst_of_one_prefix_spreads_once_waiting_costs_more_than_comput
     for _ in range(40):  # nothing is computed meanwhile
         for engine, name in ((other, "e2"), (holder, "e1")):
             got = await exchange(engine, name, PrefixReport(token_us=1e6, step_us=10_000.0, backlog=backlogs[name]))
-            backlogs[name] += sum(1124 - got.claims[one].held_tokens for one in ids(got))
+            backlogs[name] += sum(1124 - got.claim(one).held_tokens for one in ids(got))
             counts[name] += len(ids(got))
     assert sum(counts.values()) == 40
     # It computes the prefix once, and both have about as much to do.  (Requests that were passed over long enough go to
