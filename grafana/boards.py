@@ -235,7 +235,7 @@ engine = Board(
                     "nothing": rate("quire_claims_total", where='prefix="none"'),
                 },
                 "reqps",
-                text="Several engines share a queue by prefix (--prefix-locality). Of one engine alone all are the last.",
+                text="Several engines share a queue by prefix (--prefix-locality). One engine alone only has the last.",
             ),
             Panel(
                 "Tokens computed by the prefix warm-up",

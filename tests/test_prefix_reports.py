@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import random
+import struct
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.bus_thread import BusThread
+from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, chain_digest, root_digest
+from engine.core.limits import Outputs
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.orders import Report, StepCosts
 from engine.prefix_reports import HeldPrefixes, PromptBacklog
 from engine.tools.simulate import FAR, engine_limits
 from engine.wire import prefixes
+from engine.wire.clock import RedisClock
 from engine.wire.layout import DIGEST_BYTES
-from engine.wire.messages import Generate, Sampling
+from engine.wire.messages import Delta, EngineLoad, Generate, Sampling
 from engine.wire.prefixes import LENGTHS, PrefixReport, PublishedPrefixes, prefix_digests, split
+from engine.wire.records import Claim, ExchangeReply
 
 
 class Rig:
@@ -159,6 +167,10 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     assert published.update(None) == ("", b"", b"")
     published.claimed(one)
     assert published.update(PrefixReport()) == ("afresh", b"", b"")
+    published.sent()
+    published.claimed(bytes(8 * (prefixes.MOST_PUBLISHED // 2)))  # all the same
+    published.claimed(struct.pack(f"<{prefixes.MOST_PUBLISHED}Q", *range(1, prefixes.MOST_PUBLISHED + 1)))
+    assert published.update(PrefixReport([two])) == ("afresh", two, b"")
 
 
 def test_the_backlog_counts_what_has_no_token_yet() -> None:
@@ -175,3 +187,59 @@ def test_the_backlog_counts_what_has_no_token_yet() -> None:
 def test_a_request_with_digests_survives_the_wire() -> None:
     request = Generate("r", "g", [1], 1, Sampling(), 5, prefixes=b"\x00" * 8)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate) == request
+
+
+# ------------------------------------------------------------------------------------------------------- bus thread
+
+
+class FakeSide:
+    """Takes exchanges down, and claims one request in the first."""
+
+    queue_share, watched = 0.0, False
+
+    def __init__(self) -> None:
+        self.clock = RedisClock()
+        self.reports: list[PrefixReport | None] = []
+
+    async def exchange(self, *words: Any) -> ExchangeReply:
+        self.reports.append(words[-1])
+        if len(self.reports) > 1:
+            return ExchangeReply([], [])
+        request = Generate("a", "g", [1] * 1100, 1, Sampling(), 0)
+        return ExchangeReply([request], [], claims={"a": Claim(1024)}, retry_ms=40)
+
+
+def report_of(token_s: float = 0.0, step_s: float = 0.0) -> Report:
+    load = EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+    return Report(load, 0, 0, 0, costs=StepCosts(token_s, step_s))
+
+
+async def test_the_bus_thread_reports_changes_costs_and_backlog_and_asks_again_in_time() -> None:
+    thread = BusThread(EngineConfig(executor="scripted", redis_url="redis://127.0.0.1:1"))
+    side: Any = FakeSide()
+    thread.publish_prefixes()
+    thread.put_prefixes([b"1", b"2"], [])
+    thread.put_prefixes([b"3"], [b"1", b"4"])
+    await thread._exchange(side, report_of(5e-5, 0.01))
+    retries = [thread._retry_s]
+    thread.put(Outputs({}, []), report_of())
+    await thread._exchange(side, report_of())
+    assert [*retries, thread._retry_s] == [0.04, None]
+    thread.put(Outputs({"g": [Delta("a", 0, [7])]}, []), report_of())
+    await thread._exchange(side, report_of())
+    first, second, third = side.reports
+    assert (first.added, first.removed) == ([b"2", b"3"], [b"1", b"4"])
+    assert (first.token_us, first.step_us, first.backlog) == (pytest.approx(50.0), pytest.approx(10_000.0), 0)
+    assert (second.added, second.removed, second.backlog) == ([], [], 76)
+    assert third.backlog == 0  # its first token is here
+    assert thread._telemetry.claims == {"held": 1, "waited": 0, "none": 0}
+    thread._loop.close()
+
+
+async def test_an_engine_that_publishes_nothing_says_so() -> None:
+    thread = BusThread(EngineConfig(executor="scripted", redis_url="redis://127.0.0.1:1"))
+    side: Any = FakeSide()
+    thread.put_prefixes([b"1"], [])
+    await thread._exchange(side, report_of())
+    assert side.reports == [None]
+    thread._loop.close()

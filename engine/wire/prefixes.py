@@ -18,7 +18,8 @@ import msgspec
 
 from engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
-MOST_HELD = 8192  # digests that an engine publishes at most: about 0.6 MB in Redis
+MOST_HELD = 8192  # digests of ended requests that an engine publishes at most: about 0.6 MB in Redis
+MOST_PUBLISHED = 2**17  # with those of the requests that it has: beyond this it begins with none again
 
 
 def _lengths() -> list[int]:
@@ -79,6 +80,9 @@ class PublishedPrefixes:
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
         """Take a report in; return the words of EXCHANGE: how it publishes, digests to add and to remove."""
         self._publishes = report is not None
+        if len(self._held) > MOST_PUBLISHED:
+            self._held.clear()
+            self._afresh = True
         if report is None:
             self._held.clear()
             self._afresh = True

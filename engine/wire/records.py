@@ -144,7 +144,9 @@ class Claim(msgspec.Struct, frozen=True):
     """Why an engine got a request."""
 
     held_tokens: int = 0  # of the prompt, which its prefix cache should find
-    passed_over: bool = False  # an engine with room has taken another request first, or has left this one to another engine
+    passed_over: bool = (
+        False  # an engine with room has taken another request first, or has left this one to another engine
+    )
 
     @property
     def reason(self) -> Literal["held", "waited", "none"]:
