@@ -380,6 +380,7 @@ class Packed:
     size: int  # out
     ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
     float32_out: bool = False  # the result is not rounded to the weight's dtype
+    scale: torch.Tensor | None = None  # [out, padded] float32, of an int8 weight
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
@@ -395,13 +396,29 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
         together = torch.ops.quire.product_layout.default(weight)[1]
         ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
     if ordered or float32_out:
-        columns, together = torch.ops.quire.product_layout.default(weight)
-        padded = torch.nn.functional.pad(weight.detach(), (0, -inner % together, 0, -size % columns))
-        strips = padded.view(len(padded) // columns, columns, -1, together)
-        return Packed(strips.transpose(1, 2).contiguous(), size, ordered, float32_out)
+        return Packed(_in_strips(weight.detach()), size, ordered, float32_out)
     if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
     return None
+
+
+def pack_int8(numbers: torch.Tensor, scale: torch.Tensor) -> Packed:
+    """A packed copy of the weight numbers [out, in] int8 times scale [out] float32, on a CPU.
+
+    Its products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the
+    largest |x| times the largest |weight| away from the product in float64, before the last rounding.  Bits of a row do
+    not depend on the batch, on threads or on the CPU."""
+    strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
+    columns = strips.shape[0] * strips.shape[2]
+    return Packed(strips, len(numbers), True, scale=torch.nn.functional.pad(scale, (0, columns - len(scale))))
+
+
+def _in_strips(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of weight [out, in] in the layout of `product`, padded with zeros."""
+    size, inner = weight.shape
+    columns, together = torch.ops.quire.product_layout.default(weight)
+    padded = torch.nn.functional.pad(weight, (0, -inner % together, 0, -size % columns))
+    return padded.view(len(padded) // columns, columns, -1, together).transpose(1, 2).contiguous()
 
 
 def packed_linear(
@@ -416,10 +433,12 @@ def packed_linear(
     if packed.ordered:
         dtype = torch.float32 if packed.float32_out else x.dtype
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
-        rows = y.view(-1, packed.size)
-        torch.ops.quire.product.default(
-            x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows
-        )
+        rows, flat = y.view(-1, packed.size), x.reshape(-1, x.shape[-1])
+        added = None if plus is None else rows
+        if packed.scale is None:
+            torch.ops.quire.product.default(flat, packed.numbers, bias, added, rows)
+        else:
+            torch.ops.quire.product_int8.default(flat, packed.numbers, packed.scale, bias, added, rows)
     elif packed.float32_out:
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
         torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.executor.errors import UnsupportedModel
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import load_model
-from engine.executor.models.quantised import LARGEST, Quantised, QuantisedLinear, check_kind
+from engine.executor.models.linear import PackedLinear, Product
+from engine.executor.models.quantised import LARGEST, Quantised, check_kind
 from engine.executor.models.weights import fingerprint
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.executor.driver import greedy, served
@@ -71,21 +72,35 @@ def test_greedy_text_is_that_of_the_rounded_weights(checkpoint: Callable[[str], 
     assert served(model, words(40)) == greedy(as_served(directory), words(40))
 
 
-def test_the_head_and_embeddings_stay(checkpoint: Callable[[str], Path]) -> None:
+def in_int8(model: PreTrainedModel) -> dict[str, bool]:
+    """Each linear layer as it is served, by the end of its name: whether its weight has 8 bits."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear | Product | nn.Linear):
+            packed = getattr(module, "packed", None)
+            found[name.rpartition(".")[2]] = packed is not None and packed.scale is not None
+    return found
+
+
+def test_all_but_the_head_and_embeddings(checkpoint: Callable[[str], Path]) -> None:
     model = load_model(str(checkpoint("llama")), dtype="bfloat16", device=CPU, quantize="int8").module
     assert is_fused(model)
+    layers = dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), True)
+    assert in_int8(model) == layers | {"head": False}
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert model.model.head.quantised is None
-    plain = load_model(str(checkpoint("gpt_neox")), dtype="float32", device=CPU, quantize="int8").module
-    assert isinstance(plain.get_submodule("gpt_neox.layers.0.mlp.dense_h_to_4h"), QuantisedLinear)
+
+
+def test_a_family_that_is_not_fused(checkpoint: Callable[[str], Path]) -> None:
+    model = load_model(str(checkpoint("gpt_neox")), dtype="float32", device=CPU, quantize="int8").module
+    layers = dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), True)
+    assert in_int8(model) == layers | {"lm_head": False}
 
 
 def test_routers_stay(tmp_path: Path) -> None:
-    model = load_model(
-        str(make_tiny(tmp_path / "mixtral", "mixtral")), dtype="float32", device=CPU, quantize="int8"
-    ).module
-    named = {type(module) for name, module in model.named_modules() if name.endswith(".gate")}
-    assert QuantisedLinear not in named
+    model = load_model(str(make_tiny(tmp_path / "qwen", "qwen2_moe")), dtype="float32", device=CPU, quantize="int8")
+    assert {name for name, yes in in_int8(model.module).items() if yes} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
 
 
 def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str], Path]) -> None:

@@ -1,6 +1,7 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
-    nn.Linear, Conv1D   -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
+    nn.Linear, Conv1D,  -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
+    QuantisedLinear
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
@@ -44,7 +45,7 @@ from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
 from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm
-from engine.executor.models.quantised import QuantisedLinear
+from engine.executor.models.quantised import Quantised, QuantisedLinear
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -172,10 +173,17 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) in (nn.Linear, Conv1D):
-                weight = child.weight if type(child) is nn.Linear else child.weight.T
-                if packed := linears.alone(weight, child.bias, float32_out=child is head):
-                    setattr(parent, name, packed)
+            if type(child) in (*LINEAR, Conv1D):
+                packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
+                setattr(parent, name, packed or child)
+
+
+def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantised:
+    """The weight [out, in] of a layer."""
+    if isinstance(linear, QuantisedLinear):
+        return linear.quantised
+    weight: Tensor = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+    return weight
 
 
 def batch_dependence(model: PreTrainedModel) -> str:

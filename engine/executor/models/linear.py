@@ -97,15 +97,21 @@ class Linears:
         weight, size = _joined(linears), sum(linear.out_features for linear in linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
-        packed = None if isinstance(weight, Quantised) else self._pack(weight, float32_out)
-        return Product(packed or weight, bias, size, norm, silu_mul)
+        return Product(self._pack(weight, float32_out) or weight, bias, size, norm, silu_mul)
 
-    def alone(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear | None:
-        """Return a layer of weight [out, in] without norm; None: nothing is faster than torch's own."""
+    def alone(
+        self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
+    ) -> PackedLinear | None:
+        """Return a layer of weight [out, in] without norm; None: nothing is faster than what the model has.
+
+        dtype: what code that asks the layer for the dtype of its weight shall see."""
         packed = self._pack(weight, float32_out)
-        return None if packed is None else PackedLinear(packed, bias, weight.dtype)
+        return None if packed is None else PackedLinear(packed, bias, dtype)
 
-    def _pack(self, weight: Tensor, float32_out: bool) -> ops.Packed | None:
+    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | None:
+        if isinstance(weight, Quantised):
+            on_cpu = weight.numbers.device.type == "cpu" and weight.numbers.dtype == torch.int8
+            return ops.pack_int8(weight.numbers, weight.scale) if on_cpu else None
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)
