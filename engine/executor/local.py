@@ -52,6 +52,7 @@ def read_model(config: EngineConfig, kind: str) -> LoadedModel:
         random=config.load == "random",
         deterministic=config.deterministic,
         hf_overrides=config.hf_overrides,
+        quantize=config.quantize,
     )
 
 

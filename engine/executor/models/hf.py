@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,7 @@ from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.quantised import check_kind, quantise_linears
 from engine.executor.models.stored_weights import StoredWeights
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
@@ -93,6 +94,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
     hf_overrides: str = "",
+    quantize: Literal["none", "int8", "fp8"] = "none",
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -101,12 +103,14 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
+      quantize       round the weights of linear layers to 8 bits (`quantised.py`); none: as the checkpoint has them
 
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    check_kind(quantize, device)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -122,6 +126,9 @@ def load_model(
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    if quantize != "none":
+        quantise_linears(module, quantize, device)
+        changes = changes | {"weights of linear layers": quantize}
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
