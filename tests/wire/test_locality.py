@@ -297,6 +297,35 @@ async def test_equal_prefixes_that_arrive_together_meet_before_one_is_computed(b
     assert (ids(got), got.claim("b").held_tokens) == (["b"], 1024)
 
 
+async def test_what_redis_and_the_engine_believe_to_be_published_never_differs(
+    bus: Bus, redis_server: EmbeddedRedis
+) -> None:
+    """However it was claimed: alone, as a suspect, by prefix."""
+    gateway, engine = await bus.gateway(), await bus.engine("e1")
+    with redis.Redis.from_url(redis_server.url) as client:
+
+        def agrees() -> bool:
+            return bool(client.smembers(f"{{{bus.namespace}}}:prefixes:e1") == engine._prefixes._held)
+
+        await gateway.submit(ask("alone", prompt(1, 500)))
+        assert ids(await exchange(engine, "e1")) == ["alone"]
+        assert agrees()
+        assert len(engine._prefixes._held) == 7
+        await exchange(await bus.engine("e2"), "e2")
+        await gateway.submit(ask("b", prompt(2, 500)))
+        await exchange(engine, "e1")
+        assert agrees()
+        await gateway.submit(ask("suspect", prompt(3, 500)))
+        key = f"{{{bus.namespace}}}:"
+        client.zadd(f"{key}suspects", {"suspect": 1})
+        for name in ("queue:on_time:", "ages:on_time", "due", "turns:on_time"):
+            client.delete(key + name)
+        client.hdel(f"{key}waiting", "suspect")
+        assert ids(await exchange(engine, "e1")) == ["suspect"]
+        assert agrees()
+        assert len(engine._prefixes._held) == 21
+
+
 async def test_a_burst_of_one_prefix_spreads_once_waiting_costs_more_than_computing_it_again(bus: Bus) -> None:
     gateway = await bus.gateway()
     holder, other = await two(bus, holding(prompt(1, 1024)))

@@ -22,7 +22,7 @@ local shared = {
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
   "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window",
-  "next_place", "patience_end", "left_until", "choose", "note_claim", "note_passed", "sweep_prefixes",
+  "next_place", "patience_end", "left_until", "choose", "add_prefixes", "note_claim", "note_passed", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "forget_response", "keep_response",
 }

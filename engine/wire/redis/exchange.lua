@@ -107,6 +107,10 @@ local claimed = {}  -- {id, prompt tokens held, 1 if it was passed over before} 
 local function claim(id, size, request)  -- returns whether there was room for its `size` prompt tokens
   if size > room_tokens then return false end
   room_tokens = room_tokens - size
+  if publishes ~= '' then
+    local prefixes = request and request.prefixes or call('HGET', P .. 'prefixes', id) or ''
+    add_prefixes(engine, prefixes, request and request.held or 0)
+  end
   count_share(late_share, dequeue(id), size)
   hold(engine, id)
   local held = request and request.held > 0 and prefix_tokens(request.held) or 0

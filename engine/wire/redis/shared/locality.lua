@@ -183,14 +183,19 @@ local function choose(me, lane, tenant, first, most, now)
   end
 end
 
--- The engine has claimed a request: from now on it counts as a holder of its prefixes, before it has computed them.
+-- An engine that publishes has claimed a request: from now on it counts as a holder of its prefixes, before it has
+-- computed them.  `held`: digests that it has published already.
+local function add_prefixes(engine, prefixes, held)
+  each_part('SADD', P .. 'prefixes:' .. engine, string.sub(prefixes, held * DIGEST_BYTES + 1))
+end
+
+-- The engine has claimed a request of a window: requests with the same prefix count as held from now on.
 local function note_claim(me, lane, request)
   local count, fresh = #request.prefixes / DIGEST_BYTES, {}
   me.backlog = me.backlog + math.max(0, request.size - (request.held > 0 and prefix_tokens(request.held) or 0))
   me.passed[lane][request.id] = nil
   if request.held == count then return end
   for at = request.held + 1, count do fresh[prefix_digest(request.prefixes, at)] = true end
-  each_part('SADD', P .. 'prefixes:' .. me.name, string.sub(request.prefixes, request.held * DIGEST_BYTES + 1))
   for _, window in pairs(me.windows) do
     for at, prefixes in ipairs(window.prefixes) do
       while fresh[prefix_digest(prefixes, window.held[at] + 1)] do window.held[at] = window.held[at] + 1 end
