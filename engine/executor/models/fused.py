@@ -43,7 +43,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
-from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm
+from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, shared_out
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -173,7 +173,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
             if type(child) in (nn.Linear, Conv1D):
                 weight = child.weight if type(child) is nn.Linear else child.weight.T
                 if packed := linears.alone(weight, child.bias, float32_out=child is head):
-                    setattr(parent, name, packed)
+                    setattr(parent, name, shared_out(packed, child))
 
 
 def batch_dependence(model: PreTrainedModel) -> str:

@@ -36,9 +36,11 @@ from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.sharding import OPTION, random_shard, read_shard
 from engine.executor.models.stored_weights import StoredWeights
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
+from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
     hf_overrides: str = "",
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -101,12 +104,15 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
+      ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    if deterministic and ranks.size > 1:
+        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -116,9 +122,9 @@ def load_model(
     own = overrides.load_config(directory, {}) if changes else None
     max_model_len = check_length(config, max_model_len, own)
     if random:
-        module = random_model(directory, config, dtype, device)
+        module = random_model(directory, config, dtype, device, ranks)
     else:
-        module = read_weights(directory, config, dtype, part=config is not whole)
+        module = read_weights(directory, config, dtype, part=config is not whole, ranks=ranks)
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
@@ -140,7 +146,9 @@ def load_model(
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
-        changes=changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
+        changes=changes
+        | ({"angles of a sequence of": max_model_len} if fixed else {})
+        | ({"random weights of ranks": ranks.size} if random and ranks.size > 1 else {}),
         batch_dependence=dependence,
     )
 
@@ -155,12 +163,18 @@ def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None
         raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}")
 
 
-def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+def random_model(
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks = ALONE
+) -> PreTrainedModel:
     """Make the architecture with the weights that its own training would begin with, on `device`, from a fixed seed.
 
     Weight files of the directory may hold some of the tensors; those are used.  Raises ModelLoadError for a tensor that
     the architecture does not have in this shape."""
     wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    if ranks.size > 1:
+        if files := sorted(directory.glob("*.safetensors")):
+            raise UnsupportedModel(f"--load random with {OPTION}: {files[0]} holds weights, which would not be used")
+        return random_shard(config, wanted, device, ranks)
     with torch.random.fork_rng(), device:
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
@@ -180,15 +194,23 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
     return model
 
 
-def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False) -> PreTrainedModel:
-    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError."""
+def read_weights(
+    directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False, ranks: Ranks = ALONE
+) -> PreTrainedModel:
+    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError.
+
+    ranks: of several, only what this one holds."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
         if part:
             raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
+        if ranks.size > 1:
+            raise UnsupportedModel(f"{config.model_type}: {OPTION} of weights quantised by {how.method}")
         return read_quantised(directory, config, dtype, how)
     check_stored_dtypes(directory, config.model_type)
+    if ranks.size > 1:
+        return read_part_of_weights(directory, config, dtype, ranks, part=part)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -210,6 +232,23 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part:
     check_report(directory, config, report)
     model: PreTrainedModel = module
     return model
+
+
+def read_part_of_weights(
+    directory: Path, config: PretrainedConfig, dtype: str, ranks: Ranks, *, part: bool
+) -> PreTrainedModel:
+    """One rank's part of the model of a checkpoint.  Raises ModelLoadError."""
+    if part:
+        raise UnsupportedModel(f"{config.model_type}: {OPTION} of a multimodal checkpoint")
+    try:
+        with report_progress(directory):
+            module, report = read_shard(directory, config, dtype, ranks)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # config and model classes raise whatever their authors liked
+        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    check_report(directory, config, report)
+    return module
 
 
 def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation) -> PreTrainedModel:

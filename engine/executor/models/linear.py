@@ -7,7 +7,7 @@ that stays quantised, or a shard of one, would be made here too: callers name la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,37 @@ class Product(nn.Module):
         return ops.silu_mul(y) if self.silu_mul else y
 
 
+class Shard(Protocol):
+    """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
+
+    out_features: int  # of the whole layer
+    adds: bool  # this rank's part is the one that other numbers may be added to before `combine`
+
+    def combine(self, part: Tensor) -> Tensor:
+        """Return the layer's output [T, out_features] from what this rank computed."""
+
+
+class Sharded(nn.Module):
+    """A rank's part of a layer, and after it the exchange with the other ranks.  Called like `Product`."""
+
+    def __init__(self, part: Product | PackedLinear, shard: Shard) -> None:
+        super().__init__()
+        self.part, self.shard = part, shard
+        self.out_features = shard.out_features
+        self.packed = part.packed
+        self.weight = part.weight  # as other modules expect of a linear layer
+
+    def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        y = self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x))
+        return y if out is None else out.copy_(y)
+
+
+def shared_out(part: Product | PackedLinear, plain: nn.Module) -> Product | PackedLinear | Sharded:
+    """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
+    shard: Shard | None = getattr(plain, "shard", None)
+    return part if shard is None else Sharded(part, shard)
+
+
 @dataclass(frozen=True)
 class Linears:
     """Makes the linear layers of one model."""
@@ -81,7 +112,7 @@ class Linears:
 
     def product(
         self, *linears: nn.Linear, norm: RMSNorm | None = None, silu_mul: bool = False, float32_out: bool = False
-    ) -> Product:
+    ) -> Product | PackedLinear | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
@@ -89,7 +120,8 @@ class Linears:
         first, *others = linears
         weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
         bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-        return Product(self._pack(weight, float32_out) or weight, bias, len(weight), norm, silu_mul)
+        product = Product(self._pack(weight, float32_out) or weight, bias, len(weight), norm, silu_mul)
+        return shared_out(product, first)
 
     def alone(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear | None:
         """Return a layer of weight [out, in] without norm; None: nothing is faster than torch's own."""
