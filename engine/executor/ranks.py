@@ -15,25 +15,25 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 Result = TypeVar("Result")
-# The same function: torch 2.13 has a new name for it, and warns of the old one.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Ranks of an engine share a host, so nothing has to listen on another interface.
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Ranks:
     """One rank's view of all ranks.  Every rank must make the same calls in the same order, with equal shapes."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """`join` makes those of several ranks."""
+    def __init__(self, rank: int = 0, size: int = 1, host: Any = None, device: Any = None) -> None:
+        """`host` and `device` are process groups for tensors of the CPU and of the model; `join` makes them.
+
+        They are no global ones of torch.distributed, so a process may have several executors."""
         self.rank, self.size = rank, size
+        self._host, self._device = host, device
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
@@ -43,24 +43,22 @@ class Ranks:
         kind       device of the model, "cpu" or "cuda"; rank i uses the i-th visible GPU
         timeout_s  seconds that a rank waits for another one in an exchange
 
-        Raises RuntimeError when the others do not arrive, or where this process has already joined others."""
-        if dist.is_initialized():
-            raise RuntimeError("this process already has an executor of several ranks: close it first")
-        for name, interface in LOOPBACK.items():
-            os.environ.setdefault(name, interface)
-        device = None
-        if kind == "cuda":
-            device = torch.device("cuda", rank)
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo" if device is None else "cpu:gloo,cuda:nccl",
-            store=dist.FileStore(str(meeting), size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device,
-        )
-        return cls(rank, size)
+        Raises RuntimeError when the others do not arrive."""
+        store = dist.FileStore(str(meeting), size)  # no port that anyone could connect to
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # Ranks of an engine share a host, so nothing has to listen on another interface.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, options)
+        return cls(rank, size, host, cls._nccl(store, rank, size, timeout_s) if kind == "cuda" else host)
+
+    @staticmethod
+    def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, options)
 
     @property
     def first(self) -> bool:
@@ -70,27 +68,37 @@ class Ranks:
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' `part`, in its place.  All ranks get the same bits."""
         if self.size > 1:
-            dist.all_reduce(part)
+            options = dist.AllreduceOptions()
+            options.asyncOp = False  # on the stream that computes
+            _finish(self._device.allreduce([part], options))
         return part
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """Return all ranks' columns in the order of ranks: [..., C] -> [..., size * C]."""
-        if self.size == 1 or not part.numel():
-            return part.new_empty(*part.shape[:-1], self.size * part.shape[-1]) if self.size > 1 else part
+        if self.size == 1:
+            return part
         gathered = part.new_empty(self.size, *part.shape)
-        all_gather(gathered.view(-1), part.contiguous().view(-1))
-        return gathered.movedim(0, -2).reshape(*part.shape[:-1], -1)
+        if part.numel():
+            options = AllgatherOptions()
+            options.asyncOp = False
+            _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
+        return gathered.movedim(0, -2).reshape(*part.shape[:-1], self.size * part.shape[-1])
 
     def copy_from_first(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
+        """Overwrite `tensor`, which is contiguous, with rank 0's."""
         if self.size > 1:
-            dist.broadcast(tensor, 0)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            group = self._device if tensor.is_cuda else self._host
+            _finish(group.broadcast([tensor], options))
 
     def least(self, value: int) -> int:
         """Return the smallest of the ranks' values.  On the host; waits for all ranks."""
         if self.size > 1:
-            shared = torch.tensor(value, dtype=torch.int64)
-            dist.all_reduce(shared, dist.ReduceOp.MIN)
+            shared = torch.tensor([value], dtype=torch.int64)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MIN
+            _finish(self._host.allreduce([shared], options))
             value = int(shared)
         return value
 
@@ -108,15 +116,26 @@ class Ranks:
         """End an exchange that waits for a rank which is lost, from another thread.  No exchange works afterwards.
 
         gloo ends by itself when the lost process does; NCCL's kernels wait forever."""
-        if self.size > 1 and dist.is_initialized() and torch.cuda.is_available():
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.distributed_c10d._abort_process_group()
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     def leave(self) -> None:
         """Let go of the others.  Harmless when called twice."""
-        if self.size > 1 and dist.is_initialized():
-            with contextlib.suppress(RuntimeError, ValueError):  # of ranks that are lost
-                dist.destroy_process_group()
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):  # of ranks that are lost
+                group.shutdown()
+        self._host = self._device = None
+
+    def _groups(self) -> list[Any]:
+        groups = [self._device, self._host] if self._device is not self._host else [self._host]
+        return [group for group in groups if group is not None]
+
+
+def _finish(work: Any) -> None:
+    """Wait for an exchange on a CPU; on a GPU let the current stream wait for it."""
+    if work is not None:
+        work.wait()
 
 
 ALONE = Ranks()
