@@ -44,6 +44,7 @@ from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -124,7 +125,7 @@ def load_model(
     if random:
         module = random_model(directory, config, dtype, device, ranks)
     else:
-        module = read_weights(directory, config, dtype, part=config is not whole, ranks=ranks)
+        module = read_weights(directory, config, dtype, part=config is not whole, device=device, ranks=ranks)
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
@@ -195,11 +196,17 @@ def random_model(
 
 
 def read_weights(
-    directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False, ranks: Ranks = ALONE
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    part: bool = False,
+    device: torch.device = CPU,
+    ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError.
+    """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds."""
+    ranks: of several, only what this one holds, for `device`.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
@@ -210,7 +217,7 @@ def read_weights(
         return read_quantised(directory, config, dtype, how)
     check_stored_dtypes(directory, config.model_type)
     if ranks.size > 1:
-        return read_part_of_weights(directory, config, dtype, ranks, part=part)
+        return read_part_of_weights(directory, config, dtype, device, ranks, part=part)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -235,14 +242,14 @@ def read_weights(
 
 
 def read_part_of_weights(
-    directory: Path, config: PretrainedConfig, dtype: str, ranks: Ranks, *, part: bool
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks, *, part: bool
 ) -> PreTrainedModel:
     """One rank's part of the model of a checkpoint.  Raises ModelLoadError."""
     if part:
         raise UnsupportedModel(f"{config.model_type}: {OPTION} of a multimodal checkpoint")
     try:
         with report_progress(directory):
-            module, report = read_shard(directory, config, dtype, ranks)
+            module, report = read_shard(directory, config, dtype, device, ranks)
     except ModelLoadError:
         raise
     except Exception as error:  # config and model classes raise whatever their authors liked

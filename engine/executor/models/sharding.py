@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models.shard_proof import kinds, prove_parts, shortened
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.ranks import Ranks
 
@@ -275,19 +276,38 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
     return type(model.__name__, (model,), {"__init__": make, "__module__": model.__module__})
 
 
-def _plan(config: PretrainedConfig, ranks: Ranks) -> tuple[type[PreTrainedModel], Sharding]:
+def _plan(
+    config: PretrainedConfig, device: torch.device, ranks: Ranks
+) -> tuple[type[PreTrainedModel], Sharding]:
+    """Return the class of an architecture and what this rank holds of it, proved on a few of its layers."""
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    sharding = _plan_without_proof(whole, config, ranks)
+    layers, all_layers = 1, config.get_text_config().num_hidden_layers
+    while True:
+        short = shortened(config, layers)
+        of_short = _plan_without_proof(whole, short, ranks)
+        if kinds(of_short) == kinds(sharding) or layers == all_layers:
+            break
+        layers = min(2 * layers, all_layers)
+    options = {"dtype": torch.float32, "attn_implementation": NAME}
+    with torch.random.fork_rng(), device:
+        models = [each._from_config(short, **options) for each in (whole, shard_class(whole, of_short))]
+    prove_parts(*models, of_short, ranks)
+    return whole, sharding
+
+
+def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
     with torch.device("meta"):
-        return whole, plan_shards(whole._from_config(config, attn_implementation=NAME), ranks)
+        return plan_shards(whole._from_config(config, attn_implementation=NAME), ranks)
 
 
 def read_shard(
-    directory: Path, config: PretrainedConfig, dtype: str, ranks: Ranks
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return this rank's part of a checkpoint's model, and transformers' report.
+    """Return this rank's part of a checkpoint's model, on the host, and transformers' report.
 
-    Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
-    whole, sharding = _plan(config, ranks)
+    device: where the model will compute, and its proof.  Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
+    whole, sharding = _plan(config, device, ranks)
     stored = stored_tensors(weight_files(directory))
     wanted = getattr(torch, dtype) if dtype != "auto" else config.dtype or SAFETENSORS_DTYPES[_first_dtype(stored)]
     with contextlib.ExitStack() as stack:
@@ -311,7 +331,7 @@ def read_shard(
 
 def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
-    whole, sharding = _plan(config, ranks)
+    whole, sharding = _plan(config, device, ranks)
     with torch.random.fork_rng(), device:
         torch.manual_seed(ranks.rank)
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
