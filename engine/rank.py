@@ -5,15 +5,14 @@ COMMANDS and LIFE are the numbers of inherited sockets, FORMAT is that of the lo
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
 
-from engine.__main__ import GC_THRESHOLDS, SWITCH_S
 from engine.common import logs, open_files
+from engine.interpreter import tune_interpreter
 from engine.standby import without_optional_packages
 
 
@@ -22,8 +21,7 @@ def main(commands: int, life: int, form: logs.Format) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to rank 0, too, which then drains
     logs.start(form)
     open_files.raise_limit()
-    sys.setswitchinterval(SWITCH_S)
-    gc.set_threshold(*GC_THRESHOLDS)
+    tune_interpreter()
     with without_optional_packages():
         from engine.executor import rank_process  # imports torch
     return rank_process.serve(Connection(commands), rank_process.Life(socket.socket(fileno=life)))

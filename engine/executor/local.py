@@ -104,8 +104,7 @@ class LocalExecutor:
             vocab_size=model.vocab_size,
             max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,
-            kv_bytes_per_token=ranks.size
-            * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+            kv_bytes_per_token=ranks.size * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
             beams=kind == "cpu",  # never run on a GPU
         )

@@ -351,7 +351,9 @@ class ParallelExecutor:
 def check_devices(config: EngineConfig) -> None:
     """Raise ModelLoadError unless there is a GPU for each rank."""
     if device_kind(config) == "cuda" and (there := torch.cuda.device_count()) < config.tensor_parallel:
-        raise ModelLoadError(f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one a rank is needed")
+        raise ModelLoadError(
+            f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one a rank is needed"
+        )
 
 
 def check_equal(number: int, theirs: Facts, mine: Facts) -> None:

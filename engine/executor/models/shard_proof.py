@@ -57,9 +57,7 @@ def draw(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def prove_parts(
-    whole: PreTrainedModel, parts: PreTrainedModel, sharding: Sharding, ranks: Ranks
-) -> None:
+def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Sharding, ranks: Ranks) -> None:
     """Compare a model with its parts on all ranks, which it fills with its weights.  Raises UnsupportedModel."""
     kind = whole.config.model_type
     draw(whole)
@@ -75,4 +73,6 @@ def prove_parts(
     # All ranks must come to the same end.
     if not ranks.least(bool(each.median() < MOST_DRIFT)):
         table = "by transformers' table its parts do not make the whole"
-        raise UnsupportedModel(f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})")
+        raise UnsupportedModel(
+            f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"
+        )

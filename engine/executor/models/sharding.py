@@ -276,9 +276,7 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
     return type(model.__name__, (model,), {"__init__": make, "__module__": model.__module__})
 
 
-def _plan(
-    config: PretrainedConfig, device: torch.device, ranks: Ranks
-) -> tuple[type[PreTrainedModel], Sharding]:
+def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple[type[PreTrainedModel], Sharding]:
     """Return the class of an architecture and what this rank holds of it, proved on a few of its layers."""
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     sharding = _plan_without_proof(whole, config, ranks)
@@ -293,6 +291,9 @@ def _plan(
     with torch.random.fork_rng(), device:
         models = [each._from_config(short, **options) for each in (whole, shard_class(whole, of_short))]
     prove_parts(*models, of_short, ranks)
+    del models
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache takes what is free
     return whole, sharding
 
 
@@ -341,9 +342,7 @@ def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     return _finish(model, whole, sharding, ranks)
 
 
-def _finish(
-    model: PreTrainedModel, whole: type[PreTrainedModel], sharding: Sharding, ranks: Ranks
-) -> PreTrainedModel:
+def _finish(model: PreTrainedModel, whole: type[PreTrainedModel], sharding: Sharding, ranks: Ranks) -> PreTrainedModel:
     model.__class__ = whole
     sharding.connect(model, ranks)
     return model
