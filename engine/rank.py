@@ -1,6 +1,7 @@
-"""`python -m engine.rank COMMANDS LIFE FORMAT`: the process of a rank other than 0; `engine/executor/parallel.py` starts it.
+"""`python -m engine.rank COMMANDS LIFE FORMAT`: the process of a rank other than 0, which `parallel.py` starts.
 
-COMMANDS and LIFE are the numbers of inherited sockets, FORMAT is that of the log.  This process has no options: rank 0 sends its own.
+COMMANDS and LIFE are the numbers of inherited sockets, FORMAT is that of the log.  This process has no options of its
+own: rank 0 sends the engine's.
 """
 
 from __future__ import annotations

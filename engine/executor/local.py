@@ -58,6 +58,11 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
     )
 
 
+def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
+    """Return the fingerprint of a loaded model.  Raises OSError where its files are gone."""
+    return fingerprint(model.directory, model.dtype, random=config.load == "random", changes=model.changes)
+
+
 class LocalExecutor:
     """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
@@ -91,16 +96,11 @@ class LocalExecutor:
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
-        self._worker: Worker | None = Worker(
-            config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens, ranks=ranks
-        )
+        sizes = {"max_seqs": self.max_seqs, "step_tokens": self.step_tokens}
+        self._worker: Worker | None = Worker(config, model, **sizes, ranks=ranks)
         self.info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
-            fingerprint=ranks.first_then_others(
-                partial(
-                    fingerprint, model.directory, model.dtype, random=config.load == "random", changes=model.changes
-                )
-            ),
+            fingerprint=ranks.first_then_others(partial(fingerprint_of, config, model)),
             vocab_size=model.vocab_size,
             max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,

@@ -1,7 +1,7 @@
 """What rank 0 and the process of another rank say to each other, and the loop of that process.
 
-    rank 0 ── commands: b"S" + plan, b"C", b"G" + grammar, b"X" ──> rank i     a rank does what rank 0 does, in its order
-           <── replies: HERE and Ready once, then a Reply for each b"C" ────
+    rank 0 ── commands: b"S" + plan, b"C", b"G" + grammar, b"X" ──> rank i   a rank does what rank 0 does,
+           <── replies: HERE and Ready once, then a Reply for each b"C" ────       in its order
            <── life: a byte a beat; either end closes when its process dies ──>
 
 The plan is the same msgpack bytes for every rank, and nothing is pickled.

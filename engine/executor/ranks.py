@@ -19,8 +19,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C import _distributed_c10d
+
+c10d: Any = _distributed_c10d  # its types say less than it has
 
 Result = TypeVar("Result")
 
@@ -44,21 +45,21 @@ class Ranks:
         timeout_s  seconds that a rank waits for another one in an exchange
 
         Raises RuntimeError when the others do not arrive."""
-        store = dist.FileStore(str(meeting), size)  # no port that anyone could connect to
-        options = dist.ProcessGroupGloo._Options()
+        store = c10d.FileStore(str(meeting), size)  # no port that anyone could connect to
+        options = c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         # Ranks of an engine share a host, so nothing has to listen on another interface.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, options)
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        host = c10d.ProcessGroupGloo(c10d.PrefixStore("host", store), rank, size, options)
         return cls(rank, size, host, cls._nccl(store, rank, size, timeout_s) if kind == "cuda" else host)
 
     @staticmethod
     def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
         torch.cuda.set_device(rank)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        options = dist.ProcessGroupNCCL.Options()
+        options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        return dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, options)
+        return c10d.ProcessGroupNCCL(c10d.PrefixStore("device", store), rank, size, options)
 
     @property
     def first(self) -> bool:
@@ -68,7 +69,7 @@ class Ranks:
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' `part`, in its place.  All ranks get the same bits."""
         if self.size > 1:
-            options = dist.AllreduceOptions()
+            options = c10d.AllreduceOptions()
             options.asyncOp = False  # on the stream that computes
             _finish(self._device.allreduce([part], options))
         return part
@@ -79,7 +80,7 @@ class Ranks:
             return part
         gathered = part.new_empty(self.size, *part.shape)
         if part.numel():
-            options = AllgatherOptions()
+            options = c10d.AllgatherOptions()
             options.asyncOp = False
             _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
         return gathered.movedim(0, -2).reshape(*part.shape[:-1], self.size * part.shape[-1])
@@ -87,7 +88,7 @@ class Ranks:
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite `tensor`, which is contiguous, with rank 0's."""
         if self.size > 1:
-            options = dist.BroadcastOptions()
+            options = c10d.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             group = self._device if tensor.is_cuda else self._host
             _finish(group.broadcast([tensor], options))
@@ -96,8 +97,8 @@ class Ranks:
         """Return the smallest of the ranks' values.  On the host; waits for all ranks."""
         if self.size > 1:
             shared = torch.tensor([value], dtype=torch.int64)
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MIN
+            options = c10d.AllreduceOptions()
+            options.reduceOp = c10d.ReduceOp.MIN
             _finish(self._host.allreduce([shared], options))
             value = int(shared)
         return value

@@ -19,6 +19,7 @@ from engine.llm import LLM
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
+from tests.executor.test_parallel import until_it_raises
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 Checkpoint = Callable[[str], Path]
@@ -94,7 +95,6 @@ def test_a_rank_that_is_lost_ends_the_engine_within_the_lease(checkpoint: Checkp
     os.kill(engine.executor._others[0].process.pid, how)
     began = time.monotonic()
     with pytest.raises(ExecutorLost, match="rank 1"):
-        while True:
-            engine.step()
+        until_it_raises(engine.step)
     assert time.monotonic() - began < 10
     engine.close()

@@ -96,7 +96,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
 
     class Opened:
         def __init__(self, *words: Any) -> None:
-            self._file = safe_open(*words)
+            self._file: Any = safe_open(*words)
 
         def __enter__(self) -> Opened:
             return self
@@ -179,12 +179,12 @@ def test_a_table_whose_parts_do_not_make_the_whole_is_refused(monkeypatch: pytes
     alone = Ranks(0, 1)
     whole_class = type(AutoModelForCausalLM.from_config(config))
     found = sharding._plan_without_proof(whole_class, config, alone)
-    models = [AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2)]
-    shard_proof.prove_parts(*models, found, alone)
-    models = [AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2)]
+    complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
+    shard_proof.prove_parts(complete, parts, found, alone)
+    complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
     monkeypatch.setattr(Ranks, "all_reduce", lambda _, part: 2 * part)  # as if both ranks had all of it
     with pytest.raises(UnsupportedModel, match=r"llama: --tensor-parallel: by transformers' table its parts do not"):
-        shard_proof.prove_parts(*models, found, alone)
+        shard_proof.prove_parts(complete, parts, found, alone)
 
 
 def test_the_proof_has_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:

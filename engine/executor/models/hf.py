@@ -107,13 +107,10 @@ def load_model(
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
       ranks          this process holds one rank's part (`sharding.py`)
 
-    The kernels must be loaded.
-    Raises UnsupportedModel or ModelLoadError, with one line for the operator.
+    The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
-    if deterministic and device.type == "cuda":
-        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    if deterministic and ranks.size > 1:
-        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
+    if deterministic:
+        check_deterministic(device, ranks)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -126,9 +123,7 @@ def load_model(
         module = random_model(directory, config, dtype, device, ranks)
     else:
         module = read_weights(directory, config, dtype, part=config is not whole, device=device, ranks=ranks)
-    check_dtype(config.model_type, module.dtype)
-    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
-        raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    check_loaded_dtype(config.model_type, module.dtype, device)
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
@@ -149,9 +144,24 @@ def load_model(
         eos_ids=eos_ids(module, directory),
         changes=changes
         | ({"angles of a sequence of": max_model_len} if fixed else {})
-        | ({"random weights of ranks": ranks.size} if random and ranks.size > 1 else {}),
+        | ({"ranks that made up weights": ranks.size} if random and ranks.size > 1 else {}),
         batch_dependence=dependence,
     )
+
+
+def check_deterministic(device: torch.device, ranks: Ranks) -> None:
+    """Raise UnsupportedModel where no model's logits are independent of the batch."""
+    if device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    if ranks.size > 1:
+        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
+
+
+def check_loaded_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedModel for weights that no kernel of the device computes with."""
+    check_dtype(kind, dtype)
+    if device.type == "cuda" and dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:

@@ -73,6 +73,9 @@ class Product(nn.Module):
         return ops.silu_mul(y) if self.silu_mul else y
 
 
+SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
+
+
 class Shard(Protocol):
     """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
 
@@ -100,7 +103,7 @@ class Sharded(nn.Module):
 
 def shared_out(part: Product | PackedLinear, plain: nn.Module) -> Product | PackedLinear | Sharded:
     """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
-    shard: Shard | None = getattr(plain, "shard", None)
+    shard: Shard | None = getattr(plain, SHARD, None)
     return part if shard is None else Sharded(part, shard)
 
 

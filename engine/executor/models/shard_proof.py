@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engine.executor.attention import NAME
 from engine.executor.errors import UnsupportedModel
 from engine.executor.models.probe import drift_of, probe
 from engine.executor.ranks import Ranks

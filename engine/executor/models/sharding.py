@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models.linear import SHARD
 from engine.executor.models.shard_proof import kinds, prove_parts, shortened
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.ranks import Ranks
@@ -144,15 +145,16 @@ class Sharding:
             module = model.get_submodule(path)
             if isinstance(module, nn.Linear):
                 if not ranks.first:
-                    module.bias = None  # rank 0 adds it
-                module.shard = Summed(ranks, module.out_features)
+                    module.register_parameter("bias", None)  # rank 0 adds it
+                setattr(module, SHARD, Summed(ranks, module.out_features))
             module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
         if self.gathered:
-            head = model.get_submodule(self.gathered)
+            head: Any = model.get_submodule(self.gathered)
             if len(head.weight) == self.vocab_size:  # it is the embedding, which is whole
                 cut = divide(self.vocab_size, ranks, padded=True)
                 head.weight = nn.Parameter(cut.take(head.weight.data, tuple(head.weight.shape)), requires_grad=False)
-            shard = head.shard = Gathered(ranks, self.vocab_size)
+            shard = Gathered(ranks, self.vocab_size)
+            setattr(head, SHARD, shard)
             head.register_forward_hook(lambda _module, _inputs, output: shard.combine(output))
 
 
@@ -289,9 +291,9 @@ def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple
         layers = min(2 * layers, all_layers)
     options = {"dtype": torch.float32, "attn_implementation": NAME}
     with torch.random.fork_rng(), device:
-        models = [each._from_config(short, **options) for each in (whole, shard_class(whole, of_short))]
-    prove_parts(*models, of_short, ranks)
-    del models
+        complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
+    prove_parts(complete, parts, of_short, ranks)
+    del complete, parts
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache takes what is free
     return whole, sharding
@@ -307,7 +309,8 @@ def read_shard(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return this rank's part of a checkpoint's model, on the host, and transformers' report.
 
-    device: where the model will compute, and its proof.  Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
+    device: where the model will compute, and its proof.
+    Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
     whole, sharding = _plan(config, device, ranks)
     stored = stored_tensors(weight_files(directory))
     wanted = getattr(torch, dtype) if dtype != "auto" else config.dtype or SAFETENSORS_DTYPES[_first_dtype(stored)]
