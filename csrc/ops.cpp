@@ -67,6 +67,13 @@ TORCH_LIBRARY(quire, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // The same on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = numbers * scale.
+  // Every 16 numbers of a row stand in the order of cuda/linear/linear.h.  With many tokens x becomes e4m3, too, with a
+  // scale for each row.
+  m.def(
+      "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]
@@ -75,7 +82,12 @@ TORCH_LIBRARY(quire, m) {
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
   // The same in float32, of bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
   m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
-  // For weights of like's dtype: (columns, together), where packed is [strips, steps, columns, together],
+  // The same with int8 weights, of any dtype of x, which is rounded to 16 bits by rows.  Sums are exact integers.
+  //   packed     bytes w + 128, padded
+  //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
+  m.def(
+      "product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");
 

@@ -62,6 +62,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Data type of weights, activations and KV cache. auto: the checkpoint's own."),
     ] = "auto"
+    quantize: Annotated[
+        Literal["none", "int8", "fp8"],
+        Meta(
+            description="Round the weights of linear layers to 8 bits while they load, with a scale for each row; "
+            "activations, embeddings, the head and the KV cache keep their data type. A token then reads about half "
+            "the bytes of bfloat16. int8: on a CPU. fp8: on a GPU. Give all engines of a deployment the same. none, "
+            "the default: weights as the checkpoint has them."
+        ),
+    ] = "none"
     deterministic: Annotated[
         bool,
         Meta(

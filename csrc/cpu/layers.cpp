@@ -11,51 +11,7 @@
 namespace quire::cpu {
 namespace {
 
-// Below this many numbers one thread is done before a second one has woken up.
-constexpr int64_t kWorthSharing = 16 << 10;
 constexpr float kLog2e = 1.4426950408889634f;
-
-// each(row) for all rows, in runs handed to threads.
-template <class Each>
-void over_rows(int64_t rows, int64_t row_size, int threads, const Each& each) {
-  if (rows * row_size < kWorthSharing) threads = 1;
-  const int64_t run = std::max<int64_t>(1, rows / (4 * threads));
-  share((rows + run - 1) / run, threads, [&](Tickets& tickets) {
-    for (int64_t item; tickets.take(item);) {
-      for (int64_t row = item * run; row < std::min(rows, (item + 1) * run); ++row) each(row);
-    }
-  });
-}
-
-// use(i, n) for n = kLanes numbers from i on, again and again; at last for the n < kLanes that remain.
-template <class Use>
-void over_lanes(int64_t size, const Use& use) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) use(i, std::integral_constant<int, kLanes>{});
-  if (i < size) use(i, static_cast<int>(size - i));
-}
-
-// The first n lanes; the others are zero.
-template <class T, int n>
-Floats read(const T* p, std::integral_constant<int, n>) {
-  return load(p);
-}
-template <class T>
-Floats read(const T* p, int n) {
-  T rest[kLanes] = {};
-  std::copy_n(p, n, rest);
-  return load(rest);
-}
-template <class T, int n>
-void write(T* p, Floats x, std::integral_constant<int, n>) {
-  store(p, x);
-}
-template <class T>
-void write(T* p, Floats x, int n) {
-  T rest[kLanes];
-  store(rest, x);
-  std::copy_n(rest, n, p);
-}
 
 // e^x to 3 ulp, capped at 2^126.  exp2(x * log2(e)) alone would be off by the rounding of its argument: many ulp for large x.
 Floats exp(Floats x) {

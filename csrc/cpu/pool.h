@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -40,6 +41,21 @@ void share(int64_t items, int threads, const Work& work) {
   if (threads <= 1 || items <= 1) return work(shared.tickets);
   GOMP_parallel([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared,
                 static_cast<unsigned>(threads), 0);
+}
+
+// Below this many numbers one thread is done before a second one has woken up.
+constexpr int64_t kRowsWorthSharing = 16 << 10;
+
+// each(row) for all rows, in runs handed to threads.
+template <class Each>
+void over_rows(int64_t rows, int64_t row_size, int threads, const Each& each) {
+  if (rows * row_size < kRowsWorthSharing) threads = 1;
+  const int64_t run = std::max<int64_t>(1, rows / (4 * threads));
+  share((rows + run - 1) / run, threads, [&](Tickets& tickets) {
+    for (int64_t item; tickets.take(item);) {
+      for (int64_t row = item * run; row < std::min(rows, (item + 1) * run); ++row) each(row);
+    }
+  });
 }
 
 }  // namespace quire::cpu

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 
-#include "cpu/pool.h"
 
 namespace quire::cpu {
 namespace {
@@ -20,8 +19,7 @@ constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulat
 // grows with its length.  That matters in float32; in 16 bits it is far below the last rounding.
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
-constexpr int64_t kTaskRows = 8 * kRows, kTaskStrips = 4;
-constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread wakes up too late
+constexpr int64_t kTaskRows = 8 * kRows;
 
 // What a weight meets: numbers of x as they are where an instruction takes them in pairs, else floats.
 template <class T>
@@ -101,33 +99,6 @@ void multiply(int64_t rows, const Rows<T>& x, const T* weight, int64_t steps, fl
   by_rows[rows - 1](x, weight, steps, sums, first);
 }
 
-// One strip of one row: what remains is elementwise.
-template <class T, class Out>
-void finish(const ProductArgs<T, Out>& args, int64_t row, int64_t column, const float* sums) {
-  const int64_t columns = std::min(kColumns, args.features - column);
-  Out* out = args.out + row * args.out_stride + column;
-  const T* bias = args.bias ? args.bias + column : nullptr;
-  const Out* plus = args.plus ? args.plus + row * args.plus_stride + column : nullptr;
-  for (int64_t j = 0; j < columns; j += kLanes) {
-    const auto value = [&](const T* of_bias, const Out* of_plus) {
-      Floats y = load(sums + j);
-      if (of_bias) y += load(of_bias);
-      if (of_plus) y += load(of_plus);
-      return y;
-    };
-    if (j + kLanes <= columns) {
-      store(out + j, value(bias ? bias + j : nullptr, plus ? plus + j : nullptr));
-      continue;
-    }
-    T rest_of_bias[kLanes] = {};
-    Out rest[2][kLanes] = {};
-    if (bias) std::copy_n(bias + j, columns - j, rest_of_bias);
-    if (plus) std::copy_n(plus + j, columns - j, rest[0]);
-    store(rest[1], value(bias ? rest_of_bias : nullptr, plus ? rest[0] : nullptr));
-    std::copy_n(rest[1], columns - j, out + j);
-  }
-}
-
 template <class T, class Out>
 void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) float sums[kTaskRows][kTaskStrips * kColumns];
@@ -157,19 +128,8 @@ void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int6
 
 template <class T, class Out>
 void product(const ProductArgs<T, Out>& args) {
-  const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
-  const int64_t row_tasks = (args.rows + kTaskRows - 1) / kTaskRows;
-  const int threads = args.rows * args.inner * args.features < kWorthSharing ? 1 : args.threads;
-  // Enough tasks that no thread waits long for the last one.
-  const int64_t fewest = (4 * threads + row_tasks - 1) / std::max<int64_t>(1, row_tasks);
-  const int64_t strips = threads == 1 ? kTaskStrips : std::clamp<int64_t>(all_strips / fewest, 1, kTaskStrips);
-  const int64_t strip_tasks = (all_strips + strips - 1) / strips;
-  share(row_tasks * strip_tasks, threads, [&](Tickets& tickets) {
-    for (int64_t item; tickets.take(item);) {
-      const int64_t row = item / strip_tasks, first = item % strip_tasks * strips;
-      const int64_t begin = row * args.rows / row_tasks, end = (row + 1) * args.rows / row_tasks;
-      task(args, begin, end - begin, first, std::min(strips, all_strips - first));
-    }
+  share_product(args, kTaskRows, [&](int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+    task(args, first_row, rows, first_strip, strips);
   });
 }
 

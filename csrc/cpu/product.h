@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cpu/product_tasks.h"
 #include "cpu/simd.h"
 
 namespace quire::cpu {
@@ -13,8 +14,6 @@ namespace quire::cpu {
 //
 //   strip 0: features 0 .. kColumns - 1      | inner 0 and 1 of feature 0, of feature 1, ... | inner 2 and 3 ... |
 //   strip 1: the next kColumns ...           (kTogether 2: what one bf16 instruction multiplies and adds)
-constexpr int64_t kColumns = 2 * kLanes;
-
 template <class T>
 constexpr int64_t kTogether = 1;
 #if defined(__AVX512BF16__)

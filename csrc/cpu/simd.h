@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -161,6 +162,36 @@ inline void store(e4m3* p, Floats x) {
   const Words result = size < broadcast(0x1p-6f) ? subnormal : normal;
   const Bytes byte = __builtin_convertvector((size == size ? result : Words{} + 0x7f) | sign, Bytes);
   std::memcpy(p, &byte, sizeof byte);
+}
+
+// use(i, n) for n = kLanes numbers from i on, again and again; at last for the n < kLanes that remain.
+template <class Use>
+inline void over_lanes(int64_t size, const Use& use) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) use(i, std::integral_constant<int, kLanes>{});
+  if (i < size) use(i, static_cast<int>(size - i));
+}
+
+// The first n lanes; the others are zero.
+template <class T, int n>
+inline Floats read(const T* p, std::integral_constant<int, n>) {
+  return load(p);
+}
+template <class T>
+inline Floats read(const T* p, int n) {
+  T rest[kLanes] = {};
+  std::copy_n(p, n, rest);
+  return load(rest);
+}
+template <class T, int n>
+inline void write(T* p, Floats x, std::integral_constant<int, n>) {
+  store(p, x);
+}
+template <class T>
+inline void write(T* p, Floats x, int n) {
+  T rest[kLanes];
+  store(rest, x);
+  std::copy_n(rest, n, p);
 }
 
 // Sums across lanes.

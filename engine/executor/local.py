@@ -55,6 +55,7 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
         deterministic=config.deterministic,
         hf_overrides=config.hf_overrides,
         ranks=ranks,
+        quantize=config.quantize,
     )
 
 

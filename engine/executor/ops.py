@@ -226,6 +226,41 @@ def linear(
     return out
 
 
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
+    plus: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` on a Hopper GPU with a weight in 8 bits; x, bias, norm, plus and out are bfloat16.
+
+    weight  [size, in] float8_e4m3fn, of `fp8_order`; in is a multiple of 128, size of 16
+    scale   [size] float32: weight = numbers * scale
+
+    Up to 16 tokens, or 32 where few rows of the weight belong to a multiprocessor, sums are of bfloat16 numbers.  With
+    more, x is rounded to e4m3, too, with a scale for each token.
+    """
+    assert plus is None or out is None
+    if out is None:
+        size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+        out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
+    torch.ops.quire.linear_fp8.default(x, weight, scale, bias, norm, eps, plus is not None, silu_mul, out)
+    return out
+
+
+def fp8_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers [size, in] in the order in which `linear_fp8` reads them; csrc/cuda/linear/linear.h has the reason."""
+    size, inner = numbers.shape
+    halves = numbers.view(torch.uint8).view(size, inner // 16, 2, 8)
+    return halves.transpose(2, 3).reshape(size, inner).view(numbers.dtype)
+
+
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
 
 
@@ -345,6 +380,7 @@ class Packed:
     size: int  # out
     ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
     float32_out: bool = False  # the result is not rounded to the weight's dtype
+    scale: torch.Tensor | None = None  # [out, padded] float32, of an int8 weight
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
@@ -360,13 +396,29 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
         together = torch.ops.quire.product_layout.default(weight)[1]
         ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
     if ordered or float32_out:
-        columns, together = torch.ops.quire.product_layout.default(weight)
-        padded = torch.nn.functional.pad(weight.detach(), (0, -inner % together, 0, -size % columns))
-        strips = padded.view(len(padded) // columns, columns, -1, together)
-        return Packed(strips.transpose(1, 2).contiguous(), size, ordered, float32_out)
+        return Packed(_in_strips(weight.detach()), size, ordered, float32_out)
     if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
     return None
+
+
+def pack_int8(numbers: torch.Tensor, scale: torch.Tensor) -> Packed:
+    """A packed copy of the weight numbers [out, in] int8 times scale [out] float32, on a CPU.
+
+    Its products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the
+    largest |x| times the largest |weight| away from the product in float64, before the last rounding.  Bits of a row do
+    not depend on the batch, on threads or on the CPU."""
+    strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
+    columns = strips.shape[0] * strips.shape[2]
+    return Packed(strips, len(numbers), True, scale=torch.nn.functional.pad(scale, (0, columns - len(scale))))
+
+
+def _in_strips(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of weight [out, in] in the layout of `product`, padded with zeros."""
+    size, inner = weight.shape
+    columns, together = torch.ops.quire.product_layout.default(weight)
+    padded = torch.nn.functional.pad(weight, (0, -inner % together, 0, -size % columns))
+    return padded.view(len(padded) // columns, columns, -1, together).transpose(1, 2).contiguous()
 
 
 def packed_linear(
@@ -381,10 +433,12 @@ def packed_linear(
     if packed.ordered:
         dtype = torch.float32 if packed.float32_out else x.dtype
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
-        rows = y.view(-1, packed.size)
-        torch.ops.quire.product.default(
-            x.reshape(-1, x.shape[-1]), packed.numbers, bias, None if plus is None else rows, rows
-        )
+        rows, flat = y.view(-1, packed.size), x.reshape(-1, x.shape[-1])
+        added = None if plus is None else rows
+        if packed.scale is None:
+            torch.ops.quire.product.default(flat, packed.numbers, bias, added, rows)
+        else:
+            torch.ops.quire.product_int8.default(flat, packed.numbers, packed.scale, bias, added, rows)
     elif packed.float32_out:
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
         torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))

@@ -6,8 +6,10 @@ import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
@@ -18,6 +20,7 @@ from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0)
 CPU = torch.device("cpu")
+NEW = 12  # tokens of an answer
 
 
 class RecordingWorker(Worker):
@@ -182,3 +185,18 @@ class Driver:
         while any(len(self.running[slot].output) < count for slot in slots):
             self.step()
         return [self.running[slot].output[:count] for slot in slots]
+
+
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What transformers itself answers: NEW tokens."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def served(model: LoadedModel | Path, prompt: list[int]) -> list[int]:
+    """What the worker answers, over the loader, fused products and the KV cache: NEW tokens."""
+    driver = Driver(model)
+    driver.add(prompt, chunk=7)
+    while len(driver.running[0].output) < NEW:
+        driver.step()
+    return driver.running[0].output[:NEW]

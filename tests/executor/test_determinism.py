@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,10 +26,15 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [*((family, "none") for family in FAMILIES), *((family, "int8") for family in ("llama", "qwen2", "gemma2"))],
+)
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
+    checkpoint: Checkpoint, family: str, quantize: Literal["none", "int8"], dtype: str
+) -> None:
     """Recompute equals decode: the logits of every position, in one chunk, in chunks of 7, alone and in a crowd."""
-    model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True)
+    model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True, quantize=quantize)
     prompt = words(61)
 
     def logits(chunk: int, mates: int = 0) -> torch.Tensor:

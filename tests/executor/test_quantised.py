@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
@@ -21,13 +21,12 @@ from engine.executor.models.dequantise import dequantise
 from engine.executor.models.quantisation import Quantisation, read_quantisation
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
-from tests.executor.driver import Driver
+from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
 from tests.executor.test_worker import words
 from tests.quantised import KINDS, compressed, quantise_checkpoint, w4
 
 CPU = torch.device("cpu")
-NEW = 12  # tokens
 
 
 @pytest.fixture(scope="session")
@@ -57,21 +56,6 @@ def written(directory: Path, config: dict[str, Any] | None, **files: Any) -> Pat
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     return directory
-
-
-def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What transformers itself answers."""
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-
-
-def served(directory: Path, prompt: list[int]) -> list[int]:
-    """What the worker answers, over the loader, fused products and the KV cache."""
-    driver = Driver(directory)
-    driver.add(prompt, chunk=7)
-    while len(driver.running[0].output) < NEW:
-        driver.step()
-    return driver.running[0].output[:NEW]
 
 
 def loaded(directory: Path, dtype: str) -> dict[str, torch.Tensor]:

@@ -163,6 +163,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
     ("options", "message"),
     [
         ({"deterministic": True}, "--deterministic with --tensor-parallel"),
+        ({"quantize": "int8"}, "--quantize with --tensor-parallel"),
         ({"random": True}, r"--load random with --tensor-parallel: .*model.safetensors holds weights"),
     ],
 )

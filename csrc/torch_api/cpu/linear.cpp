@@ -3,6 +3,7 @@
 #include "torch_api/linear.h"
 
 #include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "cpu/pool.h"
 #include "cpu/product.h"
+#include "cpu/product_int8.h"
 #include "torch_api/cpu/convert.h"
 
 namespace quire::cpu::torch_api {
@@ -19,59 +21,108 @@ namespace {
 
 void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
             const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
-  check_linear(x, weight, bias, norm, silu_mul, out, on_cpu());
+  check_linear(x, weight, x.scalar_type(), bias, norm, silu_mul, out, on_cpu());
   linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
 }
 
 std::tuple<int64_t, int64_t> product_layout(const at::Tensor& like) {
+  if (like.scalar_type() == at::kByte) return {kColumns, kInt8Together};
   std::tuple<int64_t, int64_t> layout;
   by_dtype("like", like, [&](auto type) { layout = {kColumns, kTogether<decltype(type)>}; });
   return layout;
 }
 
-void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  Size rows("rows"), inner("inner size"), features("features"), strips("strips"), steps("steps"), columns("columns"),
-      together("numbers together");
-  expect("x", x, {rows, inner});
-  expect("out", out, {rows, features});
-  if (plus) expect("plus", *plus, {rows, features});
-  if (bias) expect_plain("bias", *bias, {features}, x.scalar_type(), on_cpu());
-  const auto [wide, deep] = product_layout(x);
-  columns.agree("this build", wide);
-  together.agree("this build", deep);
-  strips.agree("out", (features + wide - 1) / wide);
-  steps.agree("x", (inner + deep - 1) / deep);
-  expect("packed", packed, {strips, steps, columns, together});
+// The sizes of a product, after the checks that do not depend on the weight's dtype.
+struct ProductSizes {
+  Size rows{"rows"}, inner{"inner size"}, features{"features"}, strips{"strips"}, steps{"steps"}, columns{"columns"},
+      together{"numbers together"};
+};
+
+void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed,
+                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  expect("x", x, {s.rows, s.inner});
+  expect("out", out, {s.rows, s.features});
+  if (plus) expect("plus", *plus, {s.rows, s.features});
+  if (bias) expect_plain("bias", *bias, {s.features}, x.scalar_type(), on_cpu());
+  const auto [wide, deep] = product_layout(packed);
+  s.columns.agree("this build", wide);
+  s.together.agree("this build", deep);
+  s.strips.agree("out", (s.features + wide - 1) / wide);
+  s.steps.agree("x", (s.inner + deep - 1) / deep);
+  expect("packed", packed, {s.strips, s.steps, s.columns, s.together});
   expect_contiguous("packed", packed);
   for (const auto& [who, t] : {std::pair{"x", &x}, {"out", &out}, {"packed", &packed}, {"plus", plus ? &*plus : &out}}) {
     expect_device(who, *t, on_cpu());
     expect_last_contiguous(who, *t);
   }
-  expect_dtype("packed", packed, x.scalar_type(), "x");
   if (out.scalar_type() != at::kFloat) expect_dtype("out", out, x.scalar_type(), "x");
   if (plus) expect_dtype("plus", *plus, out.scalar_type(), "out");
-  const auto compute = [&](auto type, auto out_type) {
+}
+
+// run(T{}, Out{}) with the types of x and out.
+template <class Run>
+void by_dtypes(const at::Tensor& x, const at::Tensor& out, const Run& run) {
+  by_dtype("x", x, [&](auto type) { out.scalar_type() == at::kFloat ? run(type, float{}) : run(type, type); });
+}
+
+template <class T>
+const T* numbers(const std::optional<at::Tensor>& t) {
+  return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
+void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  ProductSizes sizes;
+  expect_dtype("packed", packed, x.scalar_type(), "x");
+  check_product(sizes, x, packed, bias, plus, out);
+  by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
     cpu::product(cpu::ProductArgs<T, Out>{
-        .x = numbers(x),
+        .x = numbers<T>(x),
         .x_stride = x.stride(0),
-        .weight = numbers(packed),
-        .bias = bias ? numbers(*bias) : nullptr,
-        .plus = plus ? static_cast<const Out*>(plus->const_data_ptr()) : nullptr,
+        .weight = numbers<T>(packed),
+        .bias = numbers<T>(bias),
+        .plus = numbers<Out>(plus),
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
-        .rows = rows,
-        .inner = inner,
-        .features = features,
+        .rows = sizes.rows,
+        .inner = sizes.inner,
+        .features = sizes.features,
         .threads = threads(),
     });
-  };
-  by_dtype("x", x, [&](auto type) {
-    out.scalar_type() == at::kFloat ? compute(type, float{}) : compute(type, type);
+  });
+}
+
+void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  ProductSizes sizes;
+  Size padded("padded features");
+  expect_dtype("packed", packed, at::kByte);
+  check_product(sizes, x, packed, bias, plus, out);
+  padded.agree("packed", sizes.strips * kColumns);
+  expect_plain("scale", scale, {padded}, at::kFloat, on_cpu());
+  const at::Tensor workspace = at::empty({sizes.rows, int8_row_bytes(sizes.inner)}, packed.options());
+  by_dtypes(x, out, [&](auto type, auto out_type) {
+    using T = decltype(type);
+    using Out = decltype(out_type);
+    cpu::product_int8(cpu::Int8ProductArgs<T, Out>{
+        .x = numbers<T>(x),
+        .x_stride = x.stride(0),
+        .weight = numbers<uint8_t>(packed),
+        .scale = numbers<float>(scale),
+        .bias = numbers<T>(bias),
+        .plus = numbers<Out>(plus),
+        .plus_stride = plus ? plus->stride(0) : 0,
+        .out = static_cast<Out*>(out.data_ptr()),
+        .out_stride = out.stride(0),
+        .workspace = workspace.data_ptr<uint8_t>(),
+        .rows = sizes.rows,
+        .inner = sizes.inner,
+        .features = sizes.features,
+        .threads = threads(),
+    });
   });
 }
 
@@ -116,6 +167,7 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("linear", linear);
   m.impl("product_on_tiles", product_on_tiles);
   m.impl("product", product);
+  m.impl("product_int8", product_int8);
   m.impl("product_layout", product_layout);
 }
 

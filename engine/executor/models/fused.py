@@ -1,6 +1,7 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
-    nn.Linear, Conv1D   -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
+    nn.Linear, Conv1D,  -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
+    QuantisedLinear
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
@@ -44,6 +45,7 @@ from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
 from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, shared_out
+from engine.executor.models.quantised import Quantised, QuantisedLinear
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -53,6 +55,7 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     Qwen3ForCausalLM: lambda attention: attention.sliding_window,
 }
 ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
+LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
 VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
 
 
@@ -170,10 +173,18 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) in (nn.Linear, Conv1D):
-                weight = child.weight if type(child) is nn.Linear else child.weight.T
-                if packed := linears.alone(weight, child.bias, float32_out=child is head):
+            if type(child) in (*LINEAR, Conv1D):
+                packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
+                if packed is not None:
                     setattr(parent, name, shared_out(packed, child))
+
+
+def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantised:
+    """The weight [out, in] of a layer."""
+    if isinstance(linear, QuantisedLinear):
+        return linear.quantised
+    weight: Tensor = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+    return weight
 
 
 def batch_dependence(model: PreTrainedModel) -> str:
@@ -184,8 +195,9 @@ def batch_dependence(model: PreTrainedModel) -> str:
     """
     if model.device.type != "cpu":
         return ON_A_GPU
-    products = [module for module in model.modules() if isinstance(module, PackedLinear | Product)]
-    if not all(product.packed and product.packed.ordered for product in products):
+    packs = [module.packed for module in model.modules() if isinstance(module, PackedLinear | Product)]
+    packs += [None for module in model.modules() if isinstance(module, QuantisedLinear)]
+    if not all(packed and packed.ordered for packed in packs):
         return "the library's products are faster on this CPU and depend on the number of rows"
     if is_fused(model):
         return ""
@@ -276,12 +288,13 @@ def is_plain_layer(layer: Any, rotary: Any) -> bool:
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [norm for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)) if norm]
-    linears = [getattr(attention, name) for name in projections]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    gate_up = [mlp.gate_proj, mlp.up_proj]
     return (
         all(map(is_norm, norms))
-        and all(type(linear) is nn.Linear for linear in linears)
-        and len({linear.bias is None for linear in (attention.q_proj, attention.k_proj, attention.v_proj)}) == 1
+        and all(len({type(linear) for linear in together}) == 1 for together in (qkv, gate_up))
+        and all(type(linear) in LINEAR for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj))
+        and len({linear.bias is None for linear in qkv}) == 1
         and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
         and 2 * rotary.inv_freq.numel() == attention.head_dim  # all of a head turns
     )

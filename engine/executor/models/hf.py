@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,7 @@ from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.quantised import check_kind, quantise_linears
 from engine.executor.models.sharding import OPTION, random_shard, read_shard
 from engine.executor.models.stored_weights import StoredWeights
 from engine.executor.models.weights import stored_tensors, weight_files
@@ -96,6 +97,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
     hf_overrides: str = "",
+    quantize: Literal["none", "int8", "fp8"] = "none",
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
@@ -105,12 +107,11 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
+      quantize       round the weights of linear layers to 8 bits (`quantised.py`); none: as the checkpoint has them
       ranks          this process holds one rank's part (`sharding.py`)
 
-    The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator.
-    """
-    if deterministic:
-        check_deterministic(device, ranks)
+    The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
+    check_options(device, ranks, deterministic, quantize)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -123,8 +124,7 @@ def load_model(
         module = random_model(directory, config, dtype, device, ranks)
     else:
         module = read_weights(directory, config, dtype, part=config is not whole, device=device, ranks=ranks)
-    check_loaded_dtype(config.model_type, module.dtype, device)
-    module = module.to(device).eval().requires_grad_(False)
+    module = place(module, device, quantize)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
@@ -143,25 +143,41 @@ def load_model(
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
         changes=changes
-        | ({"angles of a sequence of": max_model_len} if fixed else {})
-        | ({"ranks that made up weights": ranks.size} if random and ranks.size > 1 else {}),
+        | when(quantize != "none", "weights of linear layers", quantize)
+        | when(fixed, "angles of a sequence of", max_model_len)
+        | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence,
     )
 
 
-def check_deterministic(device: torch.device, ranks: Ranks) -> None:
-    """Raise UnsupportedModel where no model's logits are independent of the batch."""
-    if device.type == "cuda":
+def place(module: PreTrainedModel, device: torch.device, quantize: Literal["none", "int8", "fp8"]) -> PreTrainedModel:
+    """Move a loaded model to its device, quantised if asked for.  Raises UnsupportedModel for a wrong dtype."""
+    kind = module.config.model_type
+    check_dtype(kind, module.dtype)
+    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{kind}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    if quantize != "none":
+        quantise_linears(module, quantize, device)
+    placed: PreTrainedModel = module.to(device).eval().requires_grad_(False)
+    return placed
+
+
+def check_options(
+    device: torch.device, ranks: Ranks, deterministic: bool, quantize: Literal["none", "int8", "fp8"]
+) -> None:
+    """Raise UnsupportedModel for options that no model honours on this device, or divided among ranks."""
+    check_kind(quantize, device)
+    if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    if ranks.size > 1:
+    if deterministic and ranks.size > 1:
         raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
+    if quantize != "none" and ranks.size > 1:
+        raise UnsupportedModel(f"--quantize with {OPTION}: a row's scale would depend on the number of ranks")
 
 
-def check_loaded_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedModel for weights that no kernel of the device computes with."""
-    check_dtype(kind, dtype)
-    if device.type == "cuda" and dtype not in GPU_DTYPES:
-        raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
+def when(holds: bool, what: str, value: object) -> dict[str, object]:
+    """Return one entry, or none."""
+    return {what: value} if holds else {}
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:

@@ -1,11 +1,12 @@
 """The linear layers that models are served with, and the one place that makes them.
 
-`Linears` decides how a weight is stored and which operator multiplies with it: plain, or packed for a CPU.  A weight
-that stays quantised, or a shard of one, would be made here too: callers name layers, norms and activations only.
+`Linears` decides how a weight is stored and which operator multiplies with it: plain, packed for a CPU, or quantised.
+A shard of a weight would be made here too: callers name layers, norms and activations only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.executor import ops
+from engine.executor.models.quantised import Quantised, QuantisedLinear
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +49,7 @@ class Product(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | ops.Packed,
+        weight: Tensor | ops.Packed | Quantised,
         bias: Tensor | None,
         out_features: int,
         norm: RMSNorm | None,
@@ -59,13 +61,15 @@ class Product(nn.Module):
         self.norm = norm
         self.silu_mul = silu_mul
         self.packed = weight if isinstance(weight, ops.Packed) else None
-        self.weight = None if isinstance(weight, ops.Packed) else weight
+        self.quantised = weight if isinstance(weight, Quantised) else None
+        self.weight = weight if isinstance(weight, Tensor) else None
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        if self.weight is not None:
-            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
+        weight = self.weight if self.quantised is None else self.quantised.dequantised(x.dtype)
+        if weight is not None:
+            return ops.linear(x, weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
         assert self.packed is not None
         if norm is not None:
             x = ops.rms_norm(x, norm, eps)
@@ -114,24 +118,45 @@ class Linears:
     ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
 
     def product(
-        self, *linears: nn.Linear, norm: RMSNorm | None = None, silu_mul: bool = False, float32_out: bool = False
+        self,
+        *linears: nn.Linear | QuantisedLinear,
+        norm: RMSNorm | None = None,
+        silu_mul: bool = False,
+        float32_out: bool = False,
     ) -> Product | PackedLinear | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: on a CPU, don't round the result to the dtype of the weights."""
-        first, *others = linears
-        weight = torch.cat([linear.weight for linear in linears]) if others else first.weight.detach()
-        bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-        product = Product(self._pack(weight, float32_out) or weight, bias, len(weight), norm, silu_mul)
-        return shared_out(product, first)
+        weight, size = _joined(linears), sum(linear.out_features for linear in linears)
+        biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
+        bias = torch.cat(biases) if biases else None
+        product = Product(self._pack(weight, float32_out) or weight, bias, size, norm, silu_mul)
+        return shared_out(product, linears[0])
 
-    def alone(self, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> PackedLinear | None:
-        """Return a layer of weight [out, in] without norm; None: nothing is faster than torch's own."""
+    def alone(
+        self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
+    ) -> PackedLinear | None:
+        """Return a layer of weight [out, in] without norm; None: nothing is faster than what the model has.
+
+        dtype: what code that asks the layer for the dtype of its weight shall see."""
         packed = self._pack(weight, float32_out)
-        return None if packed is None else PackedLinear(packed, bias, weight.dtype)
+        return None if packed is None else PackedLinear(packed, bias, dtype)
 
-    def _pack(self, weight: Tensor, float32_out: bool) -> ops.Packed | None:
+    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | None:
+        if isinstance(weight, Quantised):
+            on_cpu = weight.numbers.device.type == "cpu" and weight.numbers.dtype == torch.int8
+            return ops.pack_int8(weight.numbers, weight.scale) if on_cpu else None
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)
+
+
+def _joined(linears: Sequence[nn.Linear | QuantisedLinear]) -> Tensor | Quantised:
+    """Return the weight of all layers, row after row; of one layer without a copy.  All or none are quantised."""
+    quantised = [linear.quantised for linear in linears if isinstance(linear, QuantisedLinear)]
+    if quantised:
+        assert len(quantised) == len(linears)
+        return quantised[0] if len(quantised) == 1 else Quantised.join(quantised)
+    weights = [linear.weight.detach() for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)

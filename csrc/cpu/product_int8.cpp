@@ -1,0 +1,226 @@
+// x is quantised once, row by row, into the workspace.  Then a task is some rows times some strips of the weight, as in
+// product.cpp, for each run of `inner`:
+//
+//      a row in the workspace                   a step of a strip: kColumns features
+//     | q0 q1 q2 q3 ...      | its scale, sum |  | w0 w1 of feature 0 | w0 w1 of feature 1 | ...
+//       `---- a step ----'                       a lane adds w0 q0 + w1 q1 to the sum of its feature
+//
+// An instruction multiplies unsigned bytes (weights) with signed ones.  So w + 128 is stored, and 128 times the sum of
+// the row is taken off in the end.  With VNNI a number of x is 256 * high + low, two signed bytes, and a lane takes the
+// high bytes of four numbers, then their low ones.  Without it, weights are widened to 16 bits, like x.
+
+#include "cpu/product_int8.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/pool.h"
+
+namespace quire::cpu {
+namespace {
+
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+
+#if defined(__AVX512VNNI__)
+constexpr int kRows = 6;  // x 2 strips of lanes x 2 bytes of a number, and the weights
+#else
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+#endif
+constexpr int64_t kTaskRows = 8 * kRows;
+constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
+constexpr float kLargest = 127 * 256 + 127;
+constexpr float kOffset = 128;  // of a stored weight
+
+// What a row in the workspace ends with.
+struct Row {
+  float scale;  // x = q * scale
+  double sum;   // of q
+};
+
+// numbers[k]: q of kLanes numbers, in the order in which Sum takes them.
+inline void put(uint8_t* numbers, Ints q) {
+#if defined(__AVX512VNNI__)
+  typedef int8_t Chars __attribute__((vector_size(16)));
+  typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes a lane
+  const Chars low_bytes = __builtin_convertvector(q, Chars);
+  const Chars high_bytes = __builtin_convertvector((q - __builtin_convertvector(low_bytes, Ints)) >> 8, Chars);
+  const Quads low = bit_cast<Quads>(low_bytes), high = bit_cast<Quads>(high_bytes);
+  const Quads steps[2] = {__builtin_shufflevector(high, low, 0, 4, 1, 5), __builtin_shufflevector(high, low, 2, 6, 3, 7)};
+  std::memcpy(numbers, steps, sizeof steps);
+#else
+  const Shorts narrow = __builtin_convertvector(q, Shorts);
+  std::memcpy(numbers, &narrow, sizeof narrow);
+#endif
+}
+
+template <class T>
+void quantise(const T* x, int64_t inner, uint8_t* numbers) {
+  Words sizes{};  // compared as integers, infinities and NaN are the largest
+  over_lanes(inner, [&](int64_t k, auto n) {
+    const Words size = bit_cast<Words>(read(x + k, n)) & 0x7fffffff;
+    sizes = size > sizes ? size : sizes;
+  });
+  uint32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = std::max<uint32_t>(largest, sizes[i]);
+  const bool finite = largest < 0x7f800000;
+  const float inverse = finite ? std::min(kLargest / bit_cast<float>(largest), 0x1p126f) : 0.0f;
+  const Floats rounder = broadcast(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
+  Doubles sum{};
+  over_lanes(inner, [&](int64_t k, auto n) {
+    const Ints q = bit_cast<Ints>(read(x + k, n) * inverse + rounder) - bit_cast<Ints>(rounder);
+    sum += __builtin_convertvector(q, Doubles);
+    put(numbers + 2 * k, q);
+  });
+  const int64_t written = (inner + kLanes - 1) / kLanes * kLanes, size = int8_row_bytes(inner) - 64;
+  std::memset(numbers + 2 * written, 0, size - 2 * written);
+  Row row{finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN(), 0};
+  for (int i = 0; i < kLanes; ++i) row.sum += sum[i];
+  std::memcpy(numbers + size, &row, sizeof row);
+}
+
+// kLanes features' weights of one step.
+inline Words load_weights(const uint8_t* p) {
+#if defined(__AVX512VNNI__)
+  Words bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return bytes;
+#elif defined(__AVX512BW__)
+  return bit_cast<Words>(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<Words>(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  Halves pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  const Words wide = __builtin_convertvector(pairs, Words);
+  return (wide & 0xff) | (wide >> 8 << 16);
+#endif
+}
+
+// kLanes sums of a run.  x: the kInt8Together numbers of a step.
+#if defined(__AVX512VNNI__)
+struct Sum {
+  Words high{}, low{};
+
+  void add(Words weights, const uint8_t* x) {
+    int32_t bytes[2];
+    std::memcpy(bytes, x, sizeof bytes);
+    high = dot(high, weights, bytes[0]);
+    low = dot(low, weights, bytes[1]);
+  }
+  Ints total() const { return bit_cast<Ints>((high << 8) + low); }
+
+ private:
+  static Words dot(Words sum, Words weights, int32_t four) {
+    return bit_cast<Words>(
+        _mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(four)));
+  }
+};
+#else
+struct Sum {
+  Words all{};
+
+  void add(Words weights, const uint8_t* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+#if defined(__AVX512BW__)
+    all += bit_cast<Words>(_mm512_madd_epi16(bit_cast<__m512i>(weights), _mm512_set1_epi32(pair)));
+#elif defined(__AVX2__)
+    all += bit_cast<Words>(_mm256_madd_epi16(bit_cast<__m256i>(weights), _mm256_set1_epi32(pair)));
+#else
+    all += (weights & 0xffff) * static_cast<uint32_t>(static_cast<int16_t>(pair));
+    all += (weights >> 16) * static_cast<uint32_t>(pair >> 16);
+#endif
+  }
+  Ints total() const { return bit_cast<Ints>(all); }
+};
+#endif
+
+// sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip.
+template <int rows>
+void multiply(const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t steps, double* sums, bool first) {
+  Sum sum[rows][2];
+  for (int64_t step = 0; step < steps; ++step) {
+    const Words left = load_weights(weight), right = load_weights(weight + kLanes * kInt8Together);
+    unroll<rows>([&](auto i) {
+      sum[i][0].add(left, x + i * stride);
+      sum[i][1].add(right, x + i * stride);
+    });
+    weight += kColumns * kInt8Together;
+    x += 2 * kInt8Together;
+  }
+  unroll<rows>([&](auto i) {
+    for (int half = 0; half < 2; ++half) {
+      double* to = sums + i * kTaskStrips * kColumns + half * kLanes;
+      Doubles all = __builtin_convertvector(sum[i][half].total(), Doubles), before{};
+      if (!first) std::memcpy(&before, to, sizeof before);
+      all += before;
+      std::memcpy(to, &all, sizeof all);
+    }
+  });
+}
+
+template <int... i>
+void multiply(int64_t rows, const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t steps, double* sums,
+              bool first, std::integer_sequence<int, i...>) {
+  using Multiply = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, double*, bool);
+  static constexpr Multiply by_rows[] = {multiply<i + 1>...};
+  by_rows[rows - 1](x, stride, weight, steps, sums, first);
+}
+
+// One strip of one row.
+template <class Args>
+void scale_and_finish(const Args& args, int64_t row, int64_t column, const double* sums) {
+  const int64_t bytes = int8_row_bytes(args.inner);
+  Row of_x;
+  std::memcpy(&of_x, args.workspace + (row + 1) * bytes - 64, sizeof of_x);
+  float results[kColumns];
+  for (int64_t j = 0; j < kColumns; j += kLanes) {
+    Doubles sum;
+    std::memcpy(&sum, sums + j, sizeof sum);
+    store(results + j, __builtin_convertvector(sum - kOffset * of_x.sum, Floats) * of_x.scale * load(args.scale + column + j));
+  }
+  finish(args, row, column, results);
+}
+
+template <class Args>
+void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+  alignas(64) double sums[kTaskRows][kTaskStrips * kColumns];
+  const int64_t steps = (args.inner + kInt8Together - 1) / kInt8Together, bytes = int8_row_bytes(args.inner);
+  const int64_t groups = (rows + kRows - 1) / kRows, run_steps = kRun / kInt8Together;
+  for (int64_t run = 0; run < steps || run == 0; run += run_steps) {
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
+      const uint8_t* x = args.workspace + (first_row + begin) * bytes + 2 * run * kInt8Together;
+      for (int64_t strip = 0; strip < strips; ++strip) {
+        const uint8_t* weight = args.weight + ((first_strip + strip) * steps + run) * kColumns * kInt8Together;
+        double* to = sums[begin] + strip * kColumns;
+        multiply(count, x, bytes, weight, std::min(run_steps, steps - run), to, run == 0,
+                 std::make_integer_sequence<int, kRows>{});
+        for (int64_t i = 0; run + run_steps >= steps && i < count; ++i) {
+          scale_and_finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <class T, class Out>
+void product_int8(const Int8ProductArgs<T, Out>& args) {
+  over_rows(args.rows, args.inner, args.threads, [&](int64_t row) {
+    quantise(args.x + row * args.x_stride, args.inner, args.workspace + row * int8_row_bytes(args.inner));
+  });
+  share_product(args, kTaskRows, [&](int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+    task(args, first_row, rows, first_strip, strips);
+  });
+}
+
+template void product_int8(const Int8ProductArgs<float>&);
+template void product_int8(const Int8ProductArgs<bf16>&);
+template void product_int8(const Int8ProductArgs<fp16>&);
+template void product_int8(const Int8ProductArgs<bf16, float>&);
+template void product_int8(const Int8ProductArgs<fp16, float>&);
+
+}  // namespace quire::cpu
