@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,6 +58,7 @@ from engine.executor.ranks import Ranks
 log = logging.getLogger(__name__)
 
 BEATS = 5  # in a lease: a rank that leaves out so many is lost
+SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
 END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
 
 
@@ -176,7 +178,8 @@ class Watch:
         """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
         if self._stopped.is_set():
             return
-        self.lost, calls = reason, self.calls
+        self.lost = reason  # first: a call that begins after this line ends at once
+        calls = self.calls
         for rank in self.others:
             rank.kill()
         if self.ranks is not None:
@@ -349,8 +352,14 @@ class ParallelExecutor:
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Raise ModelLoadError unless there is a GPU for each rank."""
-    if device_kind(config) == "cuda" and (there := torch.cuda.device_count()) < config.tensor_parallel:
+    """Raise ModelLoadError unless there is a GPU for each rank, and shared memory for what NCCL exchanges."""
+    if device_kind(config) != "cuda":
+        return
+    size = config.tensor_parallel
+    if SHARED.is_dir() and (free := shutil.disk_usage(SHARED).free) < size * SHARED_BYTES:
+        need = f"{size} ranks need {size * SHARED_BYTES >> 20} MiB: docker run --shm-size 1g"
+        raise ModelLoadError(f"{OPTION} {size}: {free >> 20} MiB are free in {SHARED}, {need}")
+    if (there := torch.cuda.device_count()) < size:
         raise ModelLoadError(
             f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one a rank is needed"
         )

@@ -4,13 +4,14 @@
                     gather_columns   the ranks' columns next to each other: logits
     on the host     least, barrier   decisions that every rank must take alike
 
-torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  An own all-reduce
-for small tensors would be chosen here; no other module names a collective.
+torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Small sums of GPUs
+go through `one_shot.py` where it works.  No other module names a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from engine.executor.one_shot import OneShot
+
+log = logging.getLogger(__name__)
 c10d: Any = _distributed_c10d  # its types say less than it has
 
 Result = TypeVar("Result")
@@ -35,6 +39,7 @@ class Ranks:
         They are no global ones of torch.distributed, so a process may have several executors."""
         self.rank, self.size = rank, size
         self._host, self._device = host, device
+        self._one_shot: OneShot | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
@@ -51,7 +56,19 @@ class Ranks:
         # Ranks of an engine share a host, so nothing has to listen on another interface.
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         host = c10d.ProcessGroupGloo(c10d.PrefixStore("host", store), rank, size, options)
-        return cls(rank, size, host, cls._nccl(store, rank, size, timeout_s) if kind == "cuda" else host)
+        if kind != "cuda":
+            return cls(rank, size, host, host)
+        ranks = cls(rank, size, host, cls._nccl(store, rank, size, timeout_s))
+        ranks._use_one_shot(c10d.PrefixStore("one shot", store), str(meeting))
+        return ranks
+
+    def _use_one_shot(self, store: Any, name: str) -> None:
+        """Sum small tensors by a kernel of our choice, if it works on all ranks."""
+        one_shot, reason = OneShot.tried(name, store, self.rank, self.size, self.all_reduce)
+        if self.least(one_shot is not None):
+            self._one_shot = one_shot
+        elif self.first:
+            log.warning("all sums of the ranks go through NCCL, which is slower for small ones: %s", reason or "rank")
 
     @staticmethod
     def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
@@ -67,7 +84,9 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, in its place.  All ranks get the same bits."""
+        """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
+        if self._one_shot is not None and self._one_shot.takes(part):
+            return self._one_shot.all_reduce(part)
         if self.size > 1:
             options = c10d.AllreduceOptions()
             options.asyncOp = False  # on the stream that computes
@@ -126,7 +145,7 @@ class Ranks:
         for group in self._groups():
             with contextlib.suppress(RuntimeError):  # of ranks that are lost
                 group.shutdown()
-        self._host = self._device = None
+        self._host = self._device = self._one_shot = None
 
     def _groups(self) -> list[Any]:
         groups = [self._device, self._host] if self._device is not self._host else [self._host]

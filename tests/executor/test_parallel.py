@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -242,8 +244,14 @@ def test_ranks_that_loaded_something_else_are_refused(one: LLM) -> None:
         check_equal(2, msgspec.structs.replace(mine, blocks=35), mine)
 
 
-def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_and_shared_memory_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "device_kind", lambda _: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match=r"--tensor-parallel 2: this process sees 1 GPU\(s\)"):
+        load(EngineConfig(tensor_parallel=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63 << 20))
+    with pytest.raises(
+        ModelLoadError, match=r"63 MiB are free in /dev/shm, 2 ranks need 64 MiB: docker run --shm-size"
+    ):
         load(EngineConfig(tensor_parallel=2))

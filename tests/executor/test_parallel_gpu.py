@@ -3,8 +3,8 @@ winner."""
 
 from __future__ import annotations
 
-import os
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.executor.base import ExecutorLost
 from engine.executor.parallel import ParallelExecutor
 from engine.llm import LLM
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
-from tests.executor.test_parallel import until_it_raises
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 Checkpoint = Callable[[str], Path]
@@ -83,18 +81,38 @@ def test_swapped_blocks_come_back_on_both_gpus(checkpoint: Checkpoint, closing: 
     assert engine.engine.core.report.totals.swap_preemptions > 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_engine_within_the_lease(checkpoint: Checkpoint, how: signal.Signals) -> None:
-    """NCCL's kernels would wait for it forever."""
-    engine = llm(checkpoint("llama"), tensor_parallel=2, lease_ms=2000)
+def test_small_sums_are_right_and_large_ones_go_through_nccl(checkpoint: Checkpoint, closing: list[LLM]) -> None:
+    """The kernel of small sums is compared with NCCL at each start, and is not used where that fails."""
+    closing.append(engine := llm(checkpoint("llama"), tensor_parallel=2))
     assert isinstance(engine.executor, ParallelExecutor)
-    for prompt in PROMPTS:
-        engine.submit(prompt, GREEDY, max_new_tokens=400)
-    for _ in range(20):
-        engine.step()
-    os.kill(engine.executor._others[0].process.pid, how)
-    began = time.monotonic()
-    with pytest.raises(ExecutorLost, match="rank 1"):
-        until_it_raises(engine.step)
-    assert time.monotonic() - began < 10
-    engine.close()
+    ranks = engine.executor._ranks
+    assert ranks is not None
+    assert ranks._one_shot is not None
+    assert ranks._one_shot.takes(torch.zeros(256, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert not ranks._one_shot.takes(torch.zeros(4096, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert not ranks._one_shot.takes(torch.zeros(3, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_ends_the_engine_within_the_lease(checkpoint: Checkpoint, how: str) -> None:
+    """In a process of its own: a kernel that waits for a lost rank never ends, so the engine's process does."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from tests.executor.test_gpu import GREEDY, llm, words\n"
+        "from pathlib import Path\n"
+        "engine = llm(Path(sys.argv[1]), tensor_parallel=2, lease_ms=2000)\n"
+        "for i in range(7): engine.submit(words(20 + i), GREEDY, max_new_tokens=900)\n"
+        "for _ in range(20): engine.step()\n"
+        "os.kill(engine.executor._others[0].process.pid, getattr(signal, sys.argv[2]))\n"
+        "print('lost', flush=True)\n"
+        "while True: engine.step()\n"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama")), how]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "lost\n"
+        began = time.monotonic()
+        _, said = engine.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert engine.returncode == 1
+    assert "rank 1" in said

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -212,10 +212,13 @@ def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ra
         raise refusal
     if style == "colwise_gather_output" and module is model.get_output_embeddings():
         sharding.gathered = path
-        if not model.config.get_text_config().tie_word_embeddings:
-            sharding.cuts[f"{path}.weight"] = divide(sharding.vocab_size, ranks, padded=True)
-        if module.bias is not None:
+        tied = model.config.get_text_config().tie_word_embeddings
+        if tied and module.bias is not None:
             raise refusal
+        cut = divide(sharding.vocab_size, ranks, padded=True)
+        sharding.cuts |= {} if tied else {f"{path}.weight": cut}
+        if module.bias is not None:
+            sharding.cuts[f"{path}.bias"] = replace(cut, dim=-1)
         return
     if style == "rowwise":
         check_width(kind, path, module.in_features, ranks.size)
@@ -232,7 +235,7 @@ def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ra
         raise refusal
     sharding.cuts[f"{path}.weight"] = cut
     if module.bias is not None:
-        sharding.cuts[f"{path}.bias"] = Cut(-1, cut.first, cut.end, cut.halves)
+        sharding.cuts[f"{path}.bias"] = replace(cut, dim=-1)
 
 
 def _cut_rows(model: PreTrainedModel, path: str, ranks: Ranks) -> Cut:
