@@ -135,6 +135,9 @@ class Watch:
         self.calls += 1
         try:
             yield
+        except ExecutorLost as error:
+            self.lost = self.lost or str(error)
+            raise
         except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
             until = time.monotonic() + 2 * self.beat_s
             while not self.lost and time.monotonic() < until:  # a process that died breaks an exchange first

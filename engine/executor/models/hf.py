@@ -37,7 +37,7 @@ from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
 from engine.executor.models.quantised import check_kind, quantise_linears
-from engine.executor.models.sharding import OPTION, random_shard, read_shard
+from engine.executor.models.sharding import OPTION, fork_rng, random_shard, read_shard
 from engine.executor.models.stored_weights import StoredWeights
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
@@ -202,7 +202,7 @@ def random_model(
         if files := sorted(directory.glob("*.safetensors")):
             raise UnsupportedModel(f"--load random with {OPTION}: {files[0]} holds weights, which would not be used")
         return random_shard(config, wanted, device, ranks)
-    with torch.random.fork_rng(), device:
+    with fork_rng(device), device:
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
     made_up = model.state_dict()

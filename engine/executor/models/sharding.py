@@ -271,6 +271,11 @@ def check_width(kind: str, path: str, size: int, parts: int) -> None:
         raise ModelLoadError(f"{OPTION}: {kind}: {path} has size {size}, which {parts} does not divide")
 
 
+def fork_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leave random numbers as they were, on the host and on the current GPU; other GPUs are not touched."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else [])
+
+
 def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTrainedModel]:
     """Return a class of the same name whose models have a rank's parameters."""
 
@@ -293,7 +298,7 @@ def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple
             break
         layers = min(2 * layers, all_layers)
     options = {"dtype": torch.float32, "attn_implementation": NAME}
-    with torch.random.fork_rng(), device:
+    with fork_rng(device), device:
         complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
     prove_parts(complete, parts, of_short, ranks)
     del complete, parts
@@ -339,7 +344,7 @@ def read_shard(
 def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
     whole, sharding = _plan(config, device, ranks)
-    with torch.random.fork_rng(), device:
+    with fork_rng(device), device:
         torch.manual_seed(ranks.rank)
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
     for name, tensor in model.state_dict().items():
