@@ -39,7 +39,7 @@ class OneShot:
         self.most_bytes = MOST_BYTES * 2 // size
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffer = c10d._SymmetricMemory.empty_strided_p2p([self.most_bytes], [1], torch.uint8, device, name)
-        self._memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
+        self.memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
 
     def takes(self, part: Tensor) -> bool:
         """Return whether the sum of tensors like this one can be computed here.  The same on all ranks."""

@@ -30,7 +30,7 @@ from engine.executor.rank_process import SUBMIT, Facts
 from engine.llm import LLM, Completion
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
-from tests.checkpoints import VOCAB, make_checkpoint
+from tests.checkpoints import VOCAB, config_of, make_checkpoint
 
 Checkpoint = Callable[[str], Path]
 # A pool that eight sequences of up to 110 tokens overflow, and steps that cut every prompt into chunks.
@@ -173,6 +173,17 @@ def until_it_raises(use: Callable[[], object]) -> None:
     while True:
         use()
         time.sleep(0.001)
+
+
+def test_made_up_weights(tmp_path: Path) -> None:
+    """Each rank makes its own part, and both have the same embeddings and norms: the checksums of tokens are equal."""
+    config_of("llama").save_pretrained(tmp_path)
+    llm = opened(tmp_path, 2, load="random", dtype="bfloat16")
+    sampled = Sampling(temperature=1, seed=3, ignore_eos=True, logprobs=1)
+    [done] = llm.generate(prompts(1), sampled, max_new_tokens=30)
+    assert len(set(done.outputs[0].token_ids)) > 15
+    assert all(-30 < entry.logprob < 0 for entry in done.outputs[0].logprobs)
+    llm.close()
 
 
 @pytest.mark.parametrize("how", ["killed while idle", "stopped"])

@@ -344,9 +344,12 @@ def read_shard(
 def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
     whole, sharding = _plan(config, device, ranks)
-    with fork_rng(device), device:
-        torch.manual_seed(ranks.rank)
+    with torch.device("meta"):  # the whole may not fit the device
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.to_empty(device=device)
+    with fork_rng(device):
+        torch.manual_seed(ranks.rank)
+        model.init_weights()
     for name, tensor in model.state_dict().items():
         if name not in sharding.cuts:
             ranks.copy_from_first(tensor)
