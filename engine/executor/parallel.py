@@ -91,10 +91,20 @@ class Rank:
         return cls(number, process, Connection(ours.detach()), life)
 
     def how_it_ended(self) -> str:
-        """Say how the process ended, in a few words."""
+        """Say how the process ended, in a few words: why it could not start, if it said so."""
+        if error := self.start_error():
+            return error
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"rank {self.number} ended with status {self.process.wait(1)}"
         return f"rank {self.number} closed its end"
+
+    def start_error(self) -> str:
+        """Return the line of a rank that could not start; empty: it has not said so."""
+        with contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
+            if self.commands.poll():
+                ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+                return f"rank {self.number}: {ready.error}" if ready.error else ""
+        return ""
 
     def kill(self) -> None:
         """End the process now; whoever waits for it gets an end of file."""
@@ -233,8 +243,11 @@ class ParallelExecutor:
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
                 local = self._local = LocalExecutor(config, self._ranks)
                 readies = [msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Ready) for rank in self._others]
-        except (ExecutorLost, RuntimeError) as error:
-            if not (reason := self._error_of_others()) and isinstance(error, RuntimeError):
+        except (ExecutorLost, RuntimeError, ModelLoadError) as error:
+            # A rank that fails alone breaks the others' exchanges, so that they fail, too.  It said why before.
+            own = [found for rank in self._others if not (found := rank.start_error()).endswith(str(error))]
+            reason = next(filter(None, own), "")
+            if not reason and not isinstance(error, ExecutorLost):
                 raise
             raise ModelLoadError(f"{OPTION} {size}: {reason or error}") from error
         for rank, ready in zip(self._others, readies, strict=True):
@@ -248,16 +261,6 @@ class ParallelExecutor:
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
         self.start_parts = local.start_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
-
-    def _error_of_others(self) -> str:
-        """Return the line of a rank that could not start; empty: none said why."""
-        for rank in self._others:
-            with contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
-                if rank.commands.poll():
-                    ready = msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Ready)
-                    if ready.error:
-                        return f"rank {rank.number}: {ready.error}"
-        return ""
 
     @property
     def _mine(self) -> LocalExecutor:

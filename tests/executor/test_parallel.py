@@ -26,7 +26,7 @@ from engine.executor.base import ExecutorLost, StepError
 from engine.executor.errors import ModelLoadError
 from engine.executor.local import load
 from engine.executor.parallel import ParallelExecutor, check_equal
-from engine.executor.rank_process import SUBMIT, Facts
+from engine.executor.rank_process import SUBMIT, Facts, Task
 from engine.llm import LLM, Completion
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
@@ -265,9 +265,26 @@ def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # of a container without an init process
 
 
-def test_one_line_where_a_rank_cannot_start(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("other", ["absent", "of other weights"])
+def test_one_line_where_rank_1_has_other_files(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    directory = tmp_path / "other"
+    if other == "of other weights":
+        make_checkpoint(directory, "llama", edit=lambda model: model.lm_head.weight.data.mul_(2))
+
+    def task(*fields: Any) -> Task:
+        return Task(*fields[:-1], msgspec.structs.replace(fields[-1], model=str(directory)))
+
+    monkeypatch.setattr(parallel, "Task", task)
+    said = r"rank 1: .*/other: no such directory" if other == "absent" else r"rank 1 has loaded other weights: finger"
+    with pytest.raises(ModelLoadError, match=said):
+        opened(checkpoint("llama"), 2)
+
+
+def test_one_line_where_no_rank_can_start(checkpoint: Checkpoint) -> None:
     """The error is every rank's, and rank 0's own line counts."""
-    with pytest.raises(ModelLoadError, match=r"gpt2: --tensor-parallel: transformers has no table"):
+    with pytest.raises(ModelLoadError, match=r"^gpt2: --tensor-parallel: transformers has no table"):
         opened(checkpoint("gpt2"), 2)
 
 
