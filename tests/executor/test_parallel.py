@@ -273,8 +273,8 @@ def test_one_line_where_rank_1_has_other_files(
     if other == "of other weights":
         make_checkpoint(directory, "llama", edit=lambda model: model.lm_head.weight.data.mul_(2))
 
-    def task(*fields: Any) -> Task:
-        return Task(*fields[:-1], msgspec.structs.replace(fields[-1], model=str(directory)))
+    def task(number: int, meeting: str, beat_s: float, config: EngineConfig) -> Task:
+        return Task(number, meeting, beat_s, msgspec.structs.replace(config, model=str(directory)))
 
     monkeypatch.setattr(parallel, "Task", task)
     said = r"rank 1: .*/other: no such directory" if other == "absent" else r"rank 1 has loaded other weights: finger"
