@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["int8", "fp8"]
 DTYPE: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
+FP8_CAPABILITY = (9, 0)  # of a GPU: Hopper
 # Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -88,25 +90,36 @@ def check_kind(kind: str, device: torch.device) -> None:
         raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
     if kind == "fp8" and device.type == "cpu":
         raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
-    if kind == "fp8":
-        raise UnsupportedModel("--quantize fp8: no product with fp8 weights is implemented for a GPU yet")
+    if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
 
 
 def quantise_linears(model: PreTrainedModel, kind: Kind, device: torch.device) -> None:
     """Swap the linear layers of `model` for quantised ones on `device`, one at a time.
 
-    The head, embeddings, routers and whatever is no nn.Linear stay as they are.  Raises UnsupportedModel if that
-    leaves nothing to quantise."""
+    The head, embeddings, routers, whatever is no nn.Linear, and layers of sizes that no fp8 product takes, stay as they
+    are.  Raises UnsupportedModel if that leaves nothing to quantise, and for fp8 of a model in another dtype than
+    bfloat16."""
     head, swapped, dtype = model.get_output_embeddings(), 0, DTYPE[kind]
+    if kind == "fp8" and model.dtype != torch.bfloat16:
+        raise UnsupportedModel(
+            f"--quantize fp8: its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+        )
     total = sum(parameter.numel() for parameter in model.parameters())
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and child is not head and name not in ROUTERS:
+            if type(child) is nn.Linear and child is not head and name not in ROUTERS and _fits(child, kind):
                 swapped += child.weight.numel()
                 setattr(parent, name, _quantised(child, dtype, device))
     if not swapped:
-        raise UnsupportedModel(f"{model.config.model_type}: --quantize {kind}: it has no plain linear layers")
+        raise UnsupportedModel(f"{model.config.model_type}: --quantize {kind}: it has no linear layers that it takes")
     log.info("quantised %.0f %% of the %.0f million weights to %s", 100 * swapped / total, total / 1e6, kind)
+
+
+def _fits(linear: nn.Linear, kind: Kind) -> bool:
+    """Whether a product with a quantised weight takes a layer of this size."""
+    return kind != "fp8" or not (linear.in_features % ops.FP8_INNER or linear.out_features % ops.FP8_OUT)
 
 
 def _quantised(linear: Any, dtype: torch.dtype, device: torch.device) -> QuantisedLinear:
