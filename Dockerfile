@@ -2,6 +2,7 @@
 #
 #   docker build --target gateway -t quire-gateway:0.2.0 .
 #   docker build --target engine  -t quire-engine:0.2.0 .     (GPU, or CPU where there is none)
+#   docker run --gpus 2 --shm-size 1g ... --tensor-parallel 2   divides a model among two GPUs
 #   --build-arg GPUS='9.0' compiles for some GPUs only: minutes instead of a quarter of an hour
 #
 # Nothing is written below / at run time: HOME, HF_HOME and XDG_CACHE_HOME name the folders of caches (helm/ mounts them).

@@ -45,7 +45,7 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], str]] = {
 # Options that the chart sets itself, for one program or for both; in a values file they would contradict it.
 CHARTS_OWN = {
     "gateway": {"host", "port", "uds", "drain_s", "gateway_id", "api_keys", "admin_keys", "tenants", "trace_prompts"},
-    "engine": {"engine_id", "standby", "metrics_host", "metrics_port"},
+    "engine": {"engine_id", "standby", "metrics_host", "metrics_port", "tensor_parallel"},
 }
 OF_BOTH = {"model", "served_name", "namespace", "redis_url", "log_format", "otlp_endpoint", "trace_sample"}
 # The end of an option's name implies the unit of its value.

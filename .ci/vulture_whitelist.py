@@ -34,6 +34,9 @@ _.between_steps_ms, _.between_steps  # engine/tools/gpu_idle.py
 _.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # engine/tools/fleet.py
 
 # Read by a library.
+_._timeout, _._devices, _.asyncOp, _.rootRank, _.rootTensor, _.reduceOp  # options of torch's process groups
+_.__class__
+_.memory  # engine/executor/one_shot.py: held while it is mapped
 _.content_type  # aiohttp
 _.post_processor  # tokenizers
 _.unused  # an argument that transformers passes to attention

@@ -6,7 +6,6 @@ main: options --> Server.start: model, logs, metrics page, queue --> Server.serv
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from engine.core.blocks import AccountingError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.hot_prefixes import warm
+from engine.interpreter import tune_interpreter
 from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
 from engine.metrics_page import Page
@@ -39,14 +39,6 @@ from engine.watchdog import Watchdog
 from engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
-
-# How long a thread may keep the interpreter from another thread, seconds.  With Python's own 5 ms the bus thread waits
-# longer for the interpreter while the executor computes: median time to first token 47.6 ms, 43.2 ms with this value
-# (36 to 42 streams).
-SWITCH_S = 0.0002
-# Of the garbage collector.  With Python's own 700, the objects of a step of 1,000 sequences counted as old before they
-# were freed.  The collector then walked through all sequences every two seconds: 30 to 130 ms at 1,000 of them.
-GC_THRESHOLDS = (10_000, 10, 5)
 
 
 class Stopwatch:
@@ -221,8 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())
-    sys.setswitchinterval(SWITCH_S)
-    gc.set_threshold(*GC_THRESHOLDS)
+    tune_interpreter()
     try:
         server = Server(config, watch)
         if not server.start():

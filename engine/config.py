@@ -89,6 +89,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Device of the model. auto: cuda where there is a GPU.")
     ] = "auto"
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Ranks that share one model: each holds a part of every layer and of the KV cache, on a GPU of "
+            "its own, or in a process of its own on a CPU. It must divide the model's attention heads. Raise it for a "
+            "model that does not fit one GPU, or for faster tokens. 1: this process alone.",
+        ),
+    ] = 1
     kernels: Annotated[
         str,
         Meta(
@@ -116,8 +125,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         float,
         Meta(
             ge=0,
-            description="GiB for the KV cache. 0: what steps leave of a GPU's memory, 1 GiB on a CPU. Lower it where "
-            "other programs use the same GPU.",
+            description="GiB for the KV cache, of each rank with tensor_parallel. 0: what steps leave of a GPU's "
+            "memory, 1 GiB on a CPU. Lower it where other programs use the same GPU.",
         ),
     ] = 0.0
     kv_dtype: Annotated[

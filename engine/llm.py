@@ -152,5 +152,8 @@ class LLM:
 
 
 def all_cores(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with all cores for the engine, unless it sets `threads`: no gateway needs one here."""
-    return msgspec.structs.replace(config, threads=config.threads or os.cpu_count() or 1)
+    """Return the configuration with all cores for the engine, divided among ranks, unless it sets `threads`.
+
+    No gateway needs one here."""
+    cores = max(1, (os.cpu_count() or 1) // config.tensor_parallel)
+    return msgspec.structs.replace(config, threads=config.threads or cores)

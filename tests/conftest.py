@@ -29,10 +29,12 @@ if not os.environ.get("CI"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if not gpus and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if gpus < 2 and item.get_closest_marker("multi_gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs two NVIDIA GPUs"))
 
 
 def servers() -> dict[str, Path]:

@@ -125,14 +125,16 @@ class SecondUse:
         return True
 
 
-def capture_all(jobs: Sequence[Callable[[], None]], seconds: float) -> int:
+def capture_all(jobs: Sequence[Callable[[], None]], seconds: float, agree: Callable[[int], int] = int) -> int:
     """Do these captures in this order, for at most `seconds`; how many were done.
+
+    agree: returns the smallest number of all ranks, which must capture the same.
 
     None for a model that looks at values on the host: it must run launch by launch."""
     started = time.monotonic()
     progress = Progress(log.info, "capturing CUDA graphs", len(jobs))
     for done, capture in enumerate(jobs):
-        if done and time.monotonic() - started > seconds:
+        if done and not agree(time.monotonic() - started <= seconds):
             return done
         try:
             capture()

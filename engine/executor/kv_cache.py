@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,10 +60,12 @@ def blocks_that_fit(
     kv_memory_gib: float,
     device: torch.device,
     activations: int,
+    agree: Callable[[int], int] = int,
 ) -> int:
     """How many KV blocks to allocate: `kv_blocks` where set, else as many as the memory holds.
 
     activations: bytes that a step takes in addition to weights and cache.
+    agree: makes of the number that fits here the number that all ranks take.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """
@@ -74,7 +77,7 @@ def blocks_that_fit(
             budget = max(0, torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION - GRAPH_BYTES - activations)
         else:
             budget = CPU_DEFAULT_GIB * GIB
-        kv_blocks = int(budget // block_bytes)
+        kv_blocks = agree(int(budget // block_bytes))
     needed = -(-max_model_len // block_size)
     if kv_blocks < needed:
         raise NotEnoughMemory(

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin, fused
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.weights import fingerprint
+from engine.executor.ranks import ALONE, Ranks
 from engine.executor.worker import GPU_DEPTH, Pending, Worker
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,8 @@ def device_kind(config: EngineConfig) -> str:
     return auto if config.device == "auto" else config.device
 
 
-def read_model(config: EngineConfig, kind: str) -> LoadedModel:
-    """Load the configured model onto a device, "cpu" or "cuda".  Raises ModelLoadError."""
+def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedModel:
+    """Load the configured model, or a rank's part, onto a device, "cpu" or "cuda".  Raises ModelLoadError."""
     return load_model(
         config.model,
         dtype=config.dtype,
@@ -52,8 +54,14 @@ def read_model(config: EngineConfig, kind: str) -> LoadedModel:
         random=config.load == "random",
         deterministic=config.deterministic,
         hf_overrides=config.hf_overrides,
+        ranks=ranks,
         quantize=config.quantize,
     )
+
+
+def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
+    """Return the fingerprint of a loaded model.  Raises OSError where its files are gone."""
+    return fingerprint(model.directory, model.dtype, random=config.load == "random", changes=model.changes)
 
 
 class LocalExecutor:
@@ -65,19 +73,21 @@ class LocalExecutor:
     With two teams they took 7.7 ms and 9.1 ms.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         """Compile the kernels where this machine has not yet, load the model, take the KV memory, start.
+
+        ranks: of several, this process computes one rank's part of each step (`parallel.py`).
 
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
         began = time.monotonic()
-        threads = config.threads or max(1, (os.cpu_count() or 1) - 1)
+        threads = config.threads or max(1, ((os.cpu_count() or 1) - 1) // ranks.size)
         torch.set_num_threads(threads)  # of this thread's team
         ops.load(library=Path(config.kernels) if config.kernels else None)
         kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
-        model = read_model(config, kind)
+        model = read_model(config, kind, ranks)
         # Torch's activations give a number other bits where a thread's share of them ends.
         alone = config.deterministic and not fused.is_fused(model.module)
         ops.set_threads(threads if alone else 0)
@@ -87,16 +97,15 @@ class LocalExecutor:
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()
-        self._worker: Worker | None = Worker(config, model, max_seqs=self.max_seqs, step_tokens=self.step_tokens)
+        sizes = {"max_seqs": self.max_seqs, "step_tokens": self.step_tokens}
+        self._worker: Worker | None = Worker(config, model, **sizes, ranks=ranks)
         self.info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
-            fingerprint=fingerprint(
-                model.directory, model.dtype, random=config.load == "random", changes=model.changes
-            ),
+            fingerprint=ranks.first_then_others(partial(fingerprint_of, config, model)),
             vocab_size=model.vocab_size,
             max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,
-            kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+            kv_bytes_per_token=ranks.size * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
             beams=True,
         )
@@ -138,6 +147,11 @@ class LocalExecutor:
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self._in_flight.append(error)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last step that was submitted failed, so that `collect` will raise."""
+        return bool(self._in_flight) and isinstance(self._in_flight[-1], Exception)
 
     def _collect_early(self) -> None:
         """Wait for the steps in flight, while the device computes the model of the next one."""
@@ -209,4 +223,8 @@ def load(config: EngineConfig) -> Executor:
 
     Raises ModelLoadError (UnsupportedModel, NotEnoughMemory) with one line for the operator.
     """
-    return LocalExecutor(config)
+    if config.tensor_parallel == 1:
+        return LocalExecutor(config)
+    from engine.executor.parallel import ParallelExecutor  # which is made of a LocalExecutor a rank
+
+    return ParallelExecutor(config)

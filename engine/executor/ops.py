@@ -262,6 +262,16 @@ def linear_fp8(
     return out
 
 
+def one_shot_all_reduce(buffer: torch.Tensor, part: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of all ranks' `part`, by torch's kernel over memory that the ranks share.  float32 or bfloat16.
+
+    buffer  of this rank's shared memory, shape and dtype of part: overwritten with it
+    group   name of the ranks, as engine/executor/one_shot.py registered it
+    """
+    y: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, part, "sum", group)
+    return y
+
+
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
 
 

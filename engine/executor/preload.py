@@ -87,6 +87,7 @@ def rehearse(config: EngineConfig, directory: Path) -> None:
             model=folder,
             hf_overrides="",
             load="random",
+            tensor_parallel=1,
             threads=1,
             kv_blocks=TINY_LEN // config.block_size + 2,
             max_model_len=TINY_LEN,

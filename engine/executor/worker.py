@@ -34,6 +34,7 @@ from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel
+from engine.executor.ranks import ALONE, Ranks
 from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, TARGET_ROWS, Logprobs, SamplerBank, logprobs_from
 from engine.executor.staging import Staging
 from engine.executor.swap import Swap
@@ -78,15 +79,19 @@ class Launched:
 class Worker:
     """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
 
-    def __init__(self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int, ranks: Ranks = ALONE
+    ) -> None:
         """Take the KV memory and capture CUDA graphs.  The kernels must be loaded.
+
+        ranks: they agree on the number of blocks and of graphs; everything else follows from the plans.
 
         Raises NotEnoughMemory when the cache cannot hold one sequence of the max_model_len that the configuration asks
         for.  Without one, `max_model_len` is what the cache holds.
         """
         self.device = device = model.module.device
         self._gpu = device.type == "cuda"
-        self._config, self._loaded, self._model = config, model, model.module
+        self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
         self.grammars: Grammars | None = None
         vocab_size, following = model.vocab_size, None
@@ -132,6 +137,7 @@ class Worker:
             kv_memory_gib=config.kv_memory_gib,
             device=self.device,
             activations=self._planned_activations(kv_dtype),
+            agree=self._ranks.least,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:
             log.warning(
@@ -467,9 +473,9 @@ class Worker:
         """Capture all graphs at the start, for at most `seconds`."""
         decodes, mixed = self._captures()
         started = time.monotonic()
-        done = capture_all(decodes, seconds)
+        done = capture_all(decodes, seconds, self._ranks.least)
         if self._use_captured():
-            done += capture_all(mixed, seconds - (time.monotonic() - started))
+            done += capture_all(mixed, seconds - (time.monotonic() - started), self._ranks.least)
             self._batch.shapes = self._mixed_graphs.keys
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
 

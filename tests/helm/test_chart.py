@@ -175,6 +175,22 @@ def test_gpus_are_asked_for_and_left_out_on_a_cpu() -> None:
     assert limits(changes) == {"amd.com/gpu": 1, "memory": "8Gi"}
 
 
+def test_several_gpus_of_an_engine_share_its_model() -> None:
+    for gpus in (1, 2):
+        manifests = rendered({"engine": {"gpus": gpus, "sharedMemory": "2Gi"}})
+        pod = pods(manifests)["engine"]
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        assert config(manifests)["engine"].get("tensor_parallel", 1) == gpus
+        volumes = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
+        mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "shm"]
+        if gpus == 1:
+            assert not volumes + mounts
+        else:
+            assert volumes == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
+            assert mounts == [{"name": "shm", "mountPath": "/dev/shm"}]
+
+
 def test_a_change_of_configuration_rolls_the_pods() -> None:
     def sums(changes: dict[str, Any]) -> list[str]:
         found = rendered(changes)
@@ -206,7 +222,9 @@ def test_a_change_of_configuration_rolls_the_pods() -> None:
         ({"gateway": {"config": {"queue_wait_s": "2"}}}, "queue_wait_s"),
         ({"engine": {"config": {"kv_dtype": "e5m2"}}}, "kv_dtype"),
         ({"engine": {"config": {"model": "x"}}}, "model"),  # the chart's own: model.name
-        ({"engine": {"gpus": 2}}, "gpus"),
+        ({"engine": {"gpus": 17}}, "gpus"),
+        ({"engine": {"sharedMemory": "1 GB"}}, "sharedMemory"),
+        ({"engine": {"config": {"tensor_parallel": 2}}}, "tensor_parallel"),  # the chart's own: engine.gpus
         ({"gateway": {"image": {"tagg": "x"}}}, "tagg"),
         ({"redis": {"bundled": {"enabled": False}}}, "external"),
         ({"redis": {"external": {"url": "redis://:secret@host"}}}, "url"),

@@ -44,7 +44,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
-from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm
+from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, shared_out
 from engine.executor.models.quantised import Quantised, QuantisedLinear
 
 # The attention window of a layer of each family, read from its own attention module.
@@ -173,7 +173,8 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
         for name, child in parent.named_children():
             if type(child) in (*LINEAR, Conv1D):
                 packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
-                setattr(parent, name, packed or child)
+                if packed is not None:
+                    setattr(parent, name, shared_out(packed, child))
 
 
 def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantised:

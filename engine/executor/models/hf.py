@@ -37,12 +37,15 @@ from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
 from engine.executor.models.quantised import check_kind, quantise_linears
+from engine.executor.models.sharding import OPTION, fork_rng, random_shard, read_shard
 from engine.executor.models.stored_weights import StoredWeights
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
+from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -95,6 +98,7 @@ def load_model(
     deterministic: bool = False,
     hf_overrides: str = "",
     quantize: Literal["none", "int8", "fp8"] = "none",
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -104,13 +108,10 @@ def load_model(
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
       quantize       round the weights of linear layers to 8 bits (`quantised.py`); none: as the checkpoint has them
+      ranks          this process holds one rank's part (`sharding.py`)
 
-    The kernels must be loaded.
-    Raises UnsupportedModel or ModelLoadError, with one line for the operator.
-    """
-    if deterministic and device.type == "cuda":
-        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    check_kind(quantize, device)
+    The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
+    check_options(device, ranks, deterministic, quantize)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -120,16 +121,10 @@ def load_model(
     own = overrides.load_config(directory, {}) if changes else None
     max_model_len = check_length(config, max_model_len, own)
     if random:
-        module = random_model(directory, config, dtype, device)
+        module = random_model(directory, config, dtype, device, ranks)
     else:
-        module = read_weights(directory, config, dtype, part=config is not whole)
-    check_dtype(config.model_type, module.dtype)
-    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
-        raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
-    if quantize != "none":
-        quantise_linears(module, quantize, device)
-        changes = changes | {"weights of linear layers": quantize}
-    module = module.to(device).eval().requires_grad_(False)
+        module = read_weights(directory, config, dtype, part=config is not whole, device=device, ranks=ranks)
+    module = place(module, device, quantize)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
@@ -147,9 +142,42 @@ def load_model(
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
-        changes=changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
+        changes=changes
+        | when(quantize != "none", "weights of linear layers", quantize)
+        | when(fixed, "angles of a sequence of", max_model_len)
+        | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence,
     )
+
+
+def place(module: PreTrainedModel, device: torch.device, quantize: Literal["none", "int8", "fp8"]) -> PreTrainedModel:
+    """Move a loaded model to its device, quantised if asked for.  Raises UnsupportedModel for a wrong dtype."""
+    kind = module.config.model_type
+    check_dtype(kind, module.dtype)
+    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{kind}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    if quantize != "none":
+        quantise_linears(module, quantize, device)
+    placed: PreTrainedModel = module.to(device).eval().requires_grad_(False)
+    return placed
+
+
+def check_options(
+    device: torch.device, ranks: Ranks, deterministic: bool, quantize: Literal["none", "int8", "fp8"]
+) -> None:
+    """Raise UnsupportedModel for options that no model honours on this device, or divided among ranks."""
+    check_kind(quantize, device)
+    if deterministic and device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    if deterministic and ranks.size > 1:
+        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
+    if quantize != "none" and ranks.size > 1:
+        raise UnsupportedModel(f"--quantize with {OPTION}: a row's scale would depend on the number of ranks")
+
+
+def when(holds: bool, what: str, value: object) -> dict[str, object]:
+    """Return one entry, or none."""
+    return {what: value} if holds else {}
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:
@@ -162,13 +190,19 @@ def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None
         raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}")
 
 
-def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+def random_model(
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks = ALONE
+) -> PreTrainedModel:
     """Make the architecture with the weights that its own training would begin with, on `device`, from a fixed seed.
 
     Weight files of the directory may hold some of the tensors; those are used.  Raises ModelLoadError for a tensor that
     the architecture does not have in this shape."""
     wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    with torch.random.fork_rng(), device:
+    if ranks.size > 1:
+        if files := sorted(directory.glob("*.safetensors")):
+            raise UnsupportedModel(f"--load random with {OPTION}: {files[0]} holds weights, which would not be used")
+        return random_shard(config, wanted, device, ranks)
+    with fork_rng(device), device:
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
     made_up = model.state_dict()
@@ -187,15 +221,29 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
     return model
 
 
-def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False) -> PreTrainedModel:
-    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError."""
+def read_weights(
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    part: bool = False,
+    device: torch.device = CPU,
+    ranks: Ranks = ALONE,
+) -> PreTrainedModel:
+    """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
+
+    ranks: of several, only what this one holds, for `device`.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
         if part:
             raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
+        if ranks.size > 1:
+            raise UnsupportedModel(f"{config.model_type}: {OPTION} of weights quantised by {how.method}")
         return read_quantised(directory, config, dtype, how)
     check_stored_dtypes(directory, config.model_type)
+    if ranks.size > 1:
+        return read_part_of_weights(directory, config, dtype, device, ranks, part=part)
     try:
         with report_progress(directory):
             module, report = AutoModelForCausalLM.from_pretrained(
@@ -217,6 +265,23 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part:
     check_report(directory, config, report)
     model: PreTrainedModel = module
     return model
+
+
+def read_part_of_weights(
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks, *, part: bool
+) -> PreTrainedModel:
+    """One rank's part of the model of a checkpoint.  Raises ModelLoadError."""
+    if part:
+        raise UnsupportedModel(f"{config.model_type}: {OPTION} of a multimodal checkpoint")
+    try:
+        with report_progress(directory):
+            module, report = read_shard(directory, config, dtype, device, ranks)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # config and model classes raise whatever their authors liked
+        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+    check_report(directory, config, report)
+    return module
 
 
 def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation) -> PreTrainedModel:

@@ -1,14 +1,14 @@
 """The linear layers that models are served with, and the one place that makes them.
 
 `Linears` decides how a weight is stored and which operator multiplies with it: plain, packed for a CPU, or quantised.
-A shard of a weight would be made here too: callers name layers, norms and activations only.
+A rank's part of a layer is wrapped here too (`Sharded`): callers name layers, norms and activations only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,42 @@ class Product(nn.Module):
         return ops.silu_mul(y) if self.silu_mul else y
 
 
+SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
+
+
+class Shard(Protocol):
+    """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
+
+    out_features: int  # of the whole layer
+    adds: bool  # this rank's part is the one that other numbers may be added to before `combine`
+
+    def combine(self, part: Tensor) -> Tensor:
+        """Return the layer's output [T, out_features] from what this rank computed."""
+
+
+class Sharded(nn.Module):
+    """A rank's part of a layer, and after it the exchange with the other ranks.  Called like `Product`."""
+
+    def __init__(self, part: Product | PackedLinear | Fp8Linear, shard: Shard) -> None:
+        super().__init__()
+        self.part, self.shard = part, shard
+        self.out_features = shard.out_features
+        self.packed = getattr(part, "packed", None)
+        self.weight = part.weight  # as other modules expect of a linear layer
+
+    def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        y = self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x))
+        return y if out is None else out.copy_(y)
+
+
+def shared_out(
+    part: Product | PackedLinear | Fp8Linear, plain: nn.Module
+) -> Product | PackedLinear | Fp8Linear | Sharded:
+    """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
+    shard: Shard | None = getattr(plain, SHARD, None)
+    return part if shard is None else Sharded(part, shard)
+
+
 @dataclass(frozen=True)
 class Linears:
     """Makes the linear layers of one model."""
@@ -107,7 +143,7 @@ class Linears:
         norm: RMSNorm | None = None,
         silu_mul: bool = False,
         float32_out: bool = False,
-    ) -> Product:
+    ) -> Product | PackedLinear | Fp8Linear | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
@@ -116,10 +152,9 @@ class Linears:
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
         packed = self._pack(weight, float32_out)
-        if packed is None:
-            assert isinstance(weight, Tensor)  # every quantised weight is packed
-            return Product(weight, bias, size, norm, silu_mul)
-        return Product(packed, bias, size, norm, silu_mul)
+        made = packed if packed is not None else weight
+        assert not isinstance(made, Quantised)  # every quantised weight is packed
+        return shared_out(Product(made, bias, size, norm, silu_mul), linears[0])
 
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False

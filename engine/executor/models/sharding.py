@@ -1,0 +1,387 @@
+"""Gives each rank its part of a model, from outside: the model's own code knows nothing of ranks.
+
+Which layers are divided, and how, is a table that transformers has for each architecture (`base_model_tp_plan` of a
+config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
+
+    colwise                 out / N rows, whole heads of attention    each rank has its own outputs
+    rowwise                 in / N columns                            all-reduce: the sum is every rank's output
+    packed_colwise          out / N rows of gate, as many of up       as colwise; also experts [experts, out, in]
+    moe_tp_experts          the experts' weights are in the table     all-reduce of what the experts add up to
+    colwise_gather_output   the head: vocabulary / N rows             all-gather: every rank has all logits
+    replicate, replicated_* all of it                                 -
+
+KV heads are divided, or each is held by N / heads ranks where there are fewer heads than ranks.  Other words of the
+table, and architectures without one, are refused by name.
+
+Only a rank's part of each tensor is read.  Embeddings, norms and routers are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.executor.attention import NAME
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models.linear import SHARD
+from engine.executor.models.shard_proof import kinds, prove_parts, shortened
+from engine.executor.models.weights import stored_tensors, weight_files
+from engine.executor.ranks import Ranks
+
+OPTION = "--tensor-parallel"
+WHOLE = {"replicate", "replicated_with_grad_allreduce"}
+# Experts are stored one by one, and transformers puts them together: tensors of one expert -> parameter of all.
+STORED_EXPERT = re.compile(r"(?P<layer>.*\blayers\.\d+\.).*\bexperts\.\d+\.(?P<part>\w+)\.weight")
+EXPERT_PARTS = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
+    **dict.fromkeys(("down_proj", "w2"), "down_proj"),
+}
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that a rank holds."""
+
+    dim: int  # -1 or -2
+    first: int
+    end: int  # past the last
+    halves: int = 1  # the parameter is so many equal tensors along `dim`, of each of which this is the part
+    padding: int = 0  # zeros behind the part
+
+    @property
+    def size(self) -> int:
+        """Length of the part along `dim`."""
+        return self.halves * (self.end - self.first) + self.padding
+
+    def take(self, stored: Any, shape: tuple[int, ...]) -> Tensor:
+        """Return the part of a tensor, or of a slice of a file, of which nothing else is then read."""
+        dim = len(shape) + self.dim
+        parts = []
+        for first in range(0, shape[dim], shape[dim] // self.halves):
+            where = [slice(None)] * len(shape)
+            where[dim] = slice(first + self.first, first + self.end)
+            parts.append(stored[tuple(where)])
+        if self.padding:
+            parts.append(parts[-1].new_zeros([self.padding if i == dim else n for i, n in enumerate(shape)]))
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The part of a tensor of a file; read when `part[...]` asks for it."""
+
+    stored: Any
+    shape: tuple[int, ...]
+    cut: Cut
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor:
+        return self.cut.take(self.stored, self.shape)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A layer whose ranks' outputs are added up."""
+
+    ranks: Ranks
+    out_features: int
+
+    @property
+    def adds(self) -> bool:
+        return self.ranks.first
+
+    def combine(self, part: Tensor) -> Tensor:
+        return self.ranks.all_reduce(part)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A layer whose ranks' outputs stand one after another; the last rank's may be padded."""
+
+    ranks: Ranks
+    out_features: int
+    adds: bool = False
+
+    def combine(self, part: Tensor) -> Tensor:
+        whole = self.ranks.gather_columns(part)
+        return whole[..., : self.out_features].contiguous() if whole.shape[-1] > self.out_features else whole
+
+
+@dataclass
+class Sharding:
+    """What a rank holds of one architecture, and where the ranks exchange."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
+    summed: list[str] = field(default_factory=list)  # modules
+    gathered: str = ""  # the head; empty: every rank has all of it
+    vocab_size: int = 0
+
+    def shrink(self, model: nn.Module) -> None:
+        """Replace the parameters of a model without weights by those of this rank, which are empty."""
+        for name, cut in self.cuts.items():
+            path, _, kind = name.rpartition(".")
+            module = model.get_submodule(path)
+            whole = getattr(module, kind)
+            dim = whole.dim() + cut.dim
+            shape = [cut.size if i == dim else size for i, size in enumerate(whole.shape)]
+            setattr(module, kind, nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad))
+            if isinstance(module, nn.Linear) and kind == "weight":
+                module.out_features, module.in_features = shape
+
+    def connect(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        """Let the layers of a loaded model exchange their outputs."""
+        for path in self.summed:
+            module = model.get_submodule(path)
+            if isinstance(module, nn.Linear):
+                if not ranks.first:
+                    module.register_parameter("bias", None)  # rank 0 adds it
+                setattr(module, SHARD, Summed(ranks, module.out_features))
+            module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
+        if self.gathered:
+            head: Any = model.get_submodule(self.gathered)
+            if len(head.weight) == self.vocab_size:  # it is the embedding, which is whole
+                cut = divide(self.vocab_size, ranks, padded=True)
+                head.weight = nn.Parameter(cut.take(head.weight.data, tuple(head.weight.shape)), requires_grad=False)
+            shard = Gathered(ranks, self.vocab_size)
+            setattr(head, SHARD, shard)
+            head.register_forward_hook(lambda _module, _inputs, output: shard.combine(output))
+
+
+def divide(size: int, ranks: Ranks, *, halves: int = 1, padded: bool = False) -> Cut:
+    """Return a rank's rows of `size`, which the number of ranks divides unless `padded`."""
+    share = -(-size // halves // ranks.size)
+    first = min(ranks.rank * share, size)
+    end = min(first + share, size // halves)
+    return Cut(-2, first, end, halves, share - (end - first) if padded else 0)
+
+
+def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
+    """Return what this rank holds of an architecture.
+
+    model: whole, without weights (on the meta device).  Raises UnsupportedModel for a table that is not followed here,
+    and ModelLoadError where the sizes of the model are not divisible."""
+    kind, text = model.config.model_type, model.config.get_text_config()
+    if not (table := getattr(text, "base_model_tp_plan", None)):
+        raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
+    check_heads(kind, text, ranks.size)
+    prefix = model.base_model_prefix
+    styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(type(model)._tp_plan or {})
+    sharding = Sharding(vocab_size=text.vocab_size)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for pattern, style in styles.items():
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        for path in filter(matches, modules):
+            _place(sharding, model, path, style, ranks)
+        for path in filter(matches, parameters):
+            sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
+    return sharding
+
+
+def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
+    """Raise ModelLoadError unless each of `size` ranks gets whole heads of attention."""
+    heads = text.num_attention_heads
+    if heads % size:
+        raise ModelLoadError(f"{OPTION} {size}: {kind} has {heads} attention heads, which {size} does not divide")
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if kv_heads % size and size % kv_heads:
+        reason = f"{kv_heads} KV heads, which {size} neither divides nor is a multiple of"
+        raise ModelLoadError(f"{OPTION} {size}: {kind} has {reason}")
+
+
+def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ranks: Ranks) -> None:
+    """Note what a rank holds of a module, and what it exchanges."""
+    module, kind = model.get_submodule(path), model.config.model_type
+    if style in WHOLE:
+        return
+    if style == "moe_tp_experts":
+        sharding.summed.append(path)
+        return
+    refusal = UnsupportedModel(f"{kind}: {OPTION}: {path} is divided as {style!r}, which is not implemented")
+    if type(module) is not nn.Linear:
+        raise refusal
+    if style == "colwise_gather_output" and module is model.get_output_embeddings():
+        sharding.gathered = path
+        tied = model.config.get_text_config().tie_word_embeddings
+        if tied and module.bias is not None:
+            raise refusal
+        cut = divide(sharding.vocab_size, ranks, padded=True)
+        sharding.cuts |= {} if tied else {f"{path}.weight": cut}
+        if module.bias is not None:
+            sharding.cuts[f"{path}.bias"] = replace(cut, dim=-1)
+        return
+    if style == "rowwise":
+        check_width(kind, path, module.in_features, ranks.size)
+        rows = divide(module.in_features, ranks)
+        sharding.cuts[f"{path}.weight"] = Cut(-1, rows.first, rows.end)
+        sharding.summed.append(path)
+        return
+    if style == "colwise":
+        cut = _cut_rows(model, path, ranks)
+    elif style == "packed_colwise":
+        check_width(kind, path, module.out_features, 2 * ranks.size)
+        cut = divide(module.out_features, ranks, halves=2)
+    else:
+        raise refusal
+    sharding.cuts[f"{path}.weight"] = cut
+    if module.bias is not None:
+        sharding.cuts[f"{path}.bias"] = replace(cut, dim=-1)
+
+
+def _cut_rows(model: PreTrainedModel, path: str, ranks: Ranks) -> Cut:
+    """Return a rank's rows of a layer: whole heads where it belongs to attention."""
+    size, kind = model.get_submodule(path).out_features, model.config.model_type
+    head_size = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
+    if head_size and size % head_size == 0:
+        heads = size // head_size
+        if heads % ranks.size and ranks.size % heads == 0:  # KV heads that several ranks hold, by `check_heads`
+            own = ranks.rank * heads // ranks.size
+            return Cut(-2, own * head_size, (own + 1) * head_size)
+        check_width(kind, path, heads, ranks.size)
+    check_width(kind, path, size, ranks.size)
+    return divide(size, ranks)
+
+
+def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
+    """Return a rank's part of the weights [experts, out, in] of all experts of a layer."""
+    if parameter.dim() != 3 or style not in ("packed_colwise", "rowwise"):
+        raise UnsupportedModel(f"{kind}: {OPTION}: {path} is divided as {style!r}, which is not implemented")
+    _, outputs, inputs = parameter.shape
+    if style == "rowwise":
+        check_width(kind, path, inputs, ranks.size)
+        rows = divide(inputs, ranks)
+        return Cut(-1, rows.first, rows.end)
+    check_width(kind, path, outputs, 2 * ranks.size)
+    return divide(outputs, ranks, halves=2)
+
+
+def check_width(kind: str, path: str, size: int, parts: int) -> None:
+    """Raise ModelLoadError unless `size` can be divided."""
+    if size % parts:
+        raise ModelLoadError(f"{OPTION}: {kind}: {path} has size {size}, which {parts} does not divide")
+
+
+def fork_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leave random numbers as they were, on the host and on the current GPU; other GPUs are not touched."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else [])
+
+
+def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTrainedModel]:
+    """Return a class of the same name whose models have a rank's parameters."""
+
+    def make(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        model.__init__(self, config, *args, **kwargs)
+        sharding.shrink(self)
+
+    return type(model.__name__, (model,), {"__init__": make, "__module__": model.__module__})
+
+
+def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple[type[PreTrainedModel], Sharding]:
+    """Return the class of an architecture and what this rank holds of it, proved on a few of its layers."""
+    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    sharding = _plan_without_proof(whole, config, ranks)
+    layers, all_layers = 1, config.get_text_config().num_hidden_layers
+    while True:
+        short = shortened(config, layers)
+        of_short = _plan_without_proof(whole, short, ranks)
+        if kinds(of_short) == kinds(sharding) or layers == all_layers:
+            break
+        layers = min(2 * layers, all_layers)
+    options = {"dtype": torch.float32, "attn_implementation": NAME}
+    with fork_rng(device), device:
+        complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
+    prove_parts(complete, parts, of_short, ranks)
+    del complete, parts
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache takes what is free
+    return whole, sharding
+
+
+def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
+    with torch.device("meta"):
+        return plan_shards(whole._from_config(config, attn_implementation=NAME), ranks)
+
+
+def read_shard(
+    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return this rank's part of a checkpoint's model, on the host, and transformers' report.
+
+    device: where the model will compute, and its proof.
+    Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
+    whole, sharding = _plan(config, device, ranks)
+    stored = stored_tensors(weight_files(directory))
+    wanted = getattr(torch, dtype) if dtype != "auto" else config.dtype or SAFETENSORS_DTYPES[_first_dtype(stored)]
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context(safe_open(file, "pt")) for file in {each.file for each in stored.values()}}
+        tensors = {name: files[each.file].get_slice(name) for name, each in stored.items()}
+        for name, cut in _stored_cuts(config.model_type, sharding, set(stored), whole.base_model_prefix):
+            tensors[name] = StoredPart(tensors[name], stored[name].shape, cut)
+        model, report = shard_class(whole, sharding).from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=wanted,
+            attn_implementation=NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused by name
+        )
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return _finish(model, whole, sharding, ranks), report
+
+
+def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
+    """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
+    whole, sharding = _plan(config, device, ranks)
+    with torch.device("meta"):  # the whole may not fit the device
+        model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.to_empty(device=device)
+    with fork_rng(device):
+        torch.manual_seed(ranks.rank)
+        model.init_weights()
+    for name, tensor in model.state_dict().items():
+        if name not in sharding.cuts:
+            ranks.copy_from_first(tensor)
+    return _finish(model, whole, sharding, ranks)
+
+
+def _finish(model: PreTrainedModel, whole: type[PreTrainedModel], sharding: Sharding, ranks: Ranks) -> PreTrainedModel:
+    model.__class__ = whole
+    sharding.connect(model, ranks)
+    return model
+
+
+def _first_dtype(stored: dict[str, Any]) -> str:
+    return next((each.dtype for each in stored.values() if each.dtype in SAFETENSORS_DTYPES), "F32")
+
+
+def _stored_cuts(kind: str, sharding: Sharding, stored: set[str], prefix: str) -> Iterator[tuple[str, Cut]]:
+    """Yield the tensors of the files that hold divided parameters.  Raises UnsupportedModel for one that none holds."""
+    left = set(sharding.cuts)
+    for name in stored:
+        for own in (name, f"{prefix}.{name}", _experts_of(name, sharding)):
+            if (cut := sharding.cuts.get(own)) is not None:
+                left.discard(own)
+                yield name, cut if own != _experts_of(name, sharding) else Cut(cut.dim, cut.first, cut.end)
+                break
+    if left:
+        raise UnsupportedModel(f"{kind}: {OPTION}: the weight files hold {min(left)} in another form than the model")
+
+
+def _experts_of(name: str, sharding: Sharding) -> str:
+    """Return the parameter that a stored tensor of one expert becomes a part of; empty: none."""
+    if not (found := STORED_EXPERT.fullmatch(name)) or found["part"] not in EXPERT_PARTS:
+        return ""
+    ending = f".experts.{EXPERT_PARTS[found['part']]}"
+    return next((own for own in sharding.cuts if own.startswith(found["layer"]) and own.endswith(ending)), "")

@@ -1,0 +1,380 @@
+"""The executor of an engine whose model is divided among ranks: one process a GPU, or several on a CPU.
+
+    loop ── plan ──> ParallelExecutor ──┬── LocalExecutor, rank 0, in this process
+                                        ├── plan bytes ──> process of rank 1: LocalExecutor
+                                        └── ...            all exchange with one another while they compute (ranks.py)
+
+Rank 0's process has the only scheduler and allocator: every rank keeps its part of the KV cache under the same block
+ids.  All ranks have all logits and draw by the same hash, so they choose the same tokens, and none is sent.  With each
+step a rank returns a checksum of its tokens.
+
+A rank whose process ends, does not beat for `lease_ms`, fails alone or computes other tokens ends the engine
+(ExecutorLost): other engines, or its restart, take its requests from the token log.  Its processes end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.core.plan import StepPlan, StepResult
+from engine.executor.base import ExecutorLost, StepError
+from engine.executor.errors import ModelLoadError, one_line
+from engine.executor.local import LocalExecutor, device_kind
+from engine.executor.models.sharding import OPTION
+from engine.executor.rank_process import (
+    CLOSE,
+    COLLECT,
+    FAILING,
+    GRAMMAR,
+    SUBMIT,
+    Facts,
+    Ready,
+    Reply,
+    Task,
+    digest,
+    join,
+)
+from engine.executor.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+BEATS = 5  # in a lease: a rank that leaves out so many is lost
+SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
+END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
+
+
+@dataclass
+class Rank:
+    """Another rank, as rank 0 sees it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    commands: Connection
+    life: socket.socket
+    silent: int = 0  # beats left out, or said while a step of its own was failing
+
+    @classmethod
+    def start(cls, number: int, log_format: str) -> Self:
+        """Start a process, which imports what it needs and waits for its task."""
+        ours, theirs = socket.socketpair()
+        life, their_life = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        descriptors = (theirs.fileno(), their_life.fileno())
+        with theirs, their_life:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "engine.rank", *map(str, descriptors), log_format],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # signals of a terminal are for rank 0
+            )
+        return cls(number, process, Connection(ours.detach()), life)
+
+    def how_it_ended(self) -> str:
+        """Say how the process ended, in a few words: why it could not start, if it said so."""
+        if error := self.start_error():
+            return error
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"rank {self.number} ended with status {self.process.wait(1)}"
+        return f"rank {self.number} closed its end"
+
+    def start_error(self) -> str:
+        """Return the line of a rank that could not start; empty: it has not said so."""
+        with contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
+            if self.commands.poll():
+                ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+                return f"rank {self.number}: {ready.error}" if ready.error else ""
+        return ""
+
+    def kill(self) -> None:
+        """End the process now; whoever waits for it gets an end of file."""
+        self.process.kill()
+
+    def release(self) -> None:
+        """Let go of a process that has been killed or has ended."""
+        self.commands.close()
+        self.life.close()
+        self.process.wait()
+
+
+@dataclass
+class Watch:
+    """A thread that notices when a rank is lost, and sees to it that rank 0 notices too, wherever it waits."""
+
+    others: Sequence[Rank]
+    beat_s: float
+    lost: str = ""  # why no further step can run; empty: all ranks live
+    beating: bool = False  # the ranks are loaded, so they must beat
+    calls: int = 0  # that use the ranks, begun and ended: odd while one runs
+    ranks: Ranks | None = None
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begin to watch the ranks, whose processes have started."""
+        threading.Thread(target=self._run, name="ranks", daemon=True).start()
+
+    def stop(self) -> None:
+        """End: the ranks are about to leave."""
+        self._stopped.set()
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """A call that needs all ranks.  Raises ExecutorLost in place of what the loss of one makes it raise."""
+        if self.lost:
+            raise ExecutorLost(self.lost)
+        self.calls += 1
+        try:
+            yield
+        except ExecutorLost as error:
+            self.lost = self.lost or str(error)
+            raise
+        except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
+            until = time.monotonic() + 2 * self.beat_s
+            while not self.lost and time.monotonic() < until:  # a process that died breaks an exchange first
+                time.sleep(0.02)
+            if not self.lost and isinstance(error, RuntimeError):
+                raise
+            raise ExecutorLost(self.lost or one_line(error)) from error
+        finally:
+            self.calls += 1
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as lines:
+            for rank in self.others:
+                lines.register(rank.life, selectors.EVENT_READ, rank)
+            tick = time.monotonic() + self.beat_s
+            while not self._stopped.is_set():
+                for line, _ in lines.select(max(0.0, tick - time.monotonic())):
+                    rank = line.data
+                    if not (said := self._hear(rank)):
+                        return self._lose(rank.how_it_ended())
+                    if said != FAILING:
+                        rank.silent = 0
+                if time.monotonic() < tick:
+                    continue
+                # Ticks count, not seconds: this process may have been stopped together with the ranks.
+                tick = time.monotonic() + self.beat_s
+                for rank in self.others:
+                    rank.silent += self.beating
+                    if rank.silent > BEATS:
+                        return self._lose(f"rank {rank.number} does not answer, or failed alone")
+        return None
+
+    @staticmethod
+    def _hear(rank: Rank) -> bytes:
+        """Return the last beat that has arrived; empty when the process has ended."""
+        with contextlib.suppress(OSError):
+            return rank.life.recv(1 << 16)[-1:]
+        return b""
+
+    def _lose(self, reason: str) -> None:
+        """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
+        if self._stopped.is_set():
+            return
+        self.lost = reason  # first: a call that begins after this line ends at once
+        calls = self.calls
+        for rank in self.others:
+            rank.kill()
+        if self.ranks is not None:
+            self.ranks.abort()
+        until = time.monotonic() + END_S
+        while calls % 2 and self.calls == calls:
+            if time.monotonic() > until:
+                log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
+                logging.shutdown()
+                os._exit(1)
+            time.sleep(0.05)
+
+
+class ParallelExecutor:
+    """An `engine.executor.base.Executor` over several ranks.  Not thread-safe: one loop owns it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the other ranks' processes, load every part of the model, agree on the KV cache.
+
+        Raises ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
+        check_devices(config)
+        size, self._patience_s = config.tensor_parallel, config.lease_ms / 1000
+        # Every rank captures its graphs now: which step captures one would depend on a rank's own clock.
+        config = msgspec.structs.replace(config, standby=False, swap_memory_gib=config.swap_memory_gib / size)
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")
+        self._local: LocalExecutor | None = None
+        self._ranks: Ranks | None = None
+        self._others: list[Rank] = []
+        self._watch = Watch(self._others, self._patience_s / BEATS)
+        try:
+            self._start(config, Path(self._folder.name) / "meeting")
+        except BaseException:
+            self._end(kill=True)
+            raise
+
+    def _start(self, config: EngineConfig, meeting: Path) -> None:
+        size = config.tensor_parallel
+        for number in range(1, size):
+            self._others.append(Rank.start(number, config.log_format))
+        self._watch.start()
+        try:
+            with self._watch.using():
+                for rank in self._others:
+                    task = Task(rank.number, str(meeting), self._watch.beat_s, config)
+                    rank.commands.send_bytes(msgspec.msgpack.encode(task))
+                for rank in self._others:
+                    rank.commands.recv_bytes()  # HERE: else the others would wait for it for long
+                self._ranks = self._watch.ranks = join(config, 0, meeting)
+                local = self._local = LocalExecutor(config, self._ranks)
+                readies = [msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Ready) for rank in self._others]
+        except (ExecutorLost, RuntimeError, ModelLoadError) as error:
+            # A rank that fails alone breaks the others' exchanges, so that they fail, too.  It said why before.
+            own = [found for rank in self._others if not (found := rank.start_error()).endswith(str(error))]
+            reason = next(filter(None, own), "")
+            if not reason and not isinstance(error, ExecutorLost):
+                raise
+            raise ModelLoadError(f"{OPTION} {size}: {reason or error}") from error
+        for rank, ready in zip(self._others, readies, strict=True):
+            if ready.facts is None:
+                raise ModelLoadError(f"{OPTION} {size}: rank {rank.number}: {ready.error}")
+            check_equal(rank.number, ready.facts, Facts.of(local))
+        self._watch.beating = True
+        self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
+        self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
+        # All move their parts of a block at once.
+        self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
+        self.start_parts = local.start_parts
+        log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
+
+    @property
+    def _mine(self) -> LocalExecutor:
+        if self._local is None:
+            raise RuntimeError("this executor is closed")
+        return self._local
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start one step on all ranks; on a GPU returns at once.  At most `depth` may be in flight."""
+        with self._watch.using():
+            self._send(SUBMIT + msgspec.msgpack.encode(plan))
+            self._mine.submit(plan)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight.  Raises StepError if it failed on all ranks, and ExecutorLost when a
+        rank is lost, failed alone, or computed other tokens."""
+        with self._watch.using():
+            self._send(COLLECT)
+            error: StepError | None = None
+            try:
+                result = self._mine.collect()
+            except StepError as failure:
+                error = failure
+            if error is not None:
+                self._agree_on(error)
+                raise error
+            found = digest(result)
+            for rank in self._others:
+                reply = self._reply(rank)
+                if reply.error:
+                    raise ExecutorLost(f"rank {rank.number} failed where rank 0 did not: {reply.error}")
+                if reply.digest != found:
+                    raise ExecutorLost(f"rank {rank.number} chose other tokens than rank 0 in step {result.step}")
+            size = 1 + len(self._others)
+            return msgspec.structs.replace(result, swapped_bytes=size * result.swapped_bytes)
+
+    def _agree_on(self, error: StepError) -> None:
+        """Return when every rank failed at this step, and all can still exchange."""
+        assert self._ranks is not None
+        for rank in self._others:
+            if not self._reply(rank).error:
+                raise ExecutorLost(f"rank 0 failed where rank {rank.number} did not: {error}") from error
+        self._ranks.barrier()
+
+    def _send(self, message: bytes) -> None:
+        for rank in self._others:
+            rank.commands.send_bytes(message)
+
+    def _reply(self, rank: Rank) -> Reply:
+        """Return what a rank says of the step that rank 0 has just collected.  Raises ExecutorLost."""
+        if not rank.commands.poll(self._patience_s):
+            raise ExecutorLost(f"rank {rank.number} has not ended a step {self._patience_s:g} s after rank 0 did")
+        return msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Reply)
+
+    def grammar_ready(self, grammar: str) -> bool:
+        """Return whether a grammar is compiled here, or can never be; else compile it on a thread of each rank."""
+        ready = self._mine.grammar_ready(grammar)
+        if not ready:
+            with self._watch.using():
+                self._send(GRAMMAR + grammar.encode())
+        return ready
+
+    def catch_up(self) -> bool:
+        """Nothing was put off.  Raises ExecutorLost when a rank was lost while the engine was idle."""
+        with self._watch.using():
+            return False
+
+    def close(self) -> None:
+        """Let every rank free its memory and leave.  Harmless when called twice."""
+        self._end(kill=bool(self._watch.lost))
+
+    def _end(self, *, kill: bool) -> None:
+        self._watch.stop()
+        for rank in self._others:
+            if kill:
+                rank.kill()
+            else:
+                with contextlib.suppress(OSError):
+                    rank.commands.send_bytes(CLOSE)
+        if self._local is not None:
+            self._local.close()
+        if self._ranks is not None:
+            if kill:
+                self._ranks.abort()
+            self._ranks.leave()
+        for rank in self._others:
+            try:
+                rank.process.wait(10)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+            rank.release()
+        self._local, self._ranks = None, None
+        self._others.clear()
+        self._folder.cleanup()
+
+
+def check_devices(config: EngineConfig) -> None:
+    """Raise ModelLoadError unless there is a GPU for each rank, and shared memory for what NCCL exchanges."""
+    if device_kind(config) != "cuda":
+        return
+    size = config.tensor_parallel
+    if SHARED.is_dir() and (free := shutil.disk_usage(SHARED).free) < size * SHARED_BYTES:
+        need = f"{size} ranks need {size * SHARED_BYTES >> 20} MiB: docker run --shm-size 1g"
+        raise ModelLoadError(f"{OPTION} {size}: {free >> 20} MiB are free in {SHARED}, {need}")
+    if (there := torch.cuda.device_count()) < size:
+        raise ModelLoadError(
+            f"{OPTION} {config.tensor_parallel}: this process sees {there} GPU(s); one a rank is needed"
+        )
+
+
+def check_equal(number: int, theirs: Facts, mine: Facts) -> None:
+    """Raise ModelLoadError unless another rank has loaded what rank 0 has."""
+    if theirs.info.fingerprint != mine.info.fingerprint:
+        both = f"fingerprint {theirs.info.fingerprint:.12}, that of rank 0 is {mine.info.fingerprint:.12}"
+        raise ModelLoadError(f"{OPTION}: rank {number} has loaded other weights: {both}; start again")
+    if theirs != mine:
+        raise ModelLoadError(f"{OPTION}: rank {number} says {theirs}, rank 0 {mine}")

@@ -1,0 +1,161 @@
+"""What the ranks of one engine exchange while they compute.  One rank: nothing, and nothing is started.
+
+    on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided
+                    gather_columns   the ranks' columns next to each other: logits
+    on the host     least, barrier   decisions that every rank must take alike
+
+torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Small sums of GPUs
+go through `one_shot.py` where it works.  No other module names a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+from engine.executor.one_shot import OneShot
+
+log = logging.getLogger(__name__)
+c10d: Any = _distributed_c10d  # its types say less than it has
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """One rank's view of all ranks.  Every rank must make the same calls in the same order, with equal shapes."""
+
+    def __init__(self, rank: int = 0, size: int = 1, host: Any = None, device: Any = None) -> None:
+        """`host` and `device` are process groups for tensors of the CPU and of the model; `join` makes them.
+
+        They are no global ones of torch.distributed, so a process may have several executors."""
+        self.rank, self.size = rank, size
+        self._host, self._device = host, device
+        self._one_shot: OneShot | None = None
+
+    @classmethod
+    def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
+        """Meet the other ranks.  Blocks until all are here.
+
+        meeting    a file that does not exist before; all ranks name the same
+        kind       device of the model, "cpu" or "cuda"; rank i uses the i-th visible GPU
+        timeout_s  seconds that a rank waits for another one in an exchange
+
+        Raises RuntimeError when the others do not arrive."""
+        store = c10d.FileStore(str(meeting), size)  # no port that anyone could connect to
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # Ranks of an engine share a host, so nothing has to listen on another interface.
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        host = c10d.ProcessGroupGloo(c10d.PrefixStore("host", store), rank, size, options)
+        if kind != "cuda":
+            return cls(rank, size, host, host)
+        ranks = cls(rank, size, host, cls._nccl(store, rank, size, timeout_s))
+        ranks._use_one_shot(c10d.PrefixStore("one shot", store), str(meeting))
+        return ranks
+
+    def _use_one_shot(self, store: Any, name: str) -> None:
+        """Sum small tensors by a kernel of our choice, if it works on all ranks."""
+        one_shot, reason = OneShot.tried(name, store, self.rank, self.size, self.all_reduce)
+        if self.least(one_shot is not None):
+            self._one_shot = one_shot
+        elif self.first:
+            log.warning("all sums of the ranks go through NCCL, which is slower for small ones: %s", reason or "rank")
+
+    @staticmethod
+    def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return c10d.ProcessGroupNCCL(c10d.PrefixStore("device", store), rank, size, options)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
+        if self._one_shot is not None and self._one_shot.takes(part):
+            return self._one_shot.all_reduce(part)
+        if self.size > 1:
+            options = c10d.AllreduceOptions()
+            options.asyncOp = False  # on the stream that computes
+            _finish(self._device.allreduce([part], options))
+        return part
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """Return all ranks' columns in the order of ranks: [..., C] -> [..., size * C]."""
+        if self.size == 1:
+            return part
+        gathered = part.new_empty(self.size, *part.shape)
+        if part.numel():
+            options = c10d.AllgatherOptions()
+            options.asyncOp = False
+            _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
+        return gathered.movedim(0, -2).reshape(*part.shape[:-1], self.size * part.shape[-1])
+
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite `tensor`, which is contiguous, with rank 0's."""
+        if self.size > 1:
+            options = c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            group = self._device if tensor.is_cuda else self._host
+            _finish(group.broadcast([tensor], options))
+
+    def least(self, value: int) -> int:
+        """Return the smallest of the ranks' values.  On the host; waits for all ranks."""
+        if self.size > 1:
+            shared = torch.tensor([value], dtype=torch.int64)
+            options = c10d.AllreduceOptions()
+            options.reduceOp = c10d.ReduceOp.MIN
+            _finish(self._host.allreduce([shared], options))
+            value = int(shared)
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.least(0)
+
+    def first_then_others(self, run: Callable[[], Result]) -> Result:
+        """Return what `run` returns here.  Rank 0 runs first, so that the others find what it leaves in a cache."""
+        result = run() if self.first else None
+        self.barrier()
+        return run() if result is None else result
+
+    def abort(self) -> None:
+        """End an exchange that waits for a rank which is lost, from another thread.  No exchange works afterwards.
+
+        gloo ends by itself when the lost process does; NCCL's kernels wait forever."""
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def leave(self) -> None:
+        """Let go of the others.  Harmless when called twice."""
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):  # of ranks that are lost
+                group.shutdown()
+        self._host = self._device = self._one_shot = None
+
+    def _groups(self) -> list[Any]:
+        groups = [self._device, self._host] if self._device is not self._host else [self._host]
+        return [group for group in groups if group is not None]
+
+
+def _finish(work: Any) -> None:
+    """Wait for an exchange on a CPU; on a GPU let the current stream wait for it."""
+    if work is not None:
+        work.wait()
+
+
+ALONE = Ranks()

@@ -1,0 +1,311 @@
+"""Two ranks on a CPU, each a process: the text of one rank, and an end in time when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core.plan import Sampler, Slice, Start, StepPlan
+from engine.executor import parallel
+from engine.executor.base import ExecutorLost, StepError
+from engine.executor.errors import ModelLoadError
+from engine.executor.local import load
+from engine.executor.parallel import ParallelExecutor, check_equal
+from engine.executor.rank_process import SUBMIT, Facts, Task
+from engine.llm import LLM, Completion
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from engine.wire.messages import Beams, Sampling
+from tests.checkpoints import VOCAB, config_of, make_checkpoint
+
+Checkpoint = Callable[[str], Path]
+# A pool that eight sequences of up to 110 tokens overflow, and steps that cut every prompt into chunks.
+CROWDED: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "block_size": 8,
+    "kv_blocks": 36,
+    "max_model_len": 160,
+    "max_seqs": 8,
+    "step_tokens": 24,
+    "chunk_tokens": 16,
+    "admission": "none",
+    "preempt": "swap",
+    "poison_free_blocks": True,
+    "check_books": True,
+}
+SETTINGS = [
+    Sampling(temperature=0),
+    Sampling(temperature=1, seed=5, top_p=0.9),
+    Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(temperature=0.8, seed=6, min_p=0.01, logit_bias=[(7, 4.0)]),
+    Sampling(temperature=0, logprobs=3, prompt_logprobs=2),
+    Sampling(temperature=1, seed=7, grammar='start: "to" /[a-z ]{8,30}/'),
+]
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    """Prompts of which every second one begins like another, for the prefix cache."""
+    rng = random.Random(1)
+    shared = rng.choices(range(3, VOCAB), k=20)
+    return [shared * (i % 2) + rng.choices(range(3, VOCAB), k=rng.randrange(20, 40)) for i in range(count)]
+
+
+def opened(model: Path, ranks: int, **options: Any) -> LLM:
+    config = EngineConfig(model=str(model), tensor_parallel=ranks, **{**CROWDED, **options})
+    return LLM.over(config, load(config))
+
+
+def two_of(llm: LLM) -> ParallelExecutor:
+    assert isinstance(llm.executor, ParallelExecutor)
+    return llm.executor
+
+
+def token_ids(done: list[Completion]) -> list[list[int]]:
+    return [output.token_ids for each in done for output in each.outputs]
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Checkpoint) -> Iterator[LLM]:
+    made = opened(checkpoint("llama"), 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Checkpoint) -> Iterator[LLM]:
+    made = opened(checkpoint("llama"), 2)
+    yield made
+    made.close()
+
+
+def test_what_an_engine_says_of_itself_is_what_one_rank_says(one: LLM, two: LLM) -> None:
+    assert two.executor.info == one.executor.info
+    assert (two.executor.blocks, two.executor.max_seqs) == (one.executor.blocks, one.executor.max_seqs)
+    assert two.executor.host_blocks == one.executor.host_blocks == 72
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_text_of_one_rank_with_chunks_swaps_and_shared_blocks(one: LLM, two: LLM, n: int) -> None:
+    """Greedy and sampled, with siblings that share blocks.  Freed blocks are NaN on both ranks."""
+    texts, swaps = [], []
+    for llm in (one, two):
+        before = llm.engine.core.report.totals.swap_preemptions
+        settings = [(SETTINGS[0], SETTINGS[1])[i // 2 % 2] for i in range(8)]
+        texts.append(token_ids(llm.generate(prompts(), settings, max_new_tokens=50, n=n)))
+        swaps.append(llm.engine.core.report.totals.swap_preemptions - before)
+    assert texts[0] == texts[1]
+    assert min(swaps) > 0  # how many depends on measured times
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=range(len(SETTINGS)))
+def test_what_the_plan_asks_of_sampling(one: LLM, two: LLM, sampling: Sampling) -> None:
+    mine, theirs = (llm.generate(prompts(3), sampling, max_new_tokens=20) for llm in (one, two))
+    assert [output.finish_reason for each in mine for output in each.outputs] != ["error"] * 3
+    assert token_ids(mine) == token_ids(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        scored = a.outputs[0].logprobs + (a.prompt_logprobs or [])
+        others = b.outputs[0].logprobs + (b.prompt_logprobs or [])
+        assert [entry.logprob for entry in scored] == pytest.approx([entry.logprob for entry in others], abs=1e-4)
+        assert bool(scored) == (sampling.logprobs >= 0)
+
+
+def test_beams(one: LLM, two: LLM) -> None:
+    mine, theirs = (
+        llm.generate(prompts(2), Sampling(temperature=0), max_new_tokens=12, n=3, beams=Beams(4)) for llm in (one, two)
+    )
+    assert token_ids(mine) == token_ids(theirs)
+    assert len(token_ids(mine)) == 6
+
+
+def test_a_step_that_fails_on_all_ranks_is_void_and_the_next_one_runs(checkpoint: Checkpoint, two: LLM) -> None:
+    """The checksum of a step is compared, so that a rank which computes other tokens ends the engine."""
+    executor = two_of(two)
+    bad = Slice(1, 0, [5], Sampler(Sampling(temperature=0), 1, []))
+    executor.submit(StepPlan(10_000, starts=[Start(1, [10_000])], slices=[bad]))  # no such block
+    with pytest.raises(StepError, match=r"IndexError: .* is 80000"):
+        executor.collect()
+    assert token_ids(two.generate(prompts(2), max_new_tokens=5))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
+def test_the_text_of_one_rank_of_other_families(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """An embedding that is also the head, soft caps after the head, experts that are stored one by one."""
+    directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
+    texts = []
+    for ranks in (1, 2):
+        llm = opened(directory, ranks)
+        texts.append(token_ids(llm.generate(prompts(4), max_new_tokens=20)))
+        llm.close()
+    assert texts[0] == texts[1]
+
+
+def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_path: Path) -> None:
+    """Four ranks share two KV heads, and 641 tokens: the last rank's logits are padded."""
+    directory = make_checkpoint(tmp_path / "odd", "llama", vocab_size=VOCAB + 1)
+    texts = []
+    for ranks in (1, 4):
+        llm = opened(directory, ranks)
+        settings = [Sampling(temperature=0), Sampling(temperature=2, seed=3)]
+        texts.append(token_ids(llm.generate(prompts(2), settings, max_new_tokens=20)))
+        assert llm.executor.info.kv_bytes_per_token == 2 * 2 * max(2, ranks) * 64 * 4  # each rank holds one of two
+        processes = [rank.process for rank in two_of(llm)._others] if ranks > 1 else []
+        llm.close()
+        assert [process.returncode for process in processes] == [0] * (ranks - 1)
+    assert texts[0] == texts[1]
+
+
+def until_it_raises(use: Callable[[], object]) -> None:
+    while True:
+        use()
+        time.sleep(0.001)
+
+
+def test_made_up_weights(tmp_path: Path) -> None:
+    """Each rank makes its own part, and both have the same embeddings and norms: the checksums of tokens are equal."""
+    config_of("llama").save_pretrained(tmp_path)
+    llm = opened(tmp_path, 2, load="random", dtype="bfloat16")
+    sampled = Sampling(temperature=1, seed=3, ignore_eos=True, logprobs=1)
+    [done] = llm.generate(prompts(1), sampled, max_new_tokens=30)
+    assert len(set(done.outputs[0].token_ids)) > 15
+    assert all(-30 < entry.logprob < 0 for entry in done.outputs[0].logprobs)
+    llm.close()
+
+
+@pytest.mark.parametrize("how", ["killed while idle", "stopped"])
+def test_a_rank_that_dies_or_hangs_ends_the_engine_within_the_lease(checkpoint: Checkpoint, how: str) -> None:
+    lease_s = 2.0
+    llm = opened(checkpoint("llama"), 2, lease_ms=int(lease_s * 1000))
+    executor = two_of(llm)
+    rank = executor._others[0].process
+    for prompt in prompts(4):
+        llm.submit(prompt, Sampling(temperature=0, ignore_eos=True), max_new_tokens=100)
+    for _ in range(6):
+        llm.step()
+    os.kill(rank.pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    began = time.monotonic()
+    wanted = "rank 1 ended with status -9" if how != "stopped" else "rank 1 does not answer"
+    use = executor.catch_up if how == "killed while idle" else llm.step
+    with pytest.raises(ExecutorLost, match=wanted):
+        until_it_raises(use)
+    assert time.monotonic() - began < 3 * lease_s
+    with pytest.raises(ExecutorLost, match=wanted):
+        executor.submit(StepPlan(1000))
+    llm.close()
+    assert rank.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_chooses_other_tokens_ends_the_engine(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = opened(checkpoint("llama"), 2)
+    monkeypatch.setattr(parallel, "digest", lambda _: 0)
+    with pytest.raises(ExecutorLost, match="rank 1 chose other tokens than rank 0 in step 1"):
+        llm.generate(prompts(1))
+    rank = two_of(llm)._others[0].process
+    llm.close()
+    llm.close()
+    assert rank.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_fails_alone_ends_the_engine_within_the_lease(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, alone: int
+) -> None:
+    """The others wait in an exchange that it never reaches.  One rank gets a plan with a block that does not exist."""
+    llm = opened(checkpoint("llama"), 2, lease_ms=1000)
+    executor = two_of(llm)
+    good = StepPlan(1, starts=[Start(0, [0])], slices=[Slice(0, 0, [5], Sampler(Sampling(temperature=0), 1, []))])
+    bad = msgspec.structs.replace(good, starts=[Start(0, [10_000])])
+    send = ParallelExecutor._send
+
+    def send_to_others(self: ParallelExecutor, message: bytes) -> None:
+        send(self, SUBMIT + msgspec.msgpack.encode(bad if alone else good) if message[:1] == SUBMIT else message)
+
+    monkeypatch.setattr(ParallelExecutor, "_send", send_to_others)
+    began = time.monotonic()
+    executor.submit(good if alone else bad)
+    said = "rank 1 does not answer, or failed alone" if alone else "rank 1 has not ended a step 1 s after rank 0 did"
+    with pytest.raises(ExecutorLost, match=said):
+        executor.collect()
+    assert time.monotonic() - began < 10
+    rank = executor._others[0].process
+    llm.close()
+    assert rank.returncode == -signal.SIGKILL
+
+
+def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
+    """The engine's process is killed, so that it cannot end the others: they notice."""
+    code = (
+        "import sys, time; from engine.config import EngineConfig; from engine.executor.local import load\n"
+        "executor = load(EngineConfig(model=sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80, max_seqs=4))\n"
+        "print(executor._others[0].process.pid, flush=True); time.sleep(1000)"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama"))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        rank = psutil.Process(int(engine.stdout.readline()))
+        assert "engine.rank" in rank.cmdline()
+        engine.kill()
+    psutil.wait_procs([rank], timeout=60)
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # of a container without an init process
+
+
+@pytest.mark.parametrize("other", ["absent", "of other weights"])
+def test_one_line_where_rank_1_has_other_files(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    directory = tmp_path / "other"
+    if other == "of other weights":
+        make_checkpoint(directory, "llama", edit=lambda model: model.lm_head.weight.data.mul_(2))
+
+    def task(number: int, meeting: str, beat_s: float, config: EngineConfig) -> Task:
+        return Task(number, meeting, beat_s, msgspec.structs.replace(config, model=str(directory)))
+
+    monkeypatch.setattr(parallel, "Task", task)
+    said = r"rank 1: .*/other: no such directory" if other == "absent" else r"rank 1 has loaded other weights: finger"
+    with pytest.raises(ModelLoadError, match=said):
+        opened(checkpoint("llama"), 2)
+
+
+def test_one_line_where_no_rank_can_start(checkpoint: Checkpoint) -> None:
+    """The error is every rank's, and rank 0's own line counts."""
+    with pytest.raises(ModelLoadError, match=r"^gpt2: --tensor-parallel: transformers has no table"):
+        opened(checkpoint("gpt2"), 2)
+
+
+def test_ranks_that_loaded_something_else_are_refused(one: LLM) -> None:
+    mine = Facts(one.executor.info, one.executor.blocks, 0, 8, 24)
+    check_equal(1, mine, mine)
+    other = msgspec.structs.replace(mine, info=msgspec.structs.replace(mine.info, fingerprint="f" * 64))
+    with pytest.raises(ModelLoadError, match=r"rank 1 has loaded other weights: fingerprint ffffffffffff, that of"):
+        check_equal(1, other, mine)
+    with pytest.raises(ModelLoadError, match=r"rank 2 says Facts\(.*blocks=35"):
+        check_equal(2, msgspec.structs.replace(mine, blocks=35), mine)
+
+
+def test_a_gpu_and_shared_memory_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ModelLoadError, match=r"--tensor-parallel 2: this process sees 1 GPU\(s\)"):
+        load(EngineConfig(tensor_parallel=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63 << 20))
+    with pytest.raises(
+        ModelLoadError, match=r"63 MiB are free in /dev/shm, 2 ranks need 64 MiB: docker run --shm-size"
+    ):
+        load(EngineConfig(tensor_parallel=2))

@@ -1,0 +1,118 @@
+"""Two ranks on two GPUs, over NCCL and in CUDA graphs.  bfloat16: tokens are those of float32 where it has a clear
+winner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.executor.parallel import ParallelExecutor
+from engine.llm import LLM
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from engine.wire.messages import Sampling
+from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+Checkpoint = Callable[[str], Path]
+Reference = Callable[[str], PreTrainedModel]
+PROMPTS = [words(n, n) for n in (1, 5, 16, 33, 48, 70, 130)]
+
+
+@pytest.fixture
+def closing() -> Iterator[list[LLM]]:
+    made: list[LLM] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("graph_seconds", [0.0, 60.0])
+def test_greedy_text(
+    checkpoint: Checkpoint, reference: Reference, closing: list[LLM], family: str, graph_seconds: float
+) -> None:
+    """Prompts cut into chunks of a step, decoded together; with graphs and without."""
+    engine = llm(checkpoint(family), tensor_parallel=2, graph_seconds=graph_seconds)
+    closing.append(engine)
+    check_greedy(reference(family), PROMPTS, texts(engine, PROMPTS))
+
+
+def test_greedy_text_of_a_mixture_of_experts(tmp_path: Path, closing: list[LLM]) -> None:
+    directory = make_tiny(tmp_path / "moe", "qwen3_moe", head_dim=64)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    closing.append(engine := llm(directory, tensor_parallel=2, max_model_len=256))
+    check_greedy(model, PROMPTS, texts(engine, PROMPTS))
+
+
+def test_graphs_change_no_token_of_two_ranks(checkpoint: Checkpoint) -> None:
+    sampled = Sampling(temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
+    samplings = [GREEDY if i % 3 else sampled for i in range(30)]
+    found = []
+    for seconds in (0.0, 60.0):
+        engine = llm(checkpoint("llama"), tensor_parallel=2, graph_seconds=seconds)
+        answers = engine.generate([words(1 + 7 * i % 90, i) for i in range(30)], samplings, max_new_tokens=30)
+        found.append([answer.outputs[0].token_ids for answer in answers])
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_swapped_blocks_come_back_on_both_gpus(checkpoint: Checkpoint, closing: list[LLM]) -> None:
+    """Freed blocks are NaN, so a block that did not come back would end its request with an error."""
+    engine = llm(
+        checkpoint("llama"),
+        tensor_parallel=2,
+        kv_blocks=40,
+        max_model_len=256,
+        admission="none",
+        preempt="swap",
+        poison_free_blocks=True,
+        check_books=True,
+    )
+    closing.append(engine)
+    answers = engine.generate([words(40, i) for i in range(12)], GREEDY, max_new_tokens=60, n=2)
+    assert {output.finish_reason for answer in answers for output in answer.outputs} == {"length"}
+    assert engine.engine.core.report.totals.swap_preemptions > 0
+
+
+def test_small_sums_are_right_and_large_ones_go_through_nccl(checkpoint: Checkpoint, closing: list[LLM]) -> None:
+    """The kernel of small sums is compared with NCCL at each start, and is not used where that fails."""
+    closing.append(engine := llm(checkpoint("llama"), tensor_parallel=2))
+    assert isinstance(engine.executor, ParallelExecutor)
+    ranks = engine.executor._ranks
+    assert ranks is not None
+    assert ranks._one_shot is not None
+    assert ranks._one_shot.takes(torch.zeros(256, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert not ranks._one_shot.takes(torch.zeros(4096, 1024, dtype=torch.bfloat16, device="cuda"))
+    assert not ranks._one_shot.takes(torch.zeros(3, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_ends_the_engine_within_the_lease(checkpoint: Checkpoint, how: str) -> None:
+    """In a process of its own: a kernel that waits for a lost rank never ends, so the engine's process does."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from tests.executor.test_gpu import GREEDY, llm, words\n"
+        "from pathlib import Path\n"
+        "engine = llm(Path(sys.argv[1]), tensor_parallel=2, lease_ms=2000)\n"
+        "for i in range(7): engine.submit(words(20 + i), GREEDY, max_new_tokens=900)\n"
+        "for _ in range(20): engine.step()\n"
+        "os.kill(engine.executor._others[0].process.pid, getattr(signal, sys.argv[2]))\n"
+        "print('lost', flush=True)\n"
+        "while True: engine.step()\n"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama")), how]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "lost\n"
+        began = time.monotonic()
+        _, said = engine.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert engine.returncode == 1
+    assert "rank 1" in said

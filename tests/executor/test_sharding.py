@@ -1,0 +1,200 @@
+"""What each rank holds of a model: the parts of all ranks are the whole, and nothing else is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models import hf, shard_proof, sharding
+from engine.executor.models.sharding import Cut, plan_shards
+from engine.executor.ranks import Ranks
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from engine.tools.tiny_checkpoints import tiny_config
+from tests.checkpoints import VOCAB, config_of
+
+Checkpoint = Callable[[str], Path]
+
+
+def planned(config: PretrainedConfig, rank: int, size: int) -> sharding.Sharding:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return plan_shards(model, Ranks(rank, size))
+
+
+def test_what_is_divided_of_llama() -> None:
+    found = planned(config_of("llama"), 1, 2)
+    layer = {name.removeprefix("model.layers.1."): cut for name, cut in found.cuts.items() if ".1." in name}
+    assert layer == {
+        "self_attn.q_proj.weight": Cut(-2, 128, 256),
+        "self_attn.k_proj.weight": Cut(-2, 64, 128),
+        "self_attn.v_proj.weight": Cut(-2, 64, 128),
+        "self_attn.o_proj.weight": Cut(-1, 128, 256),
+        "mlp.gate_proj.weight": Cut(-2, 96, 192),
+        "mlp.up_proj.weight": Cut(-2, 96, 192),
+        "mlp.down_proj.weight": Cut(-1, 96, 192),
+    }
+    assert found.cuts["lm_head.weight"] == Cut(-2, VOCAB // 2, VOCAB)
+    assert found.gathered == "lm_head"
+    assert [name for name in found.summed if ".1." in name] == [
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.mlp.down_proj",
+    ]
+
+
+def test_kv_heads_are_divided_or_shared_with_the_queries_that_read_them() -> None:
+    config = config_of("llama", num_attention_heads=8)  # 8 heads read 2 KV heads
+    for size in (2, 4, 8):
+        for rank in range(size):
+            cuts = planned(config, rank, size).cuts
+            q, k = (cuts[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk")
+            read = {head // 4 for head in range(q.first // 64, q.end // 64)}
+            assert read == set(range(k.first // 64, k.end // 64))
+
+
+def test_biases_and_the_halves_of_packed_layers() -> None:
+    """Of two halves along the rows, gate and up, a rank has its part of each."""
+    cuts = planned(config_of("qwen2"), 1, 2).cuts
+    assert cuts["model.layers.0.self_attn.q_proj.bias"] == Cut(-1, 64, 128)
+    weight = torch.arange(2 * 8 * 3).view(2, 8, 3)
+    part = Cut(-2, 2, 4, halves=2).take(weight, (2, 8, 3))
+    assert torch.equal(part, weight[:, [2, 3, 6, 7]])
+    assert torch.equal(Cut(-1, 1, 3).take(weight, (2, 8, 3)), weight[..., 1:])
+    assert torch.equal(Cut(-2, 6, 8, padding=1).take(weight[0], (8, 3))[2], torch.zeros(3, dtype=torch.int64))
+
+
+class Noted:
+    """A slice of a file that notes how many numbers are read."""
+
+    def __init__(self, stored: Any, read: list[int]) -> None:
+        self._stored, self._read = stored, read
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        found: torch.Tensor = self._stored[where]
+        self._read.append(found.numel())
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])
+def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
+    config = AutoConfig.from_pretrained(directory)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)  # which needs the other ranks
+    read: list[int] = []
+
+    class Opened:
+        def __init__(self, *words: Any) -> None:
+            self._file: Any = safe_open(*words)
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def get_slice(self, name: str) -> Noted:
+            return Noted(self._file.get_slice(name), read)
+
+    monkeypatch.setattr(sharding, "safe_open", Opened)
+    parts, size = [], 2
+    for rank in range(size):
+        read.clear()
+        model, report = sharding.read_shard(directory, config, "float32", torch.device("cpu"), Ranks(rank, size))
+        hf.check_report(directory, config, report)
+        own = {
+            name: tensor for name, tensor in model.named_parameters() if name != "lm_head.weight" or not tied(config)
+        }
+        assert sum(read) == sum(tensor.numel() for tensor in own.values())
+        parts.append(own)
+        assert type(model).__module__.startswith("transformers.models")
+    for name, tensor in whole.items():
+        if name not in parts[0]:
+            continue
+        pieces = [part[name] for part in parts]
+        if pieces[0].shape == tensor.shape:
+            assert all(torch.equal(piece, tensor) for piece in pieces), name
+            continue
+        dim = next(i for i, (a, b) in enumerate(zip(pieces[0].shape, tensor.shape, strict=True)) if a != b)
+        halves = 2 if name.endswith("gate_up_proj") else 1
+        split = [piece.chunk(halves, dim) for piece in pieces]
+        joined = torch.cat([half[i] for i in range(halves) for half in split], dim)
+        assert torch.equal(joined, tensor), name
+
+
+def tied(config: PretrainedConfig) -> bool:
+    return bool(config.get_text_config().tie_word_embeddings)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "fields", "message"),
+    [
+        ("gpt2", 2, {}, r"gpt2: --tensor-parallel: transformers has no table of how its layers are divided"),
+        ("llama", 3, {}, r"--tensor-parallel 3: llama has 4 attention heads, which 3 does not divide"),
+        (
+            "llama",
+            4,
+            {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 6},
+            r"--tensor-parallel 4: llama has 6 KV heads, which 4 neither divides nor is a multiple of",
+        ),
+        ("llama", 4, {"intermediate_size": 190}, r"llama: model.layers.0.mlp.gate_proj has size 190, which 4 does not"),
+        ("phi3", 2, {}, r"phi3: --tensor-parallel: .*qkv_proj is divided as 'colwise_gather_output', which is not"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    family: str, size: int, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        planned(config_of(family, **fields), 0, size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deterministic": True}, "--deterministic with --tensor-parallel"),
+        ({"quantize": "int8"}, "--quantize with --tensor-parallel"),
+        ({"random": True}, r"--load random with --tensor-parallel: .*model.safetensors holds weights"),
+    ],
+)
+def test_options_that_ranks_do_not_honour_are_refused(
+    checkpoint: Checkpoint, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        hf.load_model(str(checkpoint("llama")), dtype="auto", device=torch.device("cpu"), ranks=Ranks(0, 2), **options)
+
+
+def test_a_table_whose_parts_do_not_make_the_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that has all parts stands for several: its sums are right, and then twice what they should be."""
+    config = config_of("llama")
+    alone = Ranks(0, 1)
+    whole_class = type(AutoModelForCausalLM.from_config(config))
+    found = sharding._plan_without_proof(whole_class, config, alone)
+    complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
+    shard_proof.prove_parts(complete, parts, found, alone)
+    complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
+    monkeypatch.setattr(Ranks, "all_reduce", lambda _, part: 2 * part)  # as if both ranks had all of it
+    with pytest.raises(UnsupportedModel, match=r"llama: --tensor-parallel: by transformers' table its parts do not"):
+        shard_proof.prove_parts(complete, parts, found, alone)
+
+
+def test_the_proof_has_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of this mixture of experts is dense, so one layer would prove half of it."""
+    proved: list[PretrainedConfig] = []
+    monkeypatch.setattr(sharding, "prove_parts", lambda whole, *_: proved.append(whole.config))
+    for config in (config_of("llama"), tiny_config("qwen3_moe", mlp_only_layers=[0])):
+        sharding._plan(config, torch.device("cpu"), Ranks(0, 2))
+        assert config.num_hidden_layers == 2
+        assert proved[-1].hidden_size == config.hidden_size
+    assert [short.num_hidden_layers for short in proved] == [1, 2]
+    assert {short.vocab_size for short in proved} == {509}
