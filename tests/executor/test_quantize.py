@@ -17,7 +17,8 @@ from engine.executor.errors import UnsupportedModel
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import load_model
 from engine.executor.models.linear import PackedLinear, Product
-from engine.executor.models.quantised import LARGEST, Quantised, check_kind
+from engine.executor.models.quantised import LARGEST, Quantised
+from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.executor.driver import greedy, served

@@ -36,8 +36,8 @@ from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
-from engine.executor.models.quantised import check_kind, quantise_linears
-from engine.executor.models.stored_weights import StoredWeights
+from engine.executor.models.quantising import Quantising, check_kind
+from engine.executor.models.stored_weights import StoredWeights, in_this_thread
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
 
@@ -119,16 +119,16 @@ def load_model(
     config = served_part(whole, directory)
     own = overrides.load_config(directory, {}) if changes else None
     max_model_len = check_length(config, max_model_len, own)
+    quantising = Quantising(quantize, device)
     if random:
         module = random_model(directory, config, dtype, device)
+        quantising.swap(module)
+        quantising.settle(module, type(module))
     else:
-        module = read_weights(directory, config, dtype, part=config is not whole)
+        module = read_weights(directory, config, dtype, part=config is not whole, quantising=quantising)
     check_dtype(config.model_type, module.dtype)
     if device.type == "cuda" and module.dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
-    if quantize != "none":
-        quantise_linears(module, quantize, device)
-        changes = changes | {"weights of linear layers": quantize}
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
@@ -147,7 +147,7 @@ def load_model(
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
-        changes=changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
+        changes=changes | quantising.changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
         batch_dependence=dependence,
     )
 
@@ -187,18 +187,29 @@ def random_model(directory: Path, config: PretrainedConfig, dtype: str, device: 
     return model
 
 
-def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part: bool = False) -> PreTrainedModel:
-    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError."""
+def read_weights(
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    part: bool = False,
+    quantising: Quantising | None = None,
+) -> PreTrainedModel:
+    """The model of a checkpoint, complete; `part`: of a multimodal one, its text part.  Raises ModelLoadError.
+
+    quantising: makes linear layers of 8 bits; None: all weights become plain ones."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
         if part:
             raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
-        return read_quantised(directory, config, dtype, how)
+        return read_quantised(directory, config, dtype, how, quantising)
     check_stored_dtypes(directory, config.model_type)
+    rounding = quantising if quantising is not None and quantising.kind else None
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
     try:
-        with report_progress(directory):
-            module, report = AutoModelForCausalLM.from_pretrained(
+        with report_progress(directory), in_this_thread() if rounding else contextlib.nullcontext():
+            module, report = (rounding.while_loading(own) if rounding else own).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -215,20 +226,31 @@ def read_weights(directory: Path, config: PretrainedConfig, dtype: str, *, part:
         others = text_tower.OTHER_TOWERS
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not others.match(name)}
     check_report(directory, config, report)
+    if rounding:
+        rounding.settle(module, own)
     model: PreTrainedModel = module
     return model
 
 
-def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation) -> PreTrainedModel:
-    """The model of a quantised checkpoint, with weights in the dtype that it computes in.  Raises ModelLoadError."""
+def read_quantised(
+    directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation, quantising: Quantising | None
+) -> PreTrainedModel:
+    """The model of a quantised checkpoint, with weights in the dtype that it computes in, or kept in 8 bits.
+
+    Raises ModelLoadError."""
     wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
     weights = StoredWeights(directory, config, how)
-    log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if quantising is None:
+        quantising = Quantising("none", torch.device("cpu"))
+    else:
+        quantising.keep(weights.exact_modules())
     try:
         with report_progress(directory, weights.sizes):
             module, report = weights.load(
-                MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+                own,
                 wanted,
+                quantising,
                 config=config,
                 attn_implementation=NAME,
                 output_loading_info=True,
@@ -239,6 +261,9 @@ def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Q
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     check_report(directory, config, report)
+    quantising.settle(module, own)
+    if not quantising.kept and quantising.kind is None:
+        log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
     model: PreTrainedModel = module
     return model
 

@@ -3,30 +3,22 @@
     a float weight [out, in] ── Quantised.of ──> numbers [out, in] int8 or e4m3, scale [out] float32
     q, k, v of one input     ── Quantised.join ─> one weight, row after row
 
-`QuantisedLinear` takes the place of nn.Linear in a transformers model, so that the probe computes with the weights that
-are served.  `fuse` then makes products of it (linear.py).
+`QuantisedLinear` takes the place of nn.Linear in a transformers model (quantising.py), so that the probe computes with
+the weights that are served.  `fuse` then makes products of it (linear.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from engine.executor.errors import UnsupportedModel
-
-log = logging.getLogger(__name__)
 
 Kind = Literal["int8", "fp8"]
 DTYPE: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
-# Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
-ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 @dataclass(frozen=True)
@@ -80,34 +72,3 @@ class QuantisedLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.quantised = Quantised(fn(self.quantised.numbers), fn(self.quantised.scale))
         return self
-
-
-def check_kind(kind: str, device: torch.device) -> None:
-    """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
-    if kind == "int8" and device.type != "cpu":
-        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
-    if kind == "fp8" and device.type == "cpu":
-        raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
-    if kind == "fp8":
-        raise UnsupportedModel("--quantize fp8: no product with fp8 weights is implemented for a GPU yet")
-
-
-def quantise_linears(model: PreTrainedModel, kind: Kind, device: torch.device) -> None:
-    """Swap the linear layers of `model` for quantised ones on `device`, one at a time.
-
-    The head, embeddings, routers and whatever is no nn.Linear stay as they are.  Raises UnsupportedModel if that
-    leaves nothing to quantise."""
-    head, swapped, dtype = model.get_output_embeddings(), 0, DTYPE[kind]
-    total = sum(parameter.numel() for parameter in model.parameters())
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear and child is not head and name not in ROUTERS:
-                swapped += child.weight.numel()
-                setattr(parent, name, _quantised(child, dtype, device))
-    if not swapped:
-        raise UnsupportedModel(f"{model.config.model_type}: --quantize {kind}: it has no plain linear layers")
-    log.info("quantised %.0f %% of the %.0f million weights to %s", 100 * swapped / total, total / 1e6, kind)
-
-
-def _quantised(linear: Any, dtype: torch.dtype, device: torch.device) -> QuantisedLinear:
-    return QuantisedLinear(Quantised.of(linear.weight.to(device), dtype), linear.bias, linear.weight.dtype)
