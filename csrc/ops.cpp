@@ -67,6 +67,13 @@ TORCH_LIBRARY(quire, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // The same on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = numbers * scale.
+  // Every 16 numbers of a row stand in the order of cuda/linear/linear.h.  With many tokens x becomes e4m3, too, with a
+  // scale for each row.
+  m.def(
+      "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]

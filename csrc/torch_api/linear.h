@@ -17,9 +17,10 @@
 
 namespace quire {
 
-inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                         const std::optional<at::Tensor>& norm, bool silu_mul, const at::Tensor& out,
-                         const Place& place) {
+// stored: the dtype of the weight.
+inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::ScalarType stored,
+                         const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool silu_mul,
+                         const at::Tensor& out, const Place& place) {
   Size tokens("tokens"), inner("inner size"), features("features"), rows("rows of the weight");
   for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, inner},
                                         {"out", out, features}}) {
@@ -29,7 +30,7 @@ inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const st
     expect_dtype(who, t, x.scalar_type(), "x");
   }
   rows.agree("out", features * (silu_mul ? 2 : 1));
-  expect_plain("weight", weight, {rows, inner}, x.scalar_type(), place, "x");
+  expect_plain("weight", weight, {rows, inner}, stored, place, stored == x.scalar_type() ? "x" : nullptr);
   if (bias) expect_plain("bias", *bias, {rows}, x.scalar_type(), place, "x");
   if (norm) expect_plain("norm", *norm, {inner}, x.scalar_type(), place, "x");
 }

@@ -226,6 +226,41 @@ def linear(
     return out
 
 
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
+    plus: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` on a Hopper GPU with a weight in 8 bits; x, bias, norm, plus and out are bfloat16.
+
+    weight  [size, in] float8_e4m3fn, of `fp8_order`; in is a multiple of 128, size of 16
+    scale   [size] float32: weight = numbers * scale
+
+    Up to 16 tokens, or 32 where few rows of the weight belong to a multiprocessor, sums are of bfloat16 numbers.  With
+    more, x is rounded to e4m3, too, with a scale for each token.
+    """
+    assert plus is None or out is None
+    if out is None:
+        size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+        out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
+    torch.ops.quire.linear_fp8.default(x, weight, scale, bias, norm, eps, plus is not None, silu_mul, out)
+    return out
+
+
+def fp8_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers [size, in] in the order in which `linear_fp8` reads them; csrc/cuda/linear/linear.h has the reason."""
+    size, inner = numbers.shape
+    halves = numbers.view(torch.uint8).view(size, inner // 16, 2, 8)
+    return halves.transpose(2, 3).reshape(size, inner).view(numbers.dtype)
+
+
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
 
 

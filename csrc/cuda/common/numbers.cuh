@@ -110,9 +110,4 @@ void by_dtype(Dtype dtype, const Run& run) {
   }
 }
 
-// Whether rows that start `stride` numbers apart from `data` on can be read in packs of 16 bytes.
-inline bool in_16_bytes(const void* data, int64_t stride, int64_t number_bytes) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * number_bytes % 16 == 0;
-}
-
 }  // namespace quire::cuda

@@ -23,17 +23,23 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
 }
 
-// A matrix [rows, inner] seen as [slabs, rows, kSlab], in boxes of some slabs of some rows; outside it reads as zeros.
-CUtensorMap map_slabs(const LinearArgs& a, const void* data, int64_t rows, int64_t stride, int box_rows, int depth) {
-  const auto slabs = static_cast<cuuint64_t>((a.inner + kSlab - 1) / kSlab);
-  const cuuint64_t sizes[3] = {kSlab, static_cast<cuuint64_t>(rows), slabs};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride) * 2, kSlab * 2};
-  const cuuint32_t box[3] = {kSlab, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(depth)};
+template <class T>
+constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // e4m3: bytes
+template <>
+constexpr CUtensorMapDataType kMapType<bf16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+constexpr CUtensorMapDataType kMapType<fp16> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// A matrix [rows, inner] of T seen as [slabs, rows, kSlab], in boxes of some slabs of some rows; outside it reads as zeros.
+template <class T>
+CUtensorMap map_slabs(int inner, const void* data, int64_t rows, int64_t stride, int box_rows, int depth) {
+  const cuuint64_t sizes[3] = {kSlab<T>, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(inner / kSlab<T>)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride) * sizeof(T), kSlabBytes};
+  const cuuint32_t box[3] = {kSlab<T>, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(depth)};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encoder()(&map, a.dtype == Dtype::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-                const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encoder()(&map, kMapType<T>, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "linear: tensor map");
   return map;
@@ -50,9 +56,11 @@ int tile_features(const LinearArgs& a) {
 
 int tile_rows(const LinearArgs& a) { return tile_features(a) * (a.silu_mul ? 2 : 1); }
 
-template <class T, int kEights>
+template <class T, class W, int kEights>
 void run(const LinearArgs& a, cudaStream_t stream) {
+  constexpr int kXSlabs = sizeof(T) / sizeof(W);
   Params p;
+  p.scale = a.scale;
   p.bias = a.bias;
   p.out = a.out;
   p.out_stride = a.out_stride;
@@ -64,35 +72,40 @@ void run(const LinearArgs& a, cudaStream_t stream) {
   p.rows = tile_rows(a);
   // Copies of some 32 KB: smaller ones cost more waiting for each other, larger ones leave too few on their way.
   constexpr int kCopyBytes = 32 << 10;
-  const int slabs = tiles_of(a.inner, kSlab), slab_bytes = (p.rows + kEights * 8) * 128;
-  p.depth = std::clamp(kCopyBytes / slab_bytes, 1, slabs);
+  const int slabs = a.inner / kSlab<W>, bytes = slab_bytes<T, W>(p.rows, kEights);
+  p.depth = std::clamp(kCopyBytes / bytes, 1, slabs);
   p.count = tiles_of(slabs, p.depth);
-  p.stages = std::min({kMaxStages, p.count, kRoom / (slab_bytes * p.depth)});
+  p.stages = std::min({kMaxStages, p.count, kRoom / (bytes * p.depth)});
   const int weight_rows = a.silu_mul ? 2 * a.features : a.features;
-  run<T, kEights>(map_slabs(a, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
-                  map_slabs(a, a.x, a.tokens, a.x_stride, kEights * 8, p.depth), p,
-                  tiles_of(a.features, p.tile_features), stream);
+  run<T, W, kEights>(map_slabs<W>(a.inner, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
+                     map_slabs<T>(a.inner, a.x, a.tokens, a.x_stride, kEights * 8, p.depth * kXSlabs), p,
+                     tiles_of(a.features, p.tile_features), stream);
 }
 
-template <class T>
+template <class T, class W>
 void run(const LinearArgs& a, cudaStream_t stream) {
-  if (a.tokens <= 8) return run<T, 1>(a, stream);
-  if (a.tokens <= 16) return run<T, 2>(a, stream);
-  run<T, 4>(a, stream);
+  if (a.tokens <= 8) return run<T, W, 1>(a, stream);
+  if (a.tokens <= 16) return run<T, W, 2>(a, stream);
+  run<T, W, 4>(a, stream);
 }
 
 }  // namespace
 
 bool fits_linear(const LinearArgs& a) {
-  const auto copies = [](const void* p, int64_t stride) { return in_16_bytes(p, stride, 2); };
+  const auto copies = [](const void* p, int64_t stride, int64_t number_bytes) {
+    return in_16_bytes(p, stride, number_bytes);
+  };
+  const bool eight_bits = a.scale != nullptr;
   return a.tokens > 0 && a.features > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
-         (a.dtype == Dtype::bf16 || a.dtype == Dtype::fp16) && a.features % 8 == 0 && a.inner % kSlab == 0 &&
-         copies(a.x, a.x_stride) && copies(a.weight, a.inner) && copies(a.out, a.out_stride) &&
+         (a.dtype == Dtype::bf16 || (a.dtype == Dtype::fp16 && !eight_bits)) && a.features % 8 == 0 &&
+         a.inner % (eight_bits ? kSlab<e4m3> : kSlab<bf16>) == 0 && copies(a.x, a.x_stride, 2) &&
+         copies(a.weight, a.inner, eight_bits ? 1 : 2) && copies(a.out, a.out_stride, 2) &&
          a.tokens <= (tile_rows(a) <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {
-  a.dtype == Dtype::fp16 ? run<fp16>(a, stream) : run<bf16>(a, stream);
+  if (a.scale != nullptr) return run<bf16, e4m3>(a, stream);
+  a.dtype == Dtype::fp16 ? run<fp16, fp16>(a, stream) : run<bf16, bf16>(a, stream);
 }
 
 }  // namespace quire::cuda

@@ -1,13 +1,14 @@
 // The product of a few tokens with a weight matrix, at the speed at which the weight can be read.
 //
 //   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, sums in float32
+//   or, with x and out in bf16, a weight in e4m3 with a scale [features]: half of the bytes
 //
 // Every multiprocessor gets one CTA and an equal share of the weight's rows, over all of inner.  So no sums are added up
 // between CTAs, which would take 2 to 5 us.
 //
 //        inner ->
 //   f   |----|----|----|----|   a tile: p.rows rows of the weight, for one CTA
-//   e   |       CTA 0       |   a slab: 64 numbers of inner (128 bytes a row) of a tile
+//   e   |       CTA 0       |   a slab: 128 bytes a row of a tile, 64 numbers of inner (e4m3: 128)
 //   a   |----|----|----|----|   a stage: p.depth slabs, copied at once
 //   t   |       CTA 1       |
 //
@@ -15,10 +16,13 @@
 // its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
 // mma.m16n8k16 and the tokens are the right one: 8 of them take as long as one.
 //
+// Numbers in e4m3 become bf16 in registers, exactly, right before they are multiplied.  A lane finds the four numbers of
+// its two registers in four neighbouring bytes, because the weight is stored in that order: linear.h, stored_at.
+//
 // Copies of the weight start before the kernels in front have ended, because no kernel writes weights.  Two CTAs fit on a
 // multiprocessor.  So while one kernel ends, the next one's 100 KB are already copied or on their way.
 //
-// Grid (tiles).  Moves features * inner * 2 bytes from memory, tokens * inner * 2 from L2 for each tile.  Rows, features
+// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.  Rows, features
 // and tokens past the end are read as zeros and not written.
 
 #pragma once
@@ -35,7 +39,9 @@
 
 namespace quire::cuda::linears {
 
-constexpr int kSlab = 64;           // numbers of inner: 128 bytes, the widest swizzle
+constexpr int kSlabBytes = 128;     // of a row: the widest swizzle
+template <class W>
+constexpr int kSlab = kSlabBytes / static_cast<int>(sizeof(W));  // numbers of inner
 constexpr int kWarps = 8;           // that multiply
 constexpr int kMultipliers = kWarps * 32;
 constexpr int kThreads = kMultipliers + 32;
@@ -45,6 +51,7 @@ constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more,
 constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
 
 struct Params {
+  const float* scale;  // of each row of an e4m3 weight
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -74,12 +81,27 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
+// Two registers of bf16, exactly, from four numbers of e4m3.  The even bytes become the first register, the odd ones the
+// second.  Shifted by 4, exponent and mantissa of e4m3 stand where bf16 has its own; the exponents' biases differ by 120.
+__device__ inline void widen_e4m3_to_bf16(uint32_t four, uint32_t& even, uint32_t& odd) {
+  constexpr uint32_t kSigns = 0x80008000, kRest = 0x07f007f0, kTwoTo120 = 0x7b807b80;
+  const auto widen = [](uint32_t upper) {  // of two e4m3 numbers in the upper bytes of two halves
+    const uint32_t shifted = (upper & kSigns) | (upper >> 4 & kRest);
+    uint32_t result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(shifted), "r"(kTwoTo120));
+    return result;
+  };
+  even = widen(four << 8);
+  odd = widen(four);
+}
+
 // kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.
-template <class T, int kEights, int kRowWarps, int kBlocks>
+template <class T, class W, int kEights, int kRowWarps, int kBlocks>
 __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                              const __grid_constant__ CUtensorMap x_map,
                                                              const Params p) {
 #if __CUDA_ARCH__ >= 900
+  constexpr int kXSlabs = sizeof(T) / sizeof(W);  // of x, for one of the weight
   extern __shared__ char shared[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   char* const stages = shared + (-shared_address(shared) & 1023);  // swizzled rows start at multiples of 1024
@@ -87,21 +109,22 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   const int first_feature = blockIdx.x * p.tile_features;
   // Of a stage: [depth, rows] of the weight (with silu_mul: the gate rows of all slabs, then the up rows), then
   // [depth, tokens] of x.
-  const int weight_bytes = p.depth * p.rows * 128, stage_bytes = weight_bytes + p.depth * kEights * 8 * 128;
+  const int weight_bytes = p.depth * p.rows * kSlabBytes;
+  const int stage_bytes = weight_bytes + p.depth * kXSlabs * kEights * 8 * kSlabBytes;
 
   if (thread == kMultipliers) {
     hopper::prefetch_map(&weight_map);
     hopper::prefetch_map(&x_map);
     for (int i = 0; i < p.stages; ++i) {
       hopper::barrier_init(&full[i], 1);
-      hopper::barrier_init(&empty[i], kMultipliers / 32);
+      hopper::barrier_init(&empty[i], kWarps);
     }
     hopper::fence_barrier_init();
   }
   __syncthreads();
   let_next_kernel_start();
 
-  if (warp == kMultipliers / 32) {  // the warp that copies
+  if (warp == kWarps) {  // the warp that copies
     if (lane > 0) return;
     const auto copy_weight = [&](int i, int stage) {
       char* to = stages + stage * stage_bytes;
@@ -112,7 +135,8 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       }
     };
     const auto copy_x = [&](int i, int stage) {
-      hopper::copy_often(stages + stage * stage_bytes + weight_bytes, &x_map, &full[stage], 0, 0, i * p.depth);
+      hopper::copy_often(stages + stage * stage_bytes + weight_bytes, &x_map, &full[stage], 0, 0,
+                         i * p.depth * kXSlabs);
     };
     const int early = min(p.count, p.stages);
     for (int i = 0; i < early; ++i) copy_weight(i, i);
@@ -136,11 +160,13 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     return static_cast<T*>(p.out) + token * p.out_stride + first_feature + part * 8;
   };
 
-  // A slab has four 16s of inner: a share is two of them, or one, or one of every other slab.
-  constexpr int kShares = kWarps / kRowWarps, kSixteens = kShares < 4 ? 4 / kShares : 1;
+  // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
+  constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
-  const int first_block = warp % kRowWarps, share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
-  const int first_slab = share / 4, chunk = share % 4 * kSixteens * 2;
+  // Of a scheduler's warps (every fourth), those of other shares take other rows: some have a block less to widen.
+  const int share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
+  const int first_block = (warp + share * kRowWarps / 2) % kRowWarps;
+  const int first_slab = share / 4, quarter = share % 4 * kQuarters;
 
   // Where the lane's rows of the operands stand in a stage: 16-byte chunk c of row r at chunk c ^ (r % 8).
   const int half = p.silu_mul ? p.tile_features : p.rows;  // rows that stand together
@@ -149,13 +175,15 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   for (int b = 0; b < kBlocks; ++b) {
     // A block that isn't there is read from another's place, and its sums are never used.
     int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
-    w_at[b] = ((chunk + lane / 16) ^ row % 8) * 16;
+    w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
     if (row >= half) row += (p.depth - 1) * half;
-    w_at[b] += row * 128;
+    w_at[b] += row * kSlabBytes;
   }
+  // A quarter of the weight meets kXSlabs quarters of x.
   constexpr int kXLoads = (kEights + 1) / 2;
-  const int x_row = lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0);
-  const int x_at = weight_bytes + x_row * 128 + ((chunk + lane / 8 % 2) ^ x_row % 8) * 16;
+  const int x_row = lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0), x_quarter = quarter * kXSlabs;
+  const int x_at = weight_bytes + (x_quarter / 4 * kEights * 8 + x_row) * kSlabBytes +
+                   ((x_quarter % 4 * 2 + lane / 8 % 2) ^ x_row % 8) * 16;
 
   wait_for_previous_kernels();
   Pack<T, 8> old = {};
@@ -169,18 +197,35 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 #pragma unroll 4
     for (int d = first_slab; d < p.depth; d += kSlabStep) {
 #pragma unroll
-      for (int k = 0; k < kSixteens; ++k) {
-        const uint32_t further = k * 32;  // by two chunks; among the bits that the swizzle only turns over
-        uint32_t x[kXLoads][kEights > 1 ? 4 : 2];
+      for (int k = 0; k < kQuarters; ++k) {
+        // Further quarters differ in bits that the swizzle only turns over.
+        uint32_t x[kXSlabs][kXLoads][kEights > 1 ? 4 : 2];
 #pragma unroll
-        for (int e = 0; e < kXLoads; ++e) load_matrices(x[e], (at + x_at + (d * kEights * 8 + e * 16) * 128) ^ further);
+        for (int q = 0; q < kXSlabs; ++q) {
+          const uint32_t further = (k * kXSlabs + q) * 32;
+#pragma unroll
+          for (int e = 0; e < kXLoads; ++e) {
+            load_matrices(x[q][e], (at + x_at + (d * kXSlabs * kEights * 8 + e * 16) * kSlabBytes) ^ further);
+          }
+        }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          uint32_t w[4];
-          load_matrices(w, (at + w_at[b] + d * half * 128) ^ further);
+          if (kXSlabs > 1 && b > 0 && first_block + kRowWarps * b >= blocks) break;
+          uint32_t read[4], w[kXSlabs][4];
+          load_matrices(read, (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
+          if constexpr (kXSlabs == 1) {
 #pragma unroll
-          for (int e = 0; e < kEights; ++e) {
-            mma16816<T>(sums[b][e], w, reinterpret_cast<const uint32_t(&)[2]>(x[e / 2][e % 2 * 2]));
+            for (int r = 0; r < 4; ++r) w[0][r] = read[r];
+          } else {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) widen_e4m3_to_bf16(read[r], w[r / 2][r % 2], w[r / 2][r % 2 + 2]);
+          }
+#pragma unroll
+          for (int q = 0; q < kXSlabs; ++q) {
+#pragma unroll
+            for (int e = 0; e < kEights; ++e) {
+              mma16816<T>(sums[b][e], w[q], reinterpret_cast<const uint32_t(&)[2]>(x[q][e / 2][e % 2 * 2]));
+            }
           }
         }
       }
@@ -204,7 +249,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     }
   }
   sync_multipliers();
-  for (int i = warp; i < blocks * kEights; i += kMultipliers / 32) {
+  for (int i = warp; i < blocks * kEights; i += kWarps) {
     float4 s = all_sums[i * 32 + lane];
 #pragma unroll
     for (int k = 1; k < kShares; ++k) {
@@ -216,15 +261,17 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     for (int r = 0; r < 2; ++r) {
       const int row = i / kEights * 16 + lane / 4 + 8 * r;
       if (row >= p.rows) continue;
-      float bias = 0;
-      if (p.bias != nullptr) {
-        const bool up = row >= p.tile_features;
-        const int feature = first_feature + row - (up ? p.tile_features : 0);
-        if (feature < p.features) bias = to_float(static_cast<const T*>(p.bias)[feature + (up ? p.features : 0)]);
+      float scale = 1, bias = 0;
+      const bool up = row >= p.tile_features;
+      const int feature = first_feature + row - (up ? p.tile_features : 0);
+      if (feature < p.features) {
+        const int at = feature + (up ? p.features : 0);
+        if constexpr (kXSlabs > 1) scale = p.scale[at];
+        if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
       }
       T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
-      to[0] = from_float<T>((r == 0 ? s.x : s.z) + bias);
-      to[product_stride(p.rows) / 2] = from_float<T>((r == 0 ? s.y : s.w) + bias);
+      to[0] = from_float<T>((r == 0 ? s.x : s.z) * scale + bias);
+      to[product_stride(p.rows) / 2] = from_float<T>((r == 0 ? s.y : s.w) * scale + bias);
     }
   }
   sync_multipliers();
@@ -246,14 +293,20 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 }
 
 // Launches the kernel for p.rows, which with over 16 tokens are at most kManyTokensRows; defined in linear_*.cu.
-template <class T, int kEights>
+template <class T, class W, int kEights>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 
+// Of a stage's slab: the weight's, and those of x that it meets.
+template <class T, class W>
+constexpr int slab_bytes(int rows, int eights) {
+  return (rows + static_cast<int>(sizeof(T) / sizeof(W)) * eights * 8) * kSlabBytes;
+}
+
 #ifdef QUIRE_LINEAR_EIGHTS
-template <class T, int kEights, int kRowWarps, int kBlocks>
+template <class T, class W, int kEights, int kRowWarps, int kBlocks>
 void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, kEights, kRowWarps, kBlocks>;
-  const int stages_bytes = p.stages * p.depth * (p.rows + kEights * 8) * 128;
+  const auto kernel = linear_kernel<T, W, kEights, kRowWarps, kBlocks>;
+  const int stages_bytes = p.stages * p.depth * slab_bytes<T, W>(p.rows, kEights);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom + 1024), "linear");
@@ -264,19 +317,23 @@ void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params
   launch(kernel, dim3(tiles), dim3(kThreads), bytes, stream, weight_map, x_map, p);
 }
 
-template <class T, int kEights>
+template <class T, class W, int kEights>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  if (p.rows <= 16) return start<T, kEights, 1, 1>(weight_map, x_map, p, tiles, stream);
-  if (p.rows <= 32) return start<T, kEights, 1, 2>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 16) return start<T, W, kEights, 1, 1>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 32) return start<T, W, kEights, 1, 2>(weight_map, x_map, p, tiles, stream);
   if constexpr (kEights <= 2) {
-    if (p.rows <= 64) return start<T, kEights, 1, 4>(weight_map, x_map, p, tiles, stream);
-    if (p.rows <= 128) return start<T, kEights, 2, 4>(weight_map, x_map, p, tiles, stream);
-    start<T, kEights, 4, 4>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 64) return start<T, W, kEights, 1, 4>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 128) return start<T, W, kEights, 2, 4>(weight_map, x_map, p, tiles, stream);
+    start<T, W, kEights, 4, 4>(weight_map, x_map, p, tiles, stream);
   }
 }
 
-template void run<bf16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
-template void run<fp16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
+#define QUIRE_RUN(T, W) \
+  template void run<T, W, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t)
+QUIRE_RUN(bf16, bf16);
+QUIRE_RUN(fp16, fp16);
+QUIRE_RUN(bf16, e4m3);
+#undef QUIRE_RUN
 #endif
 
 }  // namespace quire::cuda::linears

@@ -21,7 +21,7 @@ namespace {
 
 void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
             const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
-  check_linear(x, weight, bias, norm, silu_mul, out, on_cpu());
+  check_linear(x, weight, x.scalar_type(), bias, norm, silu_mul, out, on_cpu());
   linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
 }
 

@@ -2,29 +2,31 @@
 
 #include "cuda/linear/linear.h"
 
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <limits>
 #include <optional>
 
+#include "cuda/linear/fp8.h"
 #include "torch_api/cuda/convert.h"
 #include "torch_api/linear.h"
 
 namespace quire::cuda::torch_api {
 namespace {
 
-void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-            const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
-  check_linear(x, weight, bias, norm, silu_mul, out, on_gpu(x));
+LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                   const std::optional<at::Tensor>& bias, bool add, bool silu_mul, const at::Tensor& out) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   TORCH_CHECK_VALUE(x.size(0) <= kMost && x.size(1) <= kMost && weight.size(0) <= kMost,
                     "x, weight: over 2^31 rows or columns");
-  const c10::cuda::CUDAGuard guard(x.device());
-  LinearArgs args{
+  return {
       .dtype = model_dtype_of("x", x),
       .x = x.const_data_ptr(),
       .x_stride = x.stride(0),
       .weight = weight.const_data_ptr(),
+      .scale = scale ? scale->const_data_ptr<float>() : nullptr,
       .bias = bias ? bias->const_data_ptr() : nullptr,
       .out = out.data_ptr(),
       .out_stride = out.stride(0),
@@ -34,7 +36,9 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
       .add = add,
       .silu_mul = silu_mul,
   };
-  if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
+}
+
+void run_normed(LinearArgs args, const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps) {
   at::Tensor y;  // lives until the launch
   if (norm) {
     y = normed(x, *norm, eps);
@@ -44,7 +48,76 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   cuda::linear(args, stream_of(x));
 }
 
-TORCH_LIBRARY_IMPL(quire, CUDA, m) { m.impl("linear", linear); }
+void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+            const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
+  check_linear(x, weight, x.scalar_type(), bias, norm, silu_mul, out, on_gpu(x));
+  const c10::cuda::CUDAGuard guard(x.device());
+  const LinearArgs args = args_of(x, weight, std::nullopt, bias, add, silu_mul, out);
+  if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
+  run_normed(args, x, norm, eps);
+}
+
+struct Quantised {
+  at::Tensor numbers;  // [tokens, inner] e4m3, ordered as a weight
+  at::Tensor one;      // [] f32: 1
+  at::Tensor scale;    // [tokens] f32
+};
+
+Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps) {
+  const int64_t inner = x.size(1);
+  TORCH_CHECK_VALUE(inner % 16 == 0 && inner <= kMaxQuantised, "x: inner size ", inner,
+                    " is not a multiple of 16 up to ", kMaxQuantised);
+  const at::Tensor rows = in_16_bytes(x.const_data_ptr(), x.stride(0), 2) ? x : x.contiguous();
+  const at::Tensor numbers = at::empty({x.size(0), inner}, x.options().dtype(at::kFloat8_e4m3fn));
+  constexpr int64_t kApart = 4;  // both start at multiples of 16 bytes
+  const at::Tensor scales = at::empty({kApart + x.size(0)}, x.options().dtype(at::kFloat));
+  const Quantised result{numbers, scales.select(0, 0), scales.slice(0, kApart)};
+  quantise_rows({.x = rows.const_data_ptr(),
+                 .x_stride = rows.stride(0),
+                 .norm = norm ? norm->const_data_ptr() : nullptr,
+                 .eps = static_cast<float>(eps),
+                 .numbers = numbers.data_ptr(),
+                 .one = result.one.data_ptr<float>(),
+                 .scale = result.scale.data_ptr<float>(),
+                 .tokens = x.size(0),
+                 .size = static_cast<int>(inner)},
+                stream_of(x));
+  return result;
+}
+
+void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
+                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, double eps, bool add,
+                bool silu_mul, const at::Tensor& out) {
+  expect_dtype("x", x, at::kBFloat16);
+  check_linear(x, weight, at::kFloat8_e4m3fn, bias, norm, silu_mul, out, on_gpu(x));
+  Size rows("rows of the weight");
+  rows.agree("weight", weight.size(0));
+  expect_plain("scale", scale, {rows}, at::kFloat, on_gpu(x));
+  const c10::cuda::CUDAGuard guard(x.device());
+  const LinearArgs args = args_of(x, weight, scale, bias, add, silu_mul, out);
+  if (fits_linear(args)) return run_normed(args, x, norm, eps);
+  if (x.size(0) == 0) return;
+  // The library's products with one scale are faster than those with a scale for each row and column.
+  const auto [numbers, one, x_scale] = quantised(x, norm, eps);
+  const at::Tensor y = at::_scaled_mm(numbers, weight.t(), one, one, std::nullopt, std::nullopt, at::kBFloat16,
+                                      /*use_fast_accum=*/true);
+  scale_product({.product = y.const_data_ptr(),
+                 .x_scale = x_scale.const_data_ptr<float>(),
+                 .weight_scale = args.scale,
+                 .bias = args.bias,
+                 .out = args.out,
+                 .out_stride = args.out_stride,
+                 .tokens = x.size(0),
+                 .features = out.size(1),
+                 .add = add,
+                 .silu_mul = silu_mul},
+                stream_of(x));
+}
+
+TORCH_LIBRARY_IMPL(quire, CUDA, m) {
+  m.impl("linear", linear);
+  m.impl("linear_fp8", linear_fp8);
+}
 
 }  // namespace
 }  // namespace quire::cuda::torch_api

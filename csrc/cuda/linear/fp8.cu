@@ -1,0 +1,146 @@
+#include "cuda/linear/fp8.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/common/warp.cuh"
+#include "cuda/linear/linear.h"
+
+namespace quire::cuda {
+namespace {
+
+constexpr int kWarp = 32, kMostThreads = 1024;
+constexpr int kWidth = 16;  // numbers that a thread reads at once: stored_at orders so many
+constexpr float kLargest = 448;  // of e4m3
+constexpr float kLeast = 1e-30f;  // largest magnitude that a scale is made for: below, its inverse would overflow
+
+// Over all threads of the block; every thread gets the result.  `of_warp` is used by one call only.
+template <class Join>
+__device__ float join_block(float x, float* of_warp, const Join& join) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x = join(x, __shfl_xor_sync(kAllLanes, x, step));
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = of_warp[0];
+  for (unsigned warp = 1; warp < blockDim.x / kWarp; ++warp) x = join(x, of_warp[warp]);
+  return x;
+}
+
+/* x [tokens, size] bf16 · numbers [tokens, size] e4m3, ordered by stored_at · scale [tokens]
+ * A row belongs to a block, which keeps it in registers: kPacks times kWidth numbers a thread.  Grid (tokens).
+ * Moves 3 bytes a number. */
+template <int kPacks>
+__global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArgs a) {
+  __shared__ float sums[kWarp], maxima[kWarp];
+  const auto number = [&](int i) { return static_cast<int>((i * blockDim.x + threadIdx.x) * kWidth); };
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int64_t token = blockIdx.x;
+  const bf16* const from = static_cast<const bf16*>(a.x) + token * a.x_stride;
+  float x[kPacks][kWidth], squares = 0, largest = 0;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (number(i) >= a.size) continue;
+    widen(load_pack<kWidth>(from + number(i)), x[i]);
+    for (int j = 0; j < kWidth; ++j) squares += x[i][j] * x[i][j];
+  }
+  if (a.norm != nullptr) {
+    const float by = rsqrtf(join_block(squares, sums, [](float p, float q) { return p + q; }) /
+                                static_cast<float>(a.size) + a.eps);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (number(i) >= a.size) continue;
+      float w[kWidth];
+      widen(load_pack<kWidth>(static_cast<const bf16*>(a.norm) + number(i)), w);
+      for (int j = 0; j < kWidth; ++j) x[i][j] *= by * w[j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (number(i) >= a.size) continue;
+    for (int j = 0; j < kWidth; ++j) largest = fmaxf(largest, fabsf(x[i][j]));
+  }
+  largest = join_block(largest, maxima, [](float p, float q) { return fmaxf(p, q); });
+  largest = fmaxf(largest, kLeast);
+  const float scale = largest / kLargest, by = kLargest / largest;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (number(i) >= a.size) continue;
+    float y[kWidth];
+    for (int j = 0; j < kWidth; ++j) y[j] = x[i][stored_at(j)] * by;
+    store_pack(static_cast<e4m3*>(a.numbers) + token * a.size + number(i), narrow<e4m3>(y));
+  }
+  if (threadIdx.x == 0) a.scale[token] = scale;
+  if (token == 0 && threadIdx.x == 0) *a.one = 1;
+}
+
+/* product [tokens, columns] bf16 · out [tokens, features] bf16
+ * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack numbers.  Moves the product, out, and out once
+ * more where it is added to. */
+template <int kPack, bool kSiluMul>
+__global__ void scale_product_kernel(ScaleArgs a) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack, token = blockIdx.y;
+  if (at >= a.features) return;
+  const float x_scale = a.x_scale[token];
+  const bf16* const row = static_cast<const bf16*>(a.product) + token * a.features * (kSiluMul ? 2 : 1);
+  const auto scaled = [&](int64_t column, float(&y)[kPack]) {
+    widen(load_pack<kPack>(row + column), y);
+    for (int j = 0; j < kPack; ++j) {
+      y[j] *= x_scale * a.weight_scale[column + j];
+      if (a.bias != nullptr) y[j] += to_float(static_cast<const bf16*>(a.bias)[column + j]);
+    }
+  };
+  float y[kPack], more[kPack];
+  scaled(at, y);
+  if (kSiluMul) {
+    scaled(a.features + at, more);
+    for (int j = 0; j < kPack; ++j) y[j] = __fdividef(y[j], 1.0f + expf(-y[j])) * more[j];
+  }
+  bf16* const out = static_cast<bf16*>(a.out) + token * a.out_stride + at;
+  if (a.add) {
+    widen(load_pack<kPack>(out), more);
+    for (int j = 0; j < kPack; ++j) y[j] += more[j];
+  }
+  store_pack(out, narrow<bf16>(y));
+}
+
+template <int kPack>
+void launch_scale_product(const ScaleArgs& a, cudaStream_t stream) {
+  constexpr int kThreads = 256, kMostTokens = 65535;  // of one grid
+  const int64_t packs = (a.features + kPack - 1) / kPack;
+  for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
+    ScaleArgs part = a;
+    part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
+    part.product = static_cast<const bf16*>(a.product) + first * a.features * (a.silu_mul ? 2 : 1);
+    part.x_scale = a.x_scale + first;
+    part.out = static_cast<bf16*>(a.out) + first * a.out_stride;
+    const dim3 grid((packs + kThreads - 1) / kThreads, part.tokens);
+    const auto kernel = a.silu_mul ? scale_product_kernel<kPack, true> : scale_product_kernel<kPack, false>;
+    launch(kernel, grid, kThreads, 0, stream, part);
+  }
+}
+
+}  // namespace
+
+void scale_product(const ScaleArgs& a, cudaStream_t stream) {
+  if (a.features % 8 == 0 && in_16_bytes(a.out, a.out_stride, 2)) return launch_scale_product<8>(a, stream);
+  launch_scale_product<1>(a, stream);
+}
+
+void quantise_rows(const QuantiseArgs& a, cudaStream_t stream) {
+  if (a.tokens == 0) return;
+  const int packs = a.size / kWidth;
+  const auto with = [&](auto packs_a_thread) {
+    constexpr int each = packs_a_thread;
+    const int threads = (packs + each - 1) / each;
+    launch(quantise_rows_kernel<each>, dim3(a.tokens), dim3((threads + kWarp - 1) / kWarp * kWarp), 0, stream, a);
+  };
+  if (packs <= kMostThreads) return with(std::integral_constant<int, 1>{});
+  if (packs <= 2 * kMostThreads) return with(std::integral_constant<int, 2>{});
+  with(std::integral_constant<int, 4>{});
+}
+
+}  // namespace quire::cuda

@@ -1,0 +1,171 @@
+"""Products with an e4m3 weight on a GPU, with the operators around them, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.executor import ops
+from tests.kernels.test_cuda_linear import CUDA, error, randn
+from tests.kernels.test_layers import exact_norm
+
+pytestmark = pytest.mark.gpu
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+# Relative to the exact product with the stored weight.  Up to 16 tokens only results are rounded, to bfloat16.  With
+# many tokens x is rounded to e4m3 as well: 3 bits after the point, so 2^-4 of a number at most.  Uniform within its
+# rounding step, the error of a number is 2^-5 / sqrt(3) to 2^-4 / sqrt(3) of it: 0.018 to 0.036.
+EXACT, ROUNDED = 2**-7, 0.036
+
+
+def weight(rows: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers as they are stored, a scale for each row, and the weight that they mean, in float64."""
+    plain = torch.randn(rows, inner, device=CUDA) / math.sqrt(inner) * torch.rand(rows, 1, device=CUDA)
+    scale = plain.abs().amax(1) / LARGEST
+    numbers = (plain / scale[:, None]).to(E4M3)
+    return ops.fp8_order(numbers), scale, numbers.double() * scale.double()[:, None]
+
+
+def check(
+    tokens: int,
+    inner: int,
+    size: int,
+    *,
+    bias: bool = False,
+    norm: bool = False,
+    plus: bool = False,
+    silu_mul: bool = False,
+    bound: float = EXACT,
+) -> None:
+    rows = 2 * size if silu_mul else size
+    wide_x, wide_out = randn(tokens, inner + 8, dtype=BF16), randn(tokens + 1, size + 16, dtype=BF16)
+    x, (numbers, scale, exact) = wide_x[:, :inner], weight(rows, inner)
+    biases = randn(rows, dtype=BF16) if bias else None
+    norms = randn(inner, dtype=BF16) if norm else None
+    before = wide_out.clone()
+    out = wide_out[:tokens, 8 : 8 + size]
+    y = exact_norm(x, norms, 1e-5).to(BF16).double() if norms is not None else x.double()
+    y = y @ exact.t()
+    if biases is not None:
+        y += biases.double()
+    if silu_mul:
+        gate, up = y.to(BF16).double().split(size, -1)
+        y = torch.nn.functional.silu(gate) * up
+    if plus:
+        y = y + out.double()
+        ops.linear_fp8(x, numbers, scale, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, plus=out)
+    else:
+        out.fill_(math.nan)
+        ops.linear_fp8(x, numbers, scale, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, out=out)
+    assert error(out, y) < bound
+    before[:tokens, 8 : 8 + size] = out
+    assert torch.equal(wide_out, before), "written outside its rows"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16])
+def test_tokens(tokens: int) -> None:
+    check(tokens, 512, 1024)
+    check(tokens, 512, 1024, norm=True, silu_mul=True)
+    check(tokens, 512, 1024, plus=True)
+
+
+@pytest.mark.parametrize("tokens", [17, 31, 32])
+def test_more_tokens_where_few_rows_are_a_tile(tokens: int) -> None:
+    check(tokens, 512, 4096, norm=True, plus=True)
+    check(tokens, 1152, 2048, bias=True, silu_mul=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("size", [16, 48, 160, 1008, 1056, 4096, 6144, 40_000])
+def test_sizes(tokens: int, size: int) -> None:
+    """Tiles of 8 to 224 rows, the last of them not full, and more tiles than multiprocessors."""
+    check(tokens, 256, size)
+    check(tokens, 256, size, silu_mul=True, bias=True, norm=True, plus=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("inner", [128, 256, 384, 1152, 5120, 14336])
+def test_inner_sizes(tokens: int, inner: int) -> None:
+    """Fewer slabs than a stage, and stages that are not full."""
+    check(tokens, inner, 512, bias=True)
+    check(tokens, inner, 512, plus=True)
+
+
+@pytest.mark.parametrize("tokens", [33, 100, 257, 2048])
+def test_many_tokens(tokens: int) -> None:
+    """Of two operands in 8 bits, also with one that is wider than a block of threads has registers for at once."""
+    check(tokens, 4096, 6144, norm=True, bias=True, bound=ROUNDED)
+    check(tokens, 4096, 1024, norm=True, silu_mul=True, bound=2 * ROUNDED)  # a product of two such numbers
+    check(tokens, 28672, 512, plus=True, bound=ROUNDED)
+    check(tokens, 40960, 256, bound=ROUNDED)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+def test_shapes_of_models(tokens: int) -> None:
+    bound = EXACT if tokens <= 16 else ROUNDED
+    for hidden, qkv, heads, inter in [(4096, 6144, 4096, 14336), (1024, 4096, 2048, 3072)]:
+        check(tokens, hidden, qkv, norm=True, bias=True, bound=bound)
+        check(tokens, heads, hidden, plus=True, bound=bound)
+        check(tokens, hidden, inter, norm=True, silu_mul=True, bound=2 * bound)
+        check(tokens, inter, hidden, plus=True, bound=bound)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_all_numbers_of_e4m3(tokens: int) -> None:
+    """Each of them but NaN, both signs, subnormal ones too, comes out as it is."""
+    every = torch.arange(256, dtype=torch.uint8, device=CUDA).view(E4M3)
+    row = torch.where(every.float().isnan(), torch.zeros((), device=CUDA), every.float())
+    numbers = torch.diag(row).to(E4M3)
+    x = torch.ones(tokens, 256, dtype=BF16, device=CUDA)
+    out = ops.linear_fp8(x, ops.fp8_order(numbers), torch.ones(256, device=CUDA))
+    assert torch.equal(out, row.to(BF16).expand(tokens, -1))
+
+
+def test_rows_of_zeros_and_of_huge_numbers() -> None:
+    """Tokens of zeros, and of numbers whose scale would not be a normal number, give no NaN."""
+    numbers, scale, exact = weight(64, 256)
+    x = torch.zeros(64, 256, dtype=BF16, device=CUDA)
+    x[1] = 1e30
+    x[2] = 1e-30
+    x[3] = 1e-38
+    out = ops.linear_fp8(x, numbers, scale)
+    assert out[0].eq(0).all()
+    assert out[3:].isfinite().all()
+    assert out[4:].eq(0).all()
+    assert error(out[1:3] / x[1:3, :1], x[1:3].double() @ exact.t() / x[1:3, :1].double()) < ROUNDED
+
+
+@pytest.mark.parametrize("tokens", [5, 80])
+def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
+    x = randn(tokens, 1024, dtype=BF16)
+    weights = [weight(1024, 1024)[:2] for _ in range(8)]
+    norm = torch.ones(1024, dtype=BF16, device=CUDA)
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        for numbers, scale in weights:
+            y = ops.linear_fp8(y, numbers, scale, norm=norm, eps=1e-5)
+            y = ops.linear_fp8(y, numbers, scale, plus=y.clone())
+        return y
+
+    first = chain(x)
+    assert first.isfinite().all()
+    assert all(torch.equal(chain(x), first) for _ in range(10))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x)
+    for _ in range(10):
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_wrong_tensors_are_named() -> None:
+    x, (numbers, scale, _) = randn(2, 128, dtype=BF16), weight(16, 128)
+    with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
+        ops.linear_fp8(x.half(), numbers, scale)
+    with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator wants Float8_e4m3fn"):
+        ops.linear_fp8(x, numbers.to(BF16), scale)
+    with pytest.raises(ValueError, match="scale: rows of the weight is 15, weight has 16"):
+        ops.linear_fp8(x, numbers, scale[:15])
