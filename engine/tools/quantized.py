@@ -2,8 +2,8 @@
 
     python -m engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
 
-and any option of an engine.  MODEL needs a tokenizer.  --cpu-time: times are those of the process on its CPUs, which other
-programs on the machine change less; only with --threads 1 on a CPU.  Prints one line of JSON:
+and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which other programs
+on the machine change less; it means something with --threads 1 on a CPU only.  Prints one line of JSON:
 
     perplexity_plain, perplexity      of the first --text-tokens tokens of FILE, in windows of 512
     agreement                         share of these positions whose likeliest next token is the same

@@ -122,13 +122,10 @@ def load_model(
     quantising = Quantising(quantize, device)
     if random:
         module = random_model(directory, config, dtype, device)
-        quantising.swap(module)
-        quantising.settle(module, type(module))
+        quantising.quantise(module)
     else:
         module = read_weights(directory, config, dtype, part=config is not whole, quantising=quantising)
-    check_dtype(config.model_type, module.dtype)
-    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
-        raise UnsupportedModel(f"{config.model_type}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
+    check_computed_dtype(config.model_type, module.dtype, device)
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
@@ -150,6 +147,13 @@ def load_model(
         changes=changes | quantising.changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
         batch_dependence=dependence,
     )
+
+
+def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedModel for a type of numbers that no kernel of the device computes with."""
+    check_dtype(kind, dtype)
+    if device.type == "cuda" and dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:

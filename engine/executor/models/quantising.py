@@ -89,6 +89,11 @@ class Quantising:
 
         return type(model.__name__, (model,), {"__init__": init, "__module__": model.__module__})
 
+    def quantise(self, model: PreTrainedModel) -> None:
+        """Quantise a model that has its weights.  Raises UnsupportedModel as `settle` does."""
+        self.swap(model)
+        self.settle(model, type(model))
+
     def swap(self, model: PreTrainedModel) -> None:
         """Let the linear layers of `model` await their weights; those that have one are quantised.
 
