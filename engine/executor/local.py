@@ -98,7 +98,7 @@ class LocalExecutor:
             eos_ids=model.eos_ids,
             kv_bytes_per_token=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
-            beams=kind == "cpu",  # never run on a GPU
+            beams=True,
         )
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()

@@ -226,10 +226,20 @@ def linear(
     return out
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """A weight numbers * scale[:, None] on a Hopper GPU."""
+
+    numbers: torch.Tensor  # [out, in] float8_e4m3fn; in is a multiple of FP8_INNER, out of FP8_OUT
+    scale: torch.Tensor  # [out] float32
+
+
+FP8_INNER, FP8_OUT = 128, 16
+
+
 def linear_fp8(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
+    weight: Fp8,
     bias: torch.Tensor | None = None,
     *,
     norm: torch.Tensor | None = None,
@@ -238,27 +248,18 @@ def linear_fp8(
     plus: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`linear` on a Hopper GPU with a weight in 8 bits; x, bias, norm, plus and out are bfloat16.
+    """`linear` with a weight in 8 bits.  x, bias, norm, plus and out are bfloat16.
 
-    weight  [size, in] float8_e4m3fn, of `fp8_order`; in is a multiple of 128, size of 16
-    scale   [size] float32: weight = numbers * scale
-
-    Up to 16 tokens, or 32 where few rows of the weight belong to a multiprocessor, sums are of bfloat16 numbers.  With
-    more, x is rounded to e4m3, too, with a scale for each token.
+    Up to 16 tokens x keeps its bits.  With more it is rounded to e4m3, too, with a scale for each token.
     """
     assert plus is None or out is None
     if out is None:
-        size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+        size = len(weight.scale) // 2 if silu_mul else len(weight.scale)
         out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
-    torch.ops.quire.linear_fp8.default(x, weight, scale, bias, norm, eps, plus is not None, silu_mul, out)
+    torch.ops.quire.linear_fp8.default(
+        x, weight.numbers, weight.scale, bias, norm, eps, plus is not None, silu_mul, out
+    )
     return out
-
-
-def fp8_order(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers [size, in] in the order in which `linear_fp8` reads them; csrc/cuda/linear/linear.h has the reason."""
-    size, inner = numbers.shape
-    halves = numbers.view(torch.uint8).view(size, inner // 16, 2, 8)
-    return halves.transpose(2, 3).reshape(size, inner).view(numbers.dtype)
 
 
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.

@@ -2,8 +2,8 @@
 
     python -m engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
 
-and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which other programs
-on the machine change less; it means something with --threads 1 on a CPU only.  Prints one line of JSON:
+and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less
+with what else the machine does; for --threads 1 on a CPU.  Prints one line of JSON:
 
     perplexity_plain, perplexity      of the first --text-tokens tokens of FILE, in windows of 512
     agreement                         share of these positions whose likeliest next token is the same
@@ -120,14 +120,14 @@ def main(argv: list[str]) -> int:
         if config.quantize == "none":
             raise ConfigError("--quantize none: nothing to compare with the plain model")
         tokens = AutoTokenizer.from_pretrained(hf.find(config.model)).encode(own.text.read_text(encoding="utf-8"))
-        llms = []
-        for kind in ("none", config.quantize):
-            chosen = all_cores(msgspec.structs.replace(config, quantize=kind))
-            llms.append(LLM.over(chosen, local.load(chosen)))
+        plain, quantised = (
+            LLM.over(chosen, local.load(chosen))
+            for chosen in (all_cores(msgspec.structs.replace(config, quantize="none")), all_cores(config))
+        )
         clock = time.process_time if own.cpu_time else time.perf_counter
-        figures = compare(*llms, tokens[: own.text_tokens], own.rounds, clock)
-        for llm in llms:
-            llm.close()
+        figures = compare(plain, quantised, tokens[: own.text_tokens], own.rounds, clock)
+        plain.close()
+        quantised.close()
         print(msgspec.json.encode(figures).decode())
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)

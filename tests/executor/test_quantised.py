@@ -181,7 +181,7 @@ def served_weights(
 def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str) -> None:
     directory, exact = quantised(kind)
     for quantize in ("none", "int8"):
-        kept = served_weights(directory, quantize)  # type: ignore[arg-type]
+        kept = served_weights(directory, quantize)
         assert len(kept) == 14
         for name, weight in kept.items():
             assert weight.numbers.dtype == torch.int8
@@ -216,7 +216,7 @@ def test_one_float_weight_at_a_time(plain: Path, monkeypatch: pytest.MonkeyPatch
     def of(cls: type[Quantised], weight: torch.Tensor, dtype: torch.dtype) -> Quantised:
         held.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(weight))
-        return rounded(cls, weight, dtype)  # type: ignore[no-any-return]
+        return rounded(cls, weight, dtype)
 
     monkeypatch.setattr(Quantised, "of", classmethod(of))
     assert len(served_weights(plain, "int8")) == 14

@@ -20,12 +20,12 @@ LARGEST = 448.0  # of e4m3
 EXACT, ROUNDED = 2**-7, 0.036
 
 
-def weight(rows: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers as they are stored, a scale for each row, and the weight that they mean, in float64."""
+def weight(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
+    """A weight with a scale for each row, and what it means, in float64."""
     plain = torch.randn(rows, inner, device=CUDA) / math.sqrt(inner) * torch.rand(rows, 1, device=CUDA)
     scale = plain.abs().amax(1) / LARGEST
     numbers = (plain / scale[:, None]).to(E4M3)
-    return ops.fp8_order(numbers), scale, numbers.double() * scale.double()[:, None]
+    return ops.Fp8(numbers, scale), numbers.double() * scale.double()[:, None]
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
 ) -> None:
     rows = 2 * size if silu_mul else size
     wide_x, wide_out = randn(tokens, inner + 8, dtype=BF16), randn(tokens + 1, size + 16, dtype=BF16)
-    x, (numbers, scale, exact) = wide_x[:, :inner], weight(rows, inner)
+    x, (stored, exact) = wide_x[:, :inner], weight(rows, inner)
     biases = randn(rows, dtype=BF16) if bias else None
     norms = randn(inner, dtype=BF16) if norm else None
     before = wide_out.clone()
@@ -55,10 +55,10 @@ def check(
         y = torch.nn.functional.silu(gate) * up
     if plus:
         y = y + out.double()
-        ops.linear_fp8(x, numbers, scale, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, plus=out)
+        ops.linear_fp8(x, stored, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, plus=out)
     else:
         out.fill_(math.nan)
-        ops.linear_fp8(x, numbers, scale, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, out=out)
+        ops.linear_fp8(x, stored, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, out=out)
     assert error(out, y) < bound
     before[:tokens, 8 : 8 + size] = out
     assert torch.equal(wide_out, before), "written outside its rows"
@@ -69,12 +69,6 @@ def test_tokens(tokens: int) -> None:
     check(tokens, 512, 1024)
     check(tokens, 512, 1024, norm=True, silu_mul=True)
     check(tokens, 512, 1024, plus=True)
-
-
-@pytest.mark.parametrize("tokens", [17, 31, 32])
-def test_more_tokens_where_few_rows_are_a_tile(tokens: int) -> None:
-    check(tokens, 512, 4096, norm=True, plus=True)
-    check(tokens, 1152, 2048, bias=True, silu_mul=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -93,7 +87,7 @@ def test_inner_sizes(tokens: int, inner: int) -> None:
     check(tokens, inner, 512, plus=True)
 
 
-@pytest.mark.parametrize("tokens", [33, 100, 257, 2048])
+@pytest.mark.parametrize("tokens", [17, 33, 100, 257, 2048])
 def test_many_tokens(tokens: int) -> None:
     """Of two operands in 8 bits, also with one that is wider than a block of threads has registers for at once."""
     check(tokens, 4096, 6144, norm=True, bias=True, bound=ROUNDED)
@@ -119,34 +113,56 @@ def test_all_numbers_of_e4m3(tokens: int) -> None:
     row = torch.where(every.float().isnan(), torch.zeros((), device=CUDA), every.float())
     numbers = torch.diag(row).to(E4M3)
     x = torch.ones(tokens, 256, dtype=BF16, device=CUDA)
-    out = ops.linear_fp8(x, ops.fp8_order(numbers), torch.ones(256, device=CUDA))
+    out = ops.linear_fp8(x, ops.Fp8(numbers, torch.ones(256, device=CUDA)))
     assert torch.equal(out, row.to(BF16).expand(tokens, -1))
 
 
-def test_rows_of_zeros_and_of_huge_numbers() -> None:
-    """Tokens of zeros, and of numbers whose scale would not be a normal number, give no NaN."""
-    numbers, scale, exact = weight(64, 256)
-    x = torch.zeros(64, 256, dtype=BF16, device=CUDA)
-    x[1] = 1e30
-    x[2] = 1e-30
-    x[3] = 1e-38
-    out = ops.linear_fp8(x, numbers, scale)
+@pytest.mark.parametrize("tokens", [5, 64])
+def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
+    """Tokens of zeros, and of numbers whose scale would not be a normal number, give no NaN; others keep theirs."""
+    stored, exact = weight(64, 256)
+    x = torch.zeros(tokens, 256, dtype=BF16, device=CUDA)
+    x[1:4] = randn(3, 256, dtype=BF16) * torch.tensor([[1e30], [1e-30], [1e-38]], device=CUDA)
+    out = ops.linear_fp8(x, stored)
     assert out[0].eq(0).all()
-    assert out[3:].isfinite().all()
     assert out[4:].eq(0).all()
-    assert error(out[1:3] / x[1:3, :1], x[1:3].double() @ exact.t() / x[1:3, :1].double()) < ROUNDED
+    assert out[3].isfinite().all()
+    for row in (1, 2):
+        assert error(out[row], x[row].double() @ exact.t()) < (EXACT if tokens <= 16 else ROUNDED)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so(tokens: int, bad: float) -> None:
+    x, (stored, exact) = randn(tokens, 256, dtype=BF16), weight(64, 256)
+    x[1, 77] = bad
+    out = ops.linear_fp8(x, stored)
+    assert not out[1].isfinite().any()
+    assert error(out[2], x[2].double() @ exact.t()) < ROUNDED
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_token_with_one_large_number_keeps_the_small_ones(tokens: int) -> None:
+    """Down to 2^-28 of it, where numbers of fp16 would have underflowed without a scale."""
+    stored = ops.Fp8(torch.eye(128, device=CUDA).to(E4M3), torch.ones(128, device=CUDA))
+    x = torch.zeros(tokens, 128, dtype=BF16, device=CUDA)
+    x[:, :120] = (
+        (2.0 ** -torch.arange(120, device=CUDA).remainder(29)).to(BF16) * randn(tokens, 1, dtype=BF16) * 2.0**100
+    )
+    out = ops.linear_fp8(x, stored)
+    assert torch.equal(out, x)
 
 
 @pytest.mark.parametrize("tokens", [5, 80])
 def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
     x = randn(tokens, 1024, dtype=BF16)
-    weights = [weight(1024, 1024)[:2] for _ in range(8)]
+    weights = [weight(1024, 1024)[0] for _ in range(8)]
     norm = torch.ones(1024, dtype=BF16, device=CUDA)
 
     def chain(y: torch.Tensor) -> torch.Tensor:
-        for numbers, scale in weights:
-            y = ops.linear_fp8(y, numbers, scale, norm=norm, eps=1e-5)
-            y = ops.linear_fp8(y, numbers, scale, plus=y.clone())
+        for stored in weights:
+            y = ops.linear_fp8(y, stored, norm=norm, eps=1e-5)
+            y = ops.linear_fp8(y, stored, plus=y.clone())
         return y
 
     first = chain(x)
@@ -162,10 +178,10 @@ def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
 
 
 def test_wrong_tensors_are_named() -> None:
-    x, (numbers, scale, _) = randn(2, 128, dtype=BF16), weight(16, 128)
+    x, (stored, _) = randn(2, 128, dtype=BF16), weight(16, 128)
     with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
-        ops.linear_fp8(x.half(), numbers, scale)
+        ops.linear_fp8(x.half(), stored)
     with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator wants Float8_e4m3fn"):
-        ops.linear_fp8(x, numbers.to(BF16), scale)
-    with pytest.raises(ValueError, match="scale: rows of the weight is 15, weight has 16"):
-        ops.linear_fp8(x, numbers, scale[:15])
+        ops.linear_fp8(x, ops.Fp8(stored.numbers.to(BF16), stored.scale))
+    with pytest.raises(ValueError, match="scale: rows of the weight is 16, weight has 32"):
+        ops.linear_fp8(x, ops.Fp8(weight(32, 128)[0].numbers, stored.scale), out=randn(2, 32, dtype=BF16))

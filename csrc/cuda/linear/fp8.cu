@@ -6,13 +6,12 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/warp.cuh"
-#include "cuda/linear/linear.h"
 
 namespace quire::cuda {
 namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
-constexpr int kWidth = 16;  // numbers that a thread reads at once: stored_at orders so many
+constexpr int kWidth = 16;  // numbers that a thread reads at once
 constexpr float kLargest = 448;  // of e4m3
 constexpr float kLeast = 1e-30f;  // largest magnitude that a scale is made for: below, its inverse would overflow
 
@@ -27,7 +26,7 @@ __device__ float join_block(float x, float* of_warp, const Join& join) {
   return x;
 }
 
-/* x [tokens, size] bf16 · numbers [tokens, size] e4m3, ordered by stored_at · scale [tokens]
+/* x [tokens, size] bf16 · numbers [tokens, size] e4m3 · scale [tokens]
  * A row belongs to a block, which keeps it in registers: kPacks times kWidth numbers a thread.  Grid (tokens).
  * Moves 3 bytes a number. */
 template <int kPacks>
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
   for (int i = 0; i < kPacks; ++i) {
     if (number(i) >= a.size) continue;
     float y[kWidth];
-    for (int j = 0; j < kWidth; ++j) y[j] = x[i][stored_at(j)] * by;
+    for (int j = 0; j < kWidth; ++j) y[j] = x[i][j] * by;
     store_pack(static_cast<e4m3*>(a.numbers) + token * a.size + number(i), narrow<e4m3>(y));
   }
   if (threadIdx.x == 0) a.scale[token] = scale;

@@ -13,7 +13,7 @@ struct QuantiseArgs {
   int64_t x_stride;  // numbers between rows
   const void* norm;  // [size] bf16: each row becomes rms_norm(row, norm, eps) first; or null
   float eps;
-  void* numbers;     // [tokens, size] e4m3, out, ordered as a weight; x = numbers * scale
+  void* numbers;     // [tokens, size] e4m3, out; x = numbers * scale
   float* one;        // [1], out: 1
   float* scale;      // [tokens], out: a row's largest magnitude over the largest number of e4m3
   int64_t tokens;

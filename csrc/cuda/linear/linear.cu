@@ -60,6 +60,9 @@ template <class T, class W, int kEights>
 void run(const LinearArgs& a, cudaStream_t stream) {
   constexpr int kXSlabs = sizeof(T) / sizeof(W);
   Params p;
+  p.x = a.x;
+  p.x_stride = a.x_stride;
+  p.inner = a.inner;
   p.scale = a.scale;
   p.bias = a.bias;
   p.out = a.out;
@@ -85,8 +88,10 @@ void run(const LinearArgs& a, cudaStream_t stream) {
 template <class T, class W>
 void run(const LinearArgs& a, cudaStream_t stream) {
   if (a.tokens <= 8) return run<T, W, 1>(a, stream);
-  if (a.tokens <= 16) return run<T, W, 2>(a, stream);
-  run<T, W, 4>(a, stream);
+  if constexpr (sizeof(W) > 1) {
+    if (a.tokens > 16) return run<T, W, 4>(a, stream);
+  }
+  run<T, W, 2>(a, stream);
 }
 
 }  // namespace
@@ -100,7 +105,7 @@ bool fits_linear(const LinearArgs& a) {
          (a.dtype == Dtype::bf16 || (a.dtype == Dtype::fp16 && !eight_bits)) && a.features % 8 == 0 &&
          a.inner % (eight_bits ? kSlab<e4m3> : kSlab<bf16>) == 0 && copies(a.x, a.x_stride, 2) &&
          copies(a.weight, a.inner, eight_bits ? 1 : 2) && copies(a.out, a.out_stride, 2) &&
-         a.tokens <= (tile_rows(a) <= kManyTokensRows ? 32 : 16);
+         a.tokens <= (!eight_bits && tile_rows(a) <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {

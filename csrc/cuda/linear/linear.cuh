@@ -16,8 +16,9 @@
 // its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
 // mma.m16n8k16 and the tokens are the right one: 8 of them take as long as one.
 //
-// Numbers in e4m3 become bf16 in registers, exactly, right before they are multiplied.  A lane finds the four numbers of
-// its two registers in four neighbouring bytes, because the weight is stored in that order: linear.h, stored_at.
+// Numbers in e4m3 become fp16 in registers, by one instruction for two of them, right before they are multiplied.  So x
+// becomes fp16, too.  Of 16 numbers of inner a lane takes four neighbours for both operands; mma.m16n8k16 would have it take
+// two pairs, but their order does not change the sum.
 //
 // Copies of the weight start before the kernels in front have ended, because no kernel writes weights.  Two CTAs fit on a
 // multiprocessor.  So while one kernel ends, the next one's 100 KB are already copied or on their way.
@@ -30,6 +31,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/hopper.cuh"
@@ -51,6 +53,9 @@ constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more,
 constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
 
 struct Params {
+  const void* x;
+  int64_t x_stride;
+  int inner;
   const float* scale;  // of each row of an e4m3 weight
   const void* bias;
   void* out;
@@ -81,18 +86,53 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
-// Two registers of bf16, exactly, from four numbers of e4m3.  The even bytes become the first register, the odd ones the
-// second.  Shifted by 4, exponent and mantissa of e4m3 stand where bf16 has its own; the exponents' biases differ by 120.
-__device__ inline void widen_e4m3_to_bf16(uint32_t four, uint32_t& even, uint32_t& odd) {
-  constexpr uint32_t kSigns = 0x80008000, kRest = 0x07f007f0, kTwoTo120 = 0x7b807b80;
-  const auto widen = [](uint32_t upper) {  // of two e4m3 numbers in the upper bytes of two halves
-    const uint32_t shifted = (upper & kSigns) | (upper >> 4 & kRest);
-    uint32_t result;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(shifted), "r"(kTwoTo120));
-    return result;
-  };
-  even = widen(four << 8);
-  odd = widen(four);
+// Two registers of fp16, exactly, from four numbers of e4m3.
+__device__ inline void widen_four(uint32_t four, uint32_t& first, uint32_t& second) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
+}
+
+// bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
+// between 2^14 and 2^15.  Numbers 2^29 times as small still keep all of their bits, and only those 2^39 times as small
+// are lost.
+struct TokenScales {
+  uint32_t raise;  // two of bf16: what x is multiplied by
+  float lower;     // what the sums are multiplied by
+};
+
+__device__ inline TokenScales scales_of(uint32_t largest) {  // the magnitude of a bf16, in its bits
+  const int exponent = static_cast<int>(largest >> 7) - 127;
+  const int up = largest == 0 ? 0 : min(14 - exponent, 120);
+  return {static_cast<uint32_t>(up + 127) * 0x00800080u, exp2f(static_cast<float>(-up))};
+}
+
+__device__ inline uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two of bf16
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(raise));
+  return pack<fp16>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
+
+// The largest magnitude of each token of x, in largest[p.tokens], which held zeros.  All tokens at once: one after another,
+// each would take the time of a read from L2.
+template <int kTokens>
+__device__ void find_largest(const Params& p, uint32_t* largest) {
+  uint32_t most[kTokens] = {};
+#pragma unroll 2
+  for (int i = threadIdx.x; i < p.inner / 8; i += kMultipliers) {
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) {
+      if (token >= p.tokens) break;
+      const uint4 x = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.x) + token * p.x_stride)[i];
+      for (const uint32_t two : {x.x, x.y, x.z, x.w}) most[token] = __vmaxu2(most[token], two & 0x7fff7fff);
+    }
+  }
+#pragma unroll
+  for (int token = 0; token < kTokens; ++token) {
+    if (token >= p.tokens) break;
+    const uint32_t of_warp = __reduce_max_sync(~0u, max(most[token] & 0xffff, most[token] >> 16));
+    if (threadIdx.x % 32 == 0) atomicMax(&largest[token], of_warp);
+  }
 }
 
 // kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.
@@ -104,6 +144,8 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   constexpr int kXSlabs = sizeof(T) / sizeof(W);  // of x, for one of the weight
   extern __shared__ char shared[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  __shared__ uint32_t largest[kEights * 8];  // of a token
+  __shared__ float lower[kEights * 8];
   char* const stages = shared + (-shared_address(shared) & 1023);  // swizzled rows start at multiples of 1024
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int first_feature = blockIdx.x * p.tile_features;
@@ -121,6 +163,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     }
     hopper::fence_barrier_init();
   }
+  if (thread < kEights * 8) largest[thread] = 0;
   __syncthreads();
   let_next_kernel_start();
 
@@ -180,12 +223,24 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     w_at[b] += row * kSlabBytes;
   }
   // A quarter of the weight meets kXSlabs quarters of x.
-  constexpr int kXLoads = (kEights + 1) / 2;
-  const int x_row = lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0), x_quarter = quarter * kXSlabs;
-  const int x_at = weight_bytes + (x_quarter / 4 * kEights * 8 + x_row) * kSlabBytes +
-                   ((x_quarter % 4 * 2 + lane / 8 % 2) ^ x_row % 8) * 16;
+  const bool four = kXSlabs > 1;  // a lane reads four neighbours of its token; else two pairs, as ldmatrix gives them
+  const int x_row = four ? lane / 4 : lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0), x_quarter = quarter * kXSlabs;
+  const int x_chunk = x_quarter % 4 * 2 + (four ? lane % 4 / 2 : lane / 8 % 2);
+  const int x_at = weight_bytes + (x_quarter / 4 * kEights * 8 + x_row) * kSlabBytes + (x_chunk ^ x_row % 8) * 16 +
+                   (four ? lane % 2 * 8 : 0);
 
   wait_for_previous_kernels();
+  uint32_t raise[kEights];
+  if constexpr (kXSlabs > 1) {
+    find_largest<kEights * 8>(p, largest);
+    sync_multipliers();
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+      const TokenScales scales = scales_of(largest[e * 8 + lane / 4]);
+      raise[e] = scales.raise;
+      if (lane % 4 == 0) lower[e * 8 + lane / 4] = scales.lower;  // every warp writes the same
+    }
+  }
   Pack<T, 8> old = {};
   if (p.add && stores && first_token < p.tokens) old = load_pack<8>(out(first_token));
 
@@ -199,13 +254,26 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
         // Further quarters differ in bits that the swizzle only turns over.
-        uint32_t x[kXSlabs][kXLoads][kEights > 1 ? 4 : 2];
+        uint32_t x[kXSlabs][kEights][2];
 #pragma unroll
         for (int q = 0; q < kXSlabs; ++q) {
           const uint32_t further = (k * kXSlabs + q) * 32;
+          const uint32_t x_slab = at + x_at + d * kXSlabs * kEights * 8 * kSlabBytes;
+          if constexpr (kXSlabs > 1) {
 #pragma unroll
-          for (int e = 0; e < kXLoads; ++e) {
-            load_matrices(x[q][e], (at + x_at + (d * kXSlabs * kEights * 8 + e * 16) * kSlabBytes) ^ further);
+            for (int e = 0; e < kEights; ++e) {
+              load_eight_bytes(x[q][e], (x_slab + e * 8 * kSlabBytes) ^ further);
+              for (uint32_t& pair : x[q][e]) pair = to_fp16(pair, raise[e]);
+            }
+          } else if constexpr (kEights == 1) {
+            load_matrices(x[q][0], x_slab ^ further);
+          } else {
+#pragma unroll
+            for (int e = 0; e < kEights; e += 2) {
+              uint32_t two[4];
+              load_matrices(two, (x_slab + e * 8 * kSlabBytes) ^ further);
+              x[q][e][0] = two[0], x[q][e][1] = two[1], x[q][e + 1][0] = two[2], x[q][e + 1][1] = two[3];
+            }
           }
         }
 #pragma unroll
@@ -218,13 +286,13 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
             for (int r = 0; r < 4; ++r) w[0][r] = read[r];
           } else {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) widen_e4m3_to_bf16(read[r], w[r / 2][r % 2], w[r / 2][r % 2 + 2]);
+            for (int r = 0; r < 4; ++r) widen_four(read[r], w[r / 2][r % 2], w[r / 2][r % 2 + 2]);
           }
 #pragma unroll
           for (int q = 0; q < kXSlabs; ++q) {
 #pragma unroll
             for (int e = 0; e < kEights; ++e) {
-              mma16816<T>(sums[b][e], w[q], reinterpret_cast<const uint32_t(&)[2]>(x[q][e / 2][e % 2 * 2]));
+              mma16816<std::conditional_t<(kXSlabs > 1), fp16, T>>(sums[b][e], w[q], x[q][e]);
             }
           }
         }
@@ -257,6 +325,9 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
     }
     const int token = i % kEights * 8 + lane % 4 * 2;
+    if constexpr (kXSlabs > 1) {
+      s.x *= lower[token], s.y *= lower[token + 1], s.z *= lower[token], s.w *= lower[token + 1];
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = i / kEights * 16 + lane / 4 + 8 * r;
@@ -332,7 +403,9 @@ void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& 
   template void run<T, W, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t)
 QUIRE_RUN(bf16, bf16);
 QUIRE_RUN(fp16, fp16);
+#if QUIRE_LINEAR_EIGHTS <= 2
 QUIRE_RUN(bf16, e4m3);
+#endif
 #undef QUIRE_RUN
 #endif
 

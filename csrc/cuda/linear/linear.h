@@ -9,16 +9,12 @@
 
 namespace quire::cuda {
 
-// The order of every 16 numbers of a row of an e4m3 weight, and of x in e4m3: byte i is number stored_at(i).  The four
-// numbers that a lane multiplies at once are neighbours then (see widen_e4m3_to_bf16).
-constexpr int stored_at(int i) { return i % 2 * 8 + i / 2; }
-
 struct LinearArgs {
   Dtype dtype;         // of all numbers: bf16 or fp16
   const void* x;       // [tokens, inner]
   int64_t x_stride;    // numbers between rows
   const void* weight;  // [features, inner]; with silu_mul features gate rows, then as many up rows
-  const float* scale;  // [rows of the weight], then the weight is e4m3 in this order and all else is bf16; or null
+  const float* scale;  // [rows of the weight], then the weight is e4m3 and all else is bf16; or null
   const void* bias;    // [features, or 2 * features with silu_mul], or null
   void* out;           // [tokens, features]
   int64_t out_stride;

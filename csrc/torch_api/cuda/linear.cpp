@@ -58,7 +58,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
 }
 
 struct Quantised {
-  at::Tensor numbers;  // [tokens, inner] e4m3, ordered as a weight
+  at::Tensor numbers;  // [tokens, inner] e4m3
   at::Tensor one;      // [] f32: 1
   at::Tensor scale;    // [tokens] f32
 };

@@ -1,7 +1,7 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
     nn.Linear, Conv1D,  -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
-    QuantisedLinear
+    QuantisedLinear     -> Fp8Linear      on a GPU: the same for weights in 8 bits
     the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
     four families
 
@@ -168,8 +168,6 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     linears = Linears(ordered=ordered)
     if has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
-    if model.device.type != "cpu":
-        return
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():

@@ -108,9 +108,7 @@ def load_model(
     The kernels must be loaded.
     Raises UnsupportedModel or ModelLoadError, with one line for the operator.
     """
-    if deterministic and device.type == "cuda":
-        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    check_kind(quantize, device)
+    check_options(deterministic, quantize, device)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -147,6 +145,13 @@ def load_model(
         changes=changes | quantising.changes | ({"angles of a sequence of": max_model_len} if fixed else {}),
         batch_dependence=dependence,
     )
+
+
+def check_options(deterministic: bool, quantize: str, device: torch.device) -> None:
+    """Raise UnsupportedModel for options that the device cannot honour."""
+    if deterministic and device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    check_kind(quantize, device)
 
 
 def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -32,6 +32,21 @@ class PackedLinear(nn.Module):
         return ops.packed_linear(x, self.packed, self.bias)
 
 
+class Fp8Linear(nn.Module):
+    """nn.Linear over a weight in e4m3, on a GPU: [..., in] -> [..., out], bfloat16."""
+
+    def __init__(self, stored: ops.Fp8, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features = len(stored.scale)
+        self.bias = bias
+        self.stored = stored
+        self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ops.linear_fp8(x.reshape(-1, x.shape[-1]), self.stored, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
@@ -49,7 +64,7 @@ class Product(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | ops.Packed | Quantised,
+        weight: Tensor | ops.Packed | ops.Fp8,
         bias: Tensor | None,
         out_features: int,
         norm: RMSNorm | None,
@@ -61,15 +76,18 @@ class Product(nn.Module):
         self.norm = norm
         self.silu_mul = silu_mul
         self.packed = weight if isinstance(weight, ops.Packed) else None
-        self.quantised = weight if isinstance(weight, Quantised) else None
+        self.fp8 = weight if isinstance(weight, ops.Fp8) else None
         self.weight = weight if isinstance(weight, Tensor) else None
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
-        weight = self.weight if self.quantised is None else self.quantised.dequantised(x.dtype)
-        if weight is not None:
-            return ops.linear(x, weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
+        if self.weight is not None:
+            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
+        if self.fp8 is not None:
+            return ops.linear_fp8(
+                x, self.fp8, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out
+            )
         assert self.packed is not None
         if norm is not None:
             x = ops.rms_norm(x, norm, eps)
@@ -97,21 +115,27 @@ class Linears:
         weight, size = _joined(linears), sum(linear.out_features for linear in linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
-        return Product(self._pack(weight, float32_out) or weight, bias, size, norm, silu_mul)
+        packed = self._pack(weight, float32_out)
+        if packed is None:
+            assert isinstance(weight, Tensor)  # every quantised weight is packed
+            return Product(weight, bias, size, norm, silu_mul)
+        return Product(packed, bias, size, norm, silu_mul)
 
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
-    ) -> PackedLinear | None:
+    ) -> PackedLinear | Fp8Linear | None:
         """Return a layer of weight [out, in] without norm; None: nothing is faster than what the model has.
 
         dtype: what code that asks the layer for the dtype of its weight shall see."""
         packed = self._pack(weight, float32_out)
+        if isinstance(packed, ops.Fp8):
+            return Fp8Linear(packed, bias, dtype)
         return None if packed is None else PackedLinear(packed, bias, dtype)
 
-    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | None:
+    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | None:
         if isinstance(weight, Quantised):
-            on_cpu = weight.numbers.device.type == "cpu" and weight.numbers.dtype == torch.int8
-            return ops.pack_int8(weight.numbers, weight.scale) if on_cpu else None
+            pack = ops.pack_int8 if weight.numbers.dtype == torch.int8 else ops.Fp8
+            return pack(weight.numbers, weight.scale)
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
+from engine.executor.models.quantised import DTYPE, Kind, Quantised, QuantisedLinear
 
 log = logging.getLogger(__name__)
 
+FP8_CAPABILITY = (9, 0)  # of a GPU: Hopper
 # Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -31,8 +33,14 @@ def check_kind(kind: str, device: torch.device) -> None:
         raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
     if kind == "fp8" and device.type == "cpu":
         raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
-    if kind == "fp8":
-        raise UnsupportedModel("--quantize fp8: no product with fp8 weights is implemented for a GPU yet")
+    if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
+
+
+def _fits(linear: nn.Linear, kind: Kind) -> bool:
+    """Whether a product with a quantised weight takes a layer of this size."""
+    return kind != "fp8" or not (linear.in_features % ops.FP8_INNER or linear.out_features % ops.FP8_OUT)
 
 
 class Awaiting(nn.Module):
@@ -97,7 +105,8 @@ class Quantising:
     def swap(self, model: PreTrainedModel) -> None:
         """Let the linear layers of `model` await their weights; those that have one are quantised.
 
-        The head, embeddings, routers and whatever is no nn.Linear stay as they are."""
+        The head, embeddings, routers, whatever is no nn.Linear, and layers of sizes that no fp8 product takes, stay as
+        they are."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
@@ -107,13 +116,14 @@ class Quantising:
                 if full in self._stored:
                     self.kept.add(full)
                     setattr(parent, name, Awaiting(child, torch.int8, self._device, stored=True))
-                elif self.kind is not None:
+                elif self.kind is not None and _fits(child, self.kind):
                     setattr(parent, name, Awaiting(child, DTYPE[self.kind], self._device, stored=False))
 
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
         """Make the model, whose class is `own`, computable.  Its weights must be set.
 
-        Raises UnsupportedModel if --quantize found nothing to quantise."""
+        Raises UnsupportedModel if --quantize found nothing to quantise, and for fp8 of a model in another dtype than
+        bfloat16."""
         model.__class__ = own
         quantised, total = 0, sum(parameter.numel() for parameter in model.parameters())
         for path, parent in list(model.named_modules()):
@@ -124,7 +134,11 @@ class Quantising:
                     quantised += child.weight.numel()
                     weight = Quantised(child.weight.detach(), scale)
                     setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
+        if self.kind == "fp8" and model.dtype != torch.bfloat16:
+            reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+            raise UnsupportedModel(f"--quantize fp8: {reason}")
         if self.kind and not quantised:
-            raise UnsupportedModel(f"{model.config.model_type}: --quantize {self.kind}: it has no plain linear layers")
+            kind = model.config.model_type
+            raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
         if quantised:
             log.info("%.0f %% of the %.0f million weights have 8 bits", 100 * quantised / total, total / 1e6)
