@@ -23,6 +23,7 @@ from engine.executor.models.quantised import LARGEST, Quantised
 from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
 from engine.llm import LLM
+from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
 from tests.executor.driver import Driver, greedy, served
@@ -110,6 +111,21 @@ def test_routers_stay(tmp_path: Path) -> None:
     assert {name for name, yes in in_int8(model.module).items() if yes} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
+
+
+def test_weights_that_are_made_up(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As a spare rehearses: there is a config and no weight file."""
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
+    model = load_model(str(tmp_path), dtype="bfloat16", device=CPU, quantize="int8", random=True)
+    assert in_int8(model.module)["qkv_proj"]
+    assert model.changes == {"weights of linear layers": "int8"}
+
+
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    """Its tensors have other names in the files than in the model."""
+    directory = make_tiny(tmp_path / "mistral3", "mistral3", model_class=model_class("mistral3"))
+    model = load_model(str(directory), dtype="float32", device=CPU, quantize="int8").module
+    assert in_int8(model)["down_proj"]
 
 
 def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str], Path]) -> None:
