@@ -31,6 +31,7 @@ _.alarms  # engine/wire/messages.py: a field of EngineLoad
 )  # loadtest/capacity.py
 _.copy_gbps, _.sum_gbps, _.matmul_4096_tflops  # loadtest/kernels/timing.py
 _.between_steps_ms, _.between_steps  # engine/tools/gpu_idle.py
+_.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # engine/tools/fleet.py
 
 # Read by a library.
 _.content_type  # aiohttp
@@ -48,6 +49,7 @@ _.FRONT
 _.MOVES
 _.TAIL
 _.TAIL_BYTES
+_.PATIENCE_PERCENT, _.RECOMPUTE, _.PACE_TOKENS
 _.MEMORY_MS
 _.GATEWAY_MS
 _.OUTPUT_COST

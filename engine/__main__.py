@@ -30,9 +30,11 @@ from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
 from engine.metrics_page import Page
 from engine.pool_state import PoolObserver
+from engine.prefix_reports import HeldPrefixes
 from engine.recorder import Recorder
 from engine.request_log import RequestLog
 from engine.standby import low_priority, wait_for_turn, without_optional_packages
+from engine.turn_record import Observer
 from engine.watchdog import Watchdog
 from engine.wire.link import BusDown
 
@@ -108,6 +110,7 @@ class Server:
         self._bus = BusThread(config, self._telemetry)
         self._flight: Recorder | None = None
         self._requests: RequestLog | None = None
+        self._held_prefixes: list[Observer] = []  # one, or none where no prefixes are published
         self._page: Page | None = None
         self._executor: Executor
         self._engine: Engine
@@ -129,6 +132,10 @@ class Server:
         observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]
         self._engine = Engine(config, self._executor, self._bus, self._bus, observers=observers)
         self._engine.observers.append(PoolObserver(self._engine.core, self._bus.pool))
+        if config.prefix_locality and self._engine.core.pool.caching:
+            self._bus.publish_prefixes()
+            self._held_prefixes.append(HeldPrefixes(self._engine.core.pool, self._bus))
+            self._engine.observers += self._held_prefixes
         self._watch.lap("engine", self._executor.start_parts)
         if config.metrics_port:
             check = self._engine.checks.request_check
@@ -145,7 +152,8 @@ class Server:
         watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, self._hung)
         died = True  # unless run() returns
         try:
-            warm(engine, self._bus, self._telemetry, [self._flight] if self._flight else [])
+            flight = [self._flight] if self._flight else []
+            warm(engine, self._bus, self._telemetry, [*flight, *self._held_prefixes])
             self._watch.lap("hot prefixes")
             self._report_ready()
             if config.step_timeout_s:

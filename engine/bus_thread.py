@@ -25,10 +25,12 @@ from engine.core.limits import Outputs
 from engine.metrics import Telemetry
 from engine.orders import Order, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
 from engine.pool_state import PoolPublisher
+from engine.prefix_reports import PromptBacklog
 from engine.wire.engine_side import EngineSide
 from engine.wire.layout import STALE_MS
 from engine.wire.link import BusDown
 from engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
+from engine.wire.prefixes import PrefixReport
 from engine.wire.records import ExchangeReply
 
 log = logging.getLogger("quire.engine")
@@ -59,6 +61,9 @@ class BusThread:
         self._put = self._sent = 0  # tokens since start: each count is written by one of the two threads
         self._report: Report | None = None
         self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
+        self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None  # gained, lost; None: none are published
+        self._backlog = PromptBacklog()
+        self._retry_s: float | None = None  # until this engine should ask for what it has left to another one
         self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
         self._claims = 0
         self._stopping = False
@@ -133,6 +138,15 @@ class BusThread:
         self._hot = fingerprint, prefixes
         self._ring()
 
+    def publish_prefixes(self) -> None:
+        """From now on tell the other engines what put_prefixes() says."""
+        self._prefixes = deque()
+
+    def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
+        """See PrefixSink; they go with the next exchange."""
+        if self._prefixes is not None:
+            self._prefixes.append((gained, lost))
+
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the bus thread and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -171,7 +185,8 @@ class BusThread:
         writing = asyncio.create_task(self._write_hot(bus))  # alongside the exchanges, so that it never delays one
         try:
             while not (self._stopping and not self._outputs):
-                await self._wait(min(config.lease_ms, STALE_MS) / 3000)
+                usual = min(config.lease_ms, STALE_MS) / 3000
+                await self._wait(usual if self._retry_s is None else min(usual, self._retry_s))
                 if self._report is not None:
                     await self._exchange(bus, self._report)
                     if self._hot and writing.done():
@@ -223,8 +238,10 @@ class BusThread:
         load, room_tokens, room_requests = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group, load)) for gateway, group in deltas.items()]
         began = time.monotonic()
-        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests)
+        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, self._prefix_report(report))
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
+        self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
+        self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
         self.queued = bus.queue_share > 0
         self.pool.wanted = bus.watched
         self._telemetry.clock_skew_s = bus.clock.skew_s
@@ -243,8 +260,10 @@ class BusThread:
                 self._lost = {name: number for name, number in self._lost.items() if number > dropped}
                 outputs = without(outputs, self._lost)
             finished += outputs.finished
+            self._backlog.remove(outputs.finished)
             for gateway, group in outputs.deltas.items():
                 deltas.setdefault(gateway, []).extend(group)
+                self._backlog.remove(delta.id for delta in group)
         if turns > 1:
             deltas = {gateway: merged(group) for gateway, group in deltas.items()}
         return deltas, finished, count
@@ -261,6 +280,22 @@ class BusThread:
             return msgspec.structs.replace(load, yield_tokens=0), 0, 0
         return load, max(0, report.room_tokens - taken), max(0, report.room_requests - len(self._claimed))
 
+    def _prefix_report(self, report: Report) -> PrefixReport | None:
+        """Return what the prefix cache gained and lost since the last exchange; None if this engine publishes none."""
+        if self._prefixes is None:
+            return None
+        added: dict[bytes, None] = {}
+        removed: dict[bytes, None] = {}
+        while self._prefixes:
+            gained, lost = self._prefixes.popleft()
+            for some, into, out_of in ((lost, removed, added), (gained, added, removed)):
+                for digest in some:
+                    out_of.pop(digest, None)
+                    into[digest] = None
+        costs = report.costs
+        token_us, step_us = 1e6 * costs.token_s, 1e6 * costs.step_s
+        return PrefixReport(list(added), list(removed), token_us, step_us, self._backlog.tokens)
+
     def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
         """Queue the orders of a reply for the loop."""
         for request_id in reply.reassigned:  # before the claims: one of them may be the same request
@@ -275,7 +310,9 @@ class BusThread:
             so_far = reply.resumed.get(request.id, [])
             tokens = len(request.token_ids) + sum(len(logged.token_ids) for logged in so_far if logged.finish is None)
             self._claimed.append((self._claims, tokens))
+            self._backlog.add(request.id, max(0, tokens - reply.claim(request.id).held_tokens))
             known = [logged.token_ids if logged.finish is None else None for logged in so_far]
             self._orders.put(Resume(request, known) if known else request)
         for abort in reply.aborts:
             self._orders.put(abort)
+        self._backlog.remove(reply.reassigned)

@@ -160,6 +160,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefix_cache: Annotated[
         bool, Meta(description="Reuse the KV blocks of equal prefixes. Turn it off to measure without reuse.")
     ] = True
+    prefix_locality: Annotated[
+        bool,
+        Meta(
+            description="Prefer queued requests whose prefix this engine has cached, and leave others for a moment to "
+            "an engine that has less to do for them. It needs prefix_cache. Turn it off to claim the queue in its "
+            "order; then no other engine leaves this one anything either."
+        ),
+    ] = True
     warm_seconds: Annotated[
         float,
         Meta(

@@ -22,6 +22,7 @@ from engine.turn_record import Observer, TurnRecord
 from engine.wire.hot_prefix_store import MOST, bounded
 from engine.wire.link import BusDown
 from engine.wire.messages import FOREVER_MS, Abort, Delta, Generate, HotPrefix, Sampling
+from engine.wire.prefixes import prefix_digests
 from engine.wire.token_log import TOKEN_BYTES
 
 log = logging.getLogger("quire.warming")
@@ -106,7 +107,10 @@ def warm(
     for number, prefix in enumerate(prefixes):
         if (token_ids := fit(prefix, engine)) and not why:
             name, sampling = f"{AHEAD}{number}", Sampling(temperature=0.0, ignore_eos=True)
-            box.orders.append(Generate(name, "", token_ids, 1, sampling, FOREVER_MS, prefix.cache_salt))
+            digests = prefix_digests(token_ids, prefix.cache_salt)
+            box.orders.append(
+                Generate(name, "", token_ids, 1, sampling, FOREVER_MS, prefix.cache_salt, prefixes=digests)
+            )
             while box.orders or not core.idle:
                 if not why and (why := obstacle()):
                     box.orders.append(Abort(name))

@@ -31,7 +31,7 @@ from engine.core.scheduler import Scheduler
 from engine.executor.base import Executor, StepError
 from engine.grammar_gate import GrammarGate
 from engine.load_report import LoadReport
-from engine.orders import Inbox, Outbox, Report, Resume, apply_order, request_of
+from engine.orders import Inbox, Outbox, Report, Resume, StepCosts, apply_order, request_of
 from engine.turn_record import Observer, TurnRecord
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort
@@ -196,7 +196,8 @@ class Engine:
         record.load = self._load.describe(core, now, draining=record.draining, queued=self._inbox.queued)
         record.outputs = core.outputs()
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
-        report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped)
+        costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running))
+        report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped, costs)
         self._outbox.put(record.outputs, report)
         if self._behind_since and not core.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0

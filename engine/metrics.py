@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -86,6 +86,7 @@ class Telemetry(Collector):
         self.queue_share = 0.0
         self.idle_pool_s, self._exchanged = 0.0, time.monotonic()
         self.resumes = 0
+        self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # by Claim.reason
         self.clock_skew_s = 0.0  # set by the bus thread
         self._turned = time.monotonic()
         self._tables = TABLE + (VLLM_TABLE if vllm else ())
@@ -138,6 +139,11 @@ class Telemetry(Collector):
         self.exchange_s.add(seconds)
         self.resumes += resumed
         self.queue_share = queue_share
+
+    def claimed(self, reasons: Iterable[str]) -> None:
+        """Count claimed requests, on the bus thread.  `reasons`: see Claim.reason."""
+        for reason in reasons:
+            self.claims[reason] += 1
 
     @property
     def alive(self) -> bool:
@@ -296,6 +302,14 @@ TABLE: tuple[Row, ...] = (
     Row("quire_draining", "gauge", "1 while this engine takes no new requests, else 0.", lambda t: t.load.draining),
     Row("quire_requests_claimed", "counter", "Requests claimed from the shared queue.", lambda t: t.requests.accepted),
     Row("quire_resumes", "counter", "Claimed requests that an earlier engine had begun.", lambda t: t.resumes),
+    Row(
+        "quire_claims",
+        "counter",
+        "Requests claimed, by prefix: held: this engine had cached its beginning; waited: it had not, and the request "
+        "was passed over before; none: neither.",
+        lambda t: t.claims,
+        "prefix",
+    ),
     Row(
         "quire_sequences_ended",
         "counter",

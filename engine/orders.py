@@ -42,6 +42,13 @@ class Inbox(Protocol):
         """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
 
 
+class StepCosts(msgspec.Struct, frozen=True):
+    """How long steps take, as measured; 0: not known."""
+
+    token_s: float = 0.0  # seconds of a prompt token, on top of the step that computes it
+    step_s: float = 0.0  # seconds of a step without prompts, with the sequences that run now
+
+
 class Report(msgspec.Struct, frozen=True):
     """State of the engine after a turn."""
 
@@ -50,6 +57,7 @@ class Report(msgspec.Struct, frozen=True):
     room_requests: int
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
+    costs: StepCosts = StepCosts()
 
 
 class Outbox(Protocol):

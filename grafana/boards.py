@@ -228,6 +228,16 @@ engine = Board(
                 "cps",
             ),
             Panel(
+                "Requests claimed, by what the engine held of their prefix",
+                {
+                    "its beginning": rate("quire_claims_total", where='prefix="held"'),
+                    "nothing, after others had the chance": rate("quire_claims_total", where='prefix="waited"'),
+                    "nothing": rate("quire_claims_total", where='prefix="none"'),
+                },
+                "reqps",
+                text="Several engines share a queue by prefix (--prefix-locality). One engine alone only has the last.",
+            ),
+            Panel(
                 "Tokens computed by the prefix warm-up",
                 {"{{engine}}": "sum by (engine) (quire_warmed_tokens)"},
                 text="Computed before the engine was ready, of prefixes that were hot before its start. 0: no "

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from engine.wire.messages import PRIORITIES, Beams, Generate, Sampling
+from engine.wire.prefixes import prefix_digests
 from service import best_of
 from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from service.config import GatewayConfig
@@ -732,6 +733,7 @@ def generates(
             weight=weight,
             queued_ms=queued_ms,
             beams=valid.beams,
+            prefixes=prefix_digests(ids, valid.cache_salt) if valid.sampling.prompt_logprobs < 0 else b"",
         )
         for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
     ]

@@ -99,7 +99,7 @@ async def test_an_engine_that_failed_claims_nothing_more() -> None:
         queue_share, watched, clock = 0.0, False, RedisClock()
 
         async def exchange(self, batches: object, finished: list[str], load: EngineLoad, *room: int) -> ExchangeReply:
-            sent.append((finished, load.yield_tokens, room))
+            sent.append((finished, load.yield_tokens, room[:2]))
             return ExchangeReply([], [])
 
     report = Report(EngineLoad("e", "m", "f", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, yield_tokens=50), 100, 10, 0)

@@ -68,6 +68,8 @@ class BlockPool:
         self.block_size = block_size  # tokens
         self.caching = caching
         self.discarded: list[int] = []  # with note_discarded: blocks whose content became garbage, until taken
+        self.note_evicted = False  # set from outside by the one that takes `evicted`
+        self.evicted: list[bytes] = []  # with note_evicted: digests that find no block any more, until taken
         self._note_discarded = note_discarded
         self._refs = array("i", bytes(total * array("i").itemsize))
         self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
@@ -269,6 +271,8 @@ class BlockPool:
             del self._index[digest]
             self._digest[block] = None
             self._sealed[block] = 0
+            if self.note_evicted:
+                self.evicted.append(digest)
 
     def _discard(self, block: int) -> None:
         self._free.append(block)

@@ -22,7 +22,8 @@ from engine.wire.hot_prefix_store import HotPrefixStore
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.pool_state_store import PoolStateStore
-from engine.wire.records import ExchangeReply
+from engine.wire.prefixes import PrefixReport, PublishedPrefixes
+from engine.wire.records import Claim, ExchangeReply
 from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
 RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
@@ -55,6 +56,7 @@ class EngineSide:
         self._registered = False
         self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
         self._journal = token_log.Journal()
+        self._prefixes = PublishedPrefixes()
         self._routes: dict[str, list[str]] = {}  # id -> listeners, where they are not just the request's own gateway
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
@@ -89,6 +91,7 @@ class EngineSide:
         load: EngineLoad,
         room_tokens: int,
         room_requests: int,
+        prefixes: PrefixReport | None = None,
     ) -> ExchangeReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
@@ -99,6 +102,10 @@ class EngineSide:
         ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
         a batch.
 
+        With `prefixes` it publishes what its prefix cache holds, prefers requests that begin so, and leaves others for
+        a moment to an engine that has less to do for them.  None: it takes the queue as it stands, and no other engine
+        leaves it anything.
+
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
         `reassigned`).  It sends again what the remaining logs lack.
 
@@ -107,7 +114,9 @@ class EngineSide:
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
-        while (reply := await self._send(batches, finished, load, room_tokens, room_requests)) is None:
+        while (reply := await self._send(batches, finished, load, room_tokens, room_requests, prefixes)) is None:
+            prefixes = msgspec.structs.replace(prefixes, added=[], removed=[]) if prefixes is not None else None
+            self._prefixes.start_afresh()
             gone = set(await self._rejoin(load))
             reassigned += gone
             batches = [
@@ -119,12 +128,12 @@ class EngineSide:
             ]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
-        works, orders, queued, engines, _, watched = reply
+        works, orders, queued, engines, _, watched, retry_ms = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
         reset = RESET_ORDER in orders
-        received = ExchangeReply([], [], reassigned, reset_prefix_cache=reset)
-        for payload, listeners, outputs in works:
-            self._accept(received, payload, listeners.decode(), outputs)
+        received = ExchangeReply([], [], reassigned, retry_ms=retry_ms, reset_prefix_cache=reset)
+        for payload, listeners, outputs, held_tokens, passed_over in works:
+            self._accept(received, payload, listeners.decode(), outputs, Claim(held_tokens, bool(passed_over)))
         for order in orders:
             if order == RESET_ORDER:
                 continue
@@ -135,10 +144,15 @@ class EngineSide:
                 received.aborts.append(Abort(request_id, index=int(what or -1)))
         return received
 
-    def _accept(self, received: ExchangeReply, payload: bytes, listeners: str, outputs: list[Any]) -> None:
+    def _accept(
+        self, received: ExchangeReply, payload: bytes, listeners: str, outputs: list[Any], claim: Claim
+    ) -> None:
         """Enter a claimed request in the reply and in what this engine holds."""
         request = self._decode(payload)
         received.generates.append(request)
+        if claim != Claim():
+            received.claims[request.id] = claim
+        self._prefixes.claimed(request.prefixes)
         self._tenants[request.id] = request.tenant
         if listeners != request.gateway:
             self._route(request.id, listeners)
@@ -154,6 +168,7 @@ class EngineSide:
         load: EngineLoad,
         room_tokens: int,
         room_requests: int,
+        prefixes: PrefixReport | None,
     ) -> Any:
         """Run one exchange under a sequence number of its own; return Redis' reply, None if it was refused."""
         self._seq += 1
@@ -165,6 +180,8 @@ class EngineSide:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids) + searched
         logged = self._journal.due(batches)
         words = self._batch_words(batches, tail=not logged.whole)
+        publishing = self._prefixes.update(prefixes)
+        costs = prefixes or PrefixReport()
         sent = self.clock.ticks()
         try:
             reply = await self._link.run_script(
@@ -183,6 +200,10 @@ class EngineSide:
                 logged.tokens,
                 int(logged.whole),
                 repr(self._late_share),
+                *publishing,
+                repr(costs.token_us),
+                repr(costs.step_us),
+                costs.backlog,
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
                 *words,
@@ -193,6 +214,7 @@ class EngineSide:
         if reply is not None:
             tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
             self._journal.entered(logged, tail_bytes)
+            self._prefixes.sent()
             self.clock.sample(sent, reply[4])
         return reply
 

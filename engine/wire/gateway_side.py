@@ -142,7 +142,7 @@ class GatewaySide:
         first = requests[0]
         words: list[bytes | str | int] = []
         for request in requests:
-            words += (request.id, self._encode(request), len(request.token_ids), request.n)
+            words += (request.id, self._encode(request), len(request.token_ids), request.n, request.prefixes)
         try:
             outcome, ahead, room_tokens, state, duplicate = await self._link.run_script(
                 SUBMIT,

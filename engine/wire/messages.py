@@ -93,6 +93,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     tracestate: str = ""  # what other systems have put beside `traceparent`
     # Beam search: the n best answers, each sent whole, in one delta.  None: answers are sampled.
     beams: Beams | None = None
+    prefixes: bytes = b""  # digests of the prompt's prefixes (engine/wire/prefixes.py); empty: none is looked for
 
     @property
     def width(self) -> int:

@@ -140,6 +140,20 @@ class Quarantined(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of the verdict
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """Why an engine got a request."""
+
+    held_tokens: int = 0  # of the prompt, which its prefix cache should find
+    passed_over: bool = (
+        False  # an engine with room has taken another request first, or has left this one to another engine
+    )
+
+    @property
+    def reason(self) -> Literal["held", "waited", "none"]:
+        """What the metrics count: its prefix is held here; nothing is held, and it was passed over; or neither."""
+        return "held" if self.held_tokens else "waited" if self.passed_over else "none"
+
+
 class ExchangeReply(msgspec.Struct, frozen=True):
     """What an engine receives in one exchange."""
 
@@ -151,4 +165,11 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
+    claims: dict[str, Claim] = {}  # of those `generates` about which there is something to say, by id: see claim()
+    # Milliseconds after which the engine should ask again, because it has left a request to another one; 0: none.
+    retry_ms: int = 0
     reset_prefix_cache: bool = False  # no request accepted from now on may find a block that is cached already
+
+    def claim(self, request_id: str) -> Claim:
+        """Return why this engine got a request."""
+        return self.claims.get(request_id, Claim())

@@ -16,7 +16,7 @@ from engine.wire import layout
 
 FILES = resources.files("engine.wire") / "redis"
 # Each uses only those before it.
-SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "quotas", "responses")
+SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "locality", "quotas", "responses")
 
 
 def constants() -> dict[str, int]:

@@ -44,6 +44,9 @@ MAY_STAY_ZERO = {
     ("Duration of the prefix warm-up", "{{engine}}"),
     ("Preemptions and what they cost", "of them, to the host's memory"),
     ("KV blocks to the host's memory and back", "{{direction}}"),
+    # One engine alone claims the queue in its order.
+    ("Requests claimed, by what the engine held of their prefix", "its beginning"),
+    ("Requests claimed, by what the engine held of their prefix", "nothing, after others had the chance"),
     # Without admission control (the load of this test) no forecast decides, and the pool has no room left.
     ("Outputs no longer than predicted", "{{quantile}}"),
     ("Paused sequences", "{{engine}}"),

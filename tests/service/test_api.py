@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.messages import Sampling, TokenLogprob
+from engine.wire.prefixes import prefix_digests
 from service import api, generation_config
 from service import fields as body_fields
 from service.api import EngineLimits, Refusal, ValidRequest
@@ -477,6 +478,17 @@ def test_chat_may_use_the_rest_of_the_context_or_of_the_pool() -> None:
     assert api.fit(chat(), [[1] * 10], LIMITS) == [70]
     assert api.fit(chat(), [[1] * 10], msgspec.structs.replace(LIMITS, total_blocks=50)) == [90]
     assert api.fit(completion(), [[1], [2]], LIMITS) == [16, 16]
+
+
+def test_every_order_carries_the_digests_of_its_prompts_prefixes() -> None:
+    """Salted by tenant; none where prompt logprobs switch prefix reuse off."""
+    prompts = [[1] * 130, [2] * 63]
+    salted = msgspec.structs.replace(completion(prompt=["a", "b"]), cache_salt="tenant")
+    orders = api.generates(salted, "r", "g", prompts, [5, 5], 1)
+    assert [order.prefixes for order in orders] == [prefix_digests(prompts[0], "tenant"), b""]
+    assert len(orders[0].prefixes) == 16
+    scored = msgspec.structs.replace(salted, sampling=msgspec.structs.replace(salted.sampling, prompt_logprobs=0))
+    assert [order.prefixes for order in api.generates(scored, "r", "g", prompts, [5, 5], 1)] == [b"", b""]
 
 
 def test_every_order_has_its_seed_settled() -> None:

@@ -7,7 +7,9 @@ max_line_length = 120
 local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
-  "QUARANTINED_MS", "QUOTA_MS", "RESPONSE_BYTES",
+  "QUARANTINED_MS", "QUOTA_MS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT", "WINDOW",
+  "PATIENCE_PERCENT", "RECOMPUTE",
+  "PACE_TOKENS", "RESPONSE_BYTES",
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
@@ -19,6 +21,8 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
+  "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window",
+  "next_place", "patience_end", "left_until", "choose", "add_prefixes", "note_claim", "note_passed", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "forget_response", "keep_response",
 }

@@ -2,16 +2,22 @@
 -- `finished`: ids.  `produced`: {tenant = output tokens}.  `pieces`: id, continuation, output position, tokens, ... of
 -- what goes into the logs; `tokens`: all of those, 4 bytes each.  `empties_tail`: '1' if the pieces leave nothing of
 -- the tail.  `late_share`: least share of the claimed prompt tokens that the late lane gets.
+-- `publishes`: '1' if the engine publishes which prefixes it holds, 'afresh' if `added` are all of them, else ''.
+-- `added`, `removed`: digests.  `token_us`: of a prompt token, 0 if not known.  `step_us`: of a step without prompts.
+-- `backlog`: prompt tokens that it has still to compute.
 -- Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
 -- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
---   {{payload, listeners, {{tokens, Finish} of each continuation}} for each claimed request},
---   orders, requests waiting, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks
+--   {{payload, listeners, {{tokens, Finish} of each continuation}, prompt tokens held, 1 if it was passed over before}
+--     for each claimed request},
+--   orders, requests waiting, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks,
+--   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, finished, produced, pieces = unpack(ARGV, 7, 11)
-local tokens, empties_tail, late_share, extras = unpack(ARGV, 12, 15)
-local EXTRAS, BATCHES = 16, 16 + 3 * extras  -- where they begin in ARGV
+local tokens, empties_tail, late_share, publishes, added, removed = unpack(ARGV, 12, 17)
+local token_us, step_us, backlog, extras = unpack(ARGV, 18, 21)
+local EXTRAS, BATCHES = 22, 22 + 3 * extras  -- where they begin in ARGV
 local state, tail = P .. 'engine:' .. engine, P .. 'tail:' .. engine
 room_tokens, room_requests, late_share = tonumber(room_tokens), tonumber(room_requests), tonumber(late_share)
 
@@ -89,14 +95,26 @@ local function makes_room(size)  -- whether this is the one engine that claims n
   return true
 end
 
-local claimed = {}  -- ids
+local function publish_prefixes()
+  local key = P .. 'prefixes:' .. engine
+  if publishes ~= '1' then call('DEL', key) end
+  each_part('SREM', key, removed)
+  each_part('SADD', key, added)
+end
 
-local function claim(id, size)  -- returns whether there was room for its `size` prompt tokens
+local claimed = {}  -- {id, prompt tokens held, 1 if it was passed over before} each
+
+local function claim(id, size, request)  -- returns whether there was room for its `size` prompt tokens
   if size > room_tokens then return false end
   room_tokens = room_tokens - size
+  if publishes ~= '' then
+    local prefixes = request and request.prefixes or call('HGET', P .. 'prefixes', id) or ''
+    add_prefixes(engine, prefixes, request and request.held or 0)
+  end
   count_share(late_share, dequeue(id), size)
   hold(engine, id)
-  claimed[#claimed + 1] = id
+  local held = request and request.held > 0 and prefix_tokens(request.held) or 0
+  claimed[#claimed + 1] = {id, held, request and request.passed and 1 or 0}
   return true
 end
 
@@ -112,11 +130,46 @@ end
 
 -- All engines share a burst, whichever asks first: each exchange takes a fair part of what waits, and the next exchange
 -- follows with the next step.  A request that does not fit ends the claim: smaller ones would keep it waiting.
+--
+-- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
+-- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share()
-  local share = math.ceil(call('HLEN', P .. 'waiting') / math.max(1, call('SCARD', P .. 'engines')))
-  while #claimed < math.min(room_requests, share) do
-    local id, size = next_request(late_share)
-    if not id or not claim(id, size) then break end
+  local waiting, engines, now = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms()
+  local share, left, me = math.ceil(waiting / math.max(1, engines)), {}, nil
+  local most = math.min(room_requests, share)
+  if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
+    me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog),
+          windows = {}, passed = {on_time = {}, late = {}}}
+  end
+  while #claimed < most do
+    local lane, id, size, tenant = next_request(late_share, left)
+    if not id or size > room_tokens then break end
+    if not me then
+      claim(id, size)
+    else
+      local request = choose(me, lane, tenant, {id = id, size = size}, room_tokens, now)
+      if not request then
+        left[lane] = left[lane] or {}
+        left[lane][tenant] = true
+      else
+        if not claim(request.id, request.size, request) then break end
+        note_claim(me, lane, request)
+      end
+    end
+  end
+  if not me then return 0 end
+  backlog = me.backlog
+  note_passed(me, now)
+  return me.retry and math.max(1, math.ceil(me.retry - now)) or 0
+end
+
+local function report_room(left)  -- how many prompt tokens the engine would still claim, for submits and other engines
+  local now = now_ms()
+  call('HSET', state, 'room', left, 'heard', now)
+  if publishes ~= '' and left > 0 then
+    call('HSET', P .. 'spare', engine, struct.pack('<ddddd', left, now, token_us, step_us, backlog))
+  else
+    call('HDEL', P .. 'spare', engine)
   end
 end
 
@@ -144,23 +197,23 @@ local function take_orders()
   return orders
 end
 
-local function describe(id)  -- what the engine gets of a claimed request; nil for one withdrawn since
+local function describe(id, held, left)  -- what the engine gets of a claimed request; nil for one withdrawn since
   local payload, names = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'listeners'))
   if not payload then return nil end  -- its reply was lost, and an abort follows
   local outputs, log = {}, P .. 'log:' .. id
   for i = 0, continuations(id) - 1 do
     outputs[#outputs + 1] = {call('GET', log .. ':' .. i), call('HGET', log, 'finish:' .. i)}
   end
-  return {payload, names, outputs}
+  return {payload, names, outputs, held, left}
 end
 
 local known_session, known_seq, known_reply, known_epoch, trial = unpack(
   call('HMGET', state, 'session', 'seq', 'reply', 'epoch', 'trial'))
 if known_session and known_session ~= session then return redis.error_reply('SUPERSEDED') end
 
-local orders
+local orders, retry
 if known_seq == seq then  -- a retry: everything is done, only the reply did not arrive
-  claimed, orders = unpack(cmsgpack.unpack(known_reply))
+  claimed, orders, retry = unpack(cmsgpack.unpack(known_reply))
 else
   if (known_epoch or '0') ~= epoch or (known_seq or -1) + 1 ~= seq + 0 then return false end
   pieces = cmsgpack.unpack(pieces)
@@ -172,19 +225,22 @@ else
   enter_extras()
   send_batches()
   bury_finished()
+  publish_prefixes()
   -- No request joins a suspect, or takes the room that it needs.
   local closed = trial and still_on_trial(trial) or claim_suspect()
-  if closed then room_tokens = 0 else claim_share() end
+  retry = 0
+  if closed then room_tokens = 0 else retry = claim_share() end
   local left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
   if not closed and call('EXISTS', P .. 'waiting') == 1 then claim_from_crowd() end
   orders = take_orders()
-  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders}),
-       'room', left, 'heard', now_ms())
+  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry}))
+  report_room(left)
 end
 call('SADD', P .. 'engines', engine)
 call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
+call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms)
 call('PEXPIRE', state, MEMORY_MS)
 local works = {}
-for _, id in ipairs(claimed) do works[#works + 1] = describe(id) end
+for _, one in ipairs(claimed) do works[#works + 1] = describe(unpack(one)) end
 local watched = call('EXISTS', P .. 'watch')
-return {works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms(), watched}
+return {works, orders, call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines'), now_ms(), watched, retry}

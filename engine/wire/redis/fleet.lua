@@ -53,6 +53,7 @@ remove_dead_gateways()
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
 remove_dead_engines(lapses_count())
 move_overdue()
+sweep_prefixes()
 for _, lane in ipairs(LANES) do head(lane) end  -- ends requests past their deadline
 first_suspect()
 local loads, heard = {}, {}

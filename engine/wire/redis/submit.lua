@@ -1,5 +1,5 @@
 -- Queue the prompts of one client's request in one lane: all of them or none.
--- Then for each prompt: id, payload, prompt tokens, continuations.
+-- Then for each prompt: id, payload, prompt tokens, continuations, digests of its prefixes.
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
 -- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
 -- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
@@ -12,13 +12,13 @@ local on_time_excess, late_excess, target, most_requests, most_bytes, size_class
 local FIRST = 18  -- of the prompts, in ARGV
 
 local free, duplicate, prompt_tokens, bytes = room(), {}, 0, 0
-for i = FIRST, #ARGV, 4 do
+for i = FIRST, #ARGV, 5 do
   prompt_tokens, bytes = prompt_tokens + ARGV[i + 2], bytes + #ARGV[i + 1]
 end
-local asked = prompt_tokens + extra * (#ARGV - FIRST + 1) / 4
+local asked = prompt_tokens + extra * (#ARGV - FIRST + 1) / 5
 
 local function is_full()
-  local requests = call('HLEN', P .. 'waiting') + (#ARGV - FIRST + 1) / 4
+  local requests = call('HLEN', P .. 'waiting') + (#ARGV - FIRST + 1) / 5
   return requests > tonumber(most_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(most_bytes)
 end
 
@@ -30,16 +30,17 @@ end
 
 local function count_usage()  -- once for all prompts: a request may have a thousand
   call('HSET', P .. 'weights', tenant, weight)
-  call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 4)
+  call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 5)
   call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', prompt_tokens)
 end
 
 local function store(i, lane, now)  -- the request and the log of the prompt at ARGV[i]
-  local id, payload, size, n = unpack(ARGV, i, i + 3)
+  local id, payload, size, n, prefixes = unpack(ARGV, i, i + 4)
   local key, log = P .. 'req:' .. id, P .. 'log:' .. id
   call('HSET', key, 'payload', payload, 'tokens', size + extra, 'tenant', tenant, 'deadline', deadline,
        'place', priority * PLACES + call('INCR', P .. 'arrivals'), 'listeners', gateway,
        'since', now, 'lane', lane, 'due', now + target, 'size_class', size_class)
+  if prefixes ~= '' then call('HSET', key, 'prefixes', prefixes) end
   call('PEXPIREAT', key, deadline + EXPIRY_MS)
   call('HSET', log, 'n', n, 'retain', retain)
   if i == FIRST then
@@ -62,7 +63,7 @@ if not outcome then
     if lane == 'on_time' then ahead = call('ZCARD', P .. 'ages:on_time') end
     count_usage()
     local now = now_ms()
-    for i = FIRST, #ARGV, 4 do store(i, lane, now) end
+    for i = FIRST, #ARGV, 5 do store(i, lane, now) end
     if once ~= '' then
       call('HSET', P .. 'once:' .. once, 'id', first_id, 'body', body)
       call('PEXPIREAT', P .. 'once:' .. once, deadline + EXPIRY_MS)

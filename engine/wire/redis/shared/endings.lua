@@ -43,8 +43,8 @@ local function claimable(id, now)
   if tokens then end_with(id, {'deadline'}) end
 end
 
--- The next request of the lane, of tenants not in `crowd`: its id and prompt tokens.  On-time requests past their due
--- time move to the late lane on the way, MOVES of them at most.
+-- The next request of the lane, of tenants not in `crowd`: its id, prompt tokens and tenant.  On-time requests past
+-- their due time move to the late lane on the way, MOVES of them at most.
 local function head(lane, crowd)
   local now, moved = now_ms(), 0
   while true do
@@ -56,7 +56,7 @@ local function head(lane, crowd)
     local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, 0, 0)[1]
     local tokens, due = claimable(id, now)
     if tokens then
-      if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens end
+      if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens, tenant end
       move_to_late(id)
       moved = moved + 1
     end

@@ -69,7 +69,8 @@ end
 local function give_back(engine, died)
   fold(engine)
   local ids, held = {}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
-  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine)
+  call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine, P .. 'prefixes:' .. engine)
+  call('HDEL', P .. 'spare', engine)
   call('SREM', P .. 'engines', engine)
   for _, id in ipairs(held) do
     if let_go(engine, id) then ids[#ids + 1] = id end

@@ -6,15 +6,16 @@
 -- is empty is not held against it.  It grows no further than the first late request needs, because nothing else is
 -- claimed from then on.  It ends with the late lane.
 
-local function next_request(share)  -- id and prompt tokens of the request to claim next; nil: none waits
-  local id, tokens = head('on_time')
-  if not id then return head('late') end
-  local credit = share > 0 and tonumber(call('GET', P .. 'late_credit') or 0) or 0
-  if credit > 0 then
-    local late, size = head('late')
-    if late and credit >= (1 - share) * size then return late, size end
+-- The request to claim next: lane, id, prompt tokens and tenant; nil: none waits.  `left`: of each lane, the tenants
+-- that are left out; nil: none.
+local function next_request(share, left)
+  local id, tokens, tenant = head('on_time', left.on_time)
+  local credit = id and share > 0 and tonumber(call('GET', P .. 'late_credit') or 0) or 0
+  if not id or credit > 0 then
+    local late, size, other = head('late', left.late)
+    if late and (not id or credit >= (1 - share) * size) then return 'late', late, size, other end
   end
-  return id, tokens
+  if id then return 'on_time', id, tokens, tenant end
 end
 
 local function count_share(share, lane, tokens)  -- prompt tokens were claimed from this lane

@@ -63,8 +63,8 @@ end
 -- lane, because its client is reading.
 local function enqueue(id)
   local key = P .. 'req:' .. id
-  local tokens, place, tenant, since, lane, due, size_class = unpack(
-    call('HMGET', key, 'tokens', 'place', 'tenant', 'since', 'lane', 'due', 'size_class'))
+  local tokens, place, tenant, since, lane, due, size_class, prefixes = unpack(
+    call('HMGET', key, 'tokens', 'place', 'tenant', 'since', 'lane', 'due', 'size_class', 'prefixes'))
   local bytes = call('HSTRLEN', key, 'payload')
   if logged_tokens(id) > 0 then
     lane, place, due = 'on_time', place - FRONT, nil
@@ -77,6 +77,7 @@ local function enqueue(id)
   if lane == 'on_time' and due then call('ZADD', P .. 'due', due, id) end
   call('HSET', P .. 'waiting', id, tokens .. ' ' .. bytes .. ' ' .. lane .. ' ' .. tenant)
   call('INCRBY', P .. 'queued_bytes', bytes)
+  if prefixes then call('HSET', P .. 'prefixes', id, prefixes) end
 end
 
 local function dequeue(id)  -- remove the request from the queue or the suspects; returns the lane, 'suspects' or nil
@@ -84,6 +85,8 @@ local function dequeue(id)  -- remove the request from the queue or the suspects
   if not tokens then return call('ZREM', P .. 'suspects', id) == 1 and 'suspects' or nil end
   leave_lane(lane, tenant, id, tokens)
   call('HDEL', P .. 'waiting', id)
+  call('HDEL', P .. 'prefixes', id)
+  call('HDEL', P .. 'passed', id)
   if call('DECRBY', P .. 'queued_bytes', bytes) == 0 then call('DEL', P .. 'queued_bytes') end
   if not in_queue(tenant) then call('SET', P .. 'left', tenant) end
   return lane

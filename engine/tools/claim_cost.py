@@ -1,0 +1,115 @@
+"""`python -m engine.tools claim-cost`: how long Redis takes for an exchange that claims one request of a long queue.
+
+1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
+prefix.  The time is Redis' own (INFO commandstats), so it leaves out the network and this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+import redis
+
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.tools.fleet import prefixes, unique
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import EngineLoad, Generate, Sampling
+from engine.wire.prefixes import PrefixReport, prefix_digests, split
+
+COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
+ENGINES = 4
+
+
+class _Queue:
+    """A queue that stays as long as it is, and the engines that claim from it."""
+
+    def __init__(self, url: str, namespace: str, workload: str, *, locality: bool) -> None:
+        self._report = COSTS if locality else None
+        self._client = redis.Redis.from_url(url)
+        self._gateway = GatewaySide(url, "g", namespace=namespace)
+        self._engines = [EngineSide(url, f"e{at}", namespace=namespace) for at in range(ENGINES)]
+        self._turns = (prefixes if workload == "prefixes" else unique)(random.Random(0))
+        self._number = 0
+        self._done: list[str] = []
+
+    async def open(self, queued: int) -> None:
+        """Fill the queue; the engines hold what they would after a while: each a part of all prefixes."""
+        await self._gateway.open()
+        for _ in range(queued):
+            await self._submit()
+        for at, engine in enumerate(self._engines):
+            await engine.open()
+            held = [next(self._turns).tokens[:1000] for _ in range(150)]
+            added = [digest for tokens in held for digest in split(prefix_digests(tokens, ""))]
+            report = PrefixReport(added, [], COSTS.token_us, COSTS.step_us, COSTS.backlog) if self._report else None
+            await engine.exchange([], [], _load(f"e{at}"), 0, 0, report)
+
+    async def _submit(self) -> None:
+        tokens, self._number = next(self._turns).tokens, self._number + 1
+        deadline_ms = int(1000 * time.time()) + 3_600_000
+        request = Generate(
+            f"r{self._number}", "g", tokens, 64, Sampling(), deadline_ms, prefixes=prefix_digests(tokens, "")
+        )
+        await self._gateway.submit(request)
+
+    def _redis_us(self) -> int:
+        stats: Any = self._client.info("commandstats")
+        return int(stats["cmdstat_evalsha"]["usec"])
+
+    async def claim(self) -> int:
+        """End a request and claim one; return Redis' microseconds."""
+        before = self._redis_us()
+        reply = await self._engines[0].exchange([], self._done, _load("e0"), 2000, 1, self._report)
+        took = self._redis_us() - before
+        self._done = [request.id for request in reply.generates]
+        for _ in self._done:
+            await self._submit()
+        return took
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+        await self._gateway.close()
+
+
+def _load(name: str) -> EngineLoad:
+    return EngineLoad(name, "m", "f", 4096, 32000, 16, 100, 100, 0, 0, 0, 0, 0)
+
+
+async def measure(url: str, workload: str, queued: int, claims: int) -> dict[str, Any]:
+    """Return the median microseconds of an exchange in both modes, and the median of what one pair differs by."""
+    queues = [_Queue(url, f"{workload}-{locality}", workload, locality=locality) for locality in (False, True)]
+    for queue in queues:
+        await queue.open(queued)
+    pairs = [[await queue.claim() for queue in queues] for _ in range(claims)]
+    for queue in queues:
+        await queue.close()
+    order, locality = ([pair[at] for pair in pairs] for at in (0, 1))
+    return {
+        "workload": workload,
+        "queued": queued,
+        "order_us": statistics.median(order),
+        "locality_us": statistics.median(locality),
+        "least_order_us": min(order),
+        "least_locality_us": min(locality),
+        "difference_us": statistics.median(b - a for a, b in pairs),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Print a JSON object for each workload."""
+    parser = argparse.ArgumentParser(prog="python -m engine.tools claim-cost", description=__doc__)
+    parser.add_argument("--queued", type=int, default=1000, help="requests that wait (default: 1000)")
+    parser.add_argument("--claims", type=int, default=300, help="claims in each mode (default: 300)")
+    args = parser.parse_args(argv)
+    for workload in ("prefixes", "unique"):
+        with EmbeddedRedis() as server:
+            print(json.dumps(asyncio.run(measure(server.url, workload, args.queued, args.claims))))
+    return 0

@@ -1,0 +1,379 @@
+"""`python -m engine.tools fleet WORKLOAD`: several engines on one queue, on a virtual clock.
+
+It shows what prefix locality does to hit rate, requests per second and waiting.
+
+    sessions --> GatewaySide --> Redis, the real scripts --> EngineSide --> the real scheduler and prefix cache
+                                      ^ virtual time                          steps take what StepTime says
+
+Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the model, the time that steps take,
+and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  Every arrival rings every engine.
+
+Workloads, each after a warm-up that is not counted:
+  prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request
+  chats      conversations of 6 turns: a system prompt of 256 tokens, then 200 tokens and an answer of 64 a turn
+  unique     prompts of 1,000 tokens that share nothing
+  mix        half prefixes, half unique
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import heapq
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import redis
+
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.core.blocks import BlockPool, HostPool
+from engine.core.limits import Outputs
+from engine.core.scheduler import Scheduler
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.orders import merged
+from engine.prefix_reports import HeldPrefixes, PromptBacklog
+from engine.tools.simulate import FAR, StepTime, engine_limits, percentiles
+from engine.tools.trace import EOS, VOCAB
+from engine.wire import scripts
+from engine.wire.engine_side import EngineSide
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from engine.wire.prefixes import PrefixReport, prefix_digests
+from engine.wire.records import QueueBounds
+
+# An 8B model in bfloat16 on an H200: 4.06 ms a step with one sequence, 9.65 ms with 256; 23 us a prompt token.
+STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
+BLOCK = 16
+TARGET_MS = 1600  # in the on-time lane
+OUTPUT = 64
+WARM_RATE = 0.3  # of the rate, in the warm-up: caches fill before the queue does
+TIME = "local now = call('TIME')\n  return now[1] * 1000 + math.floor(now[2] / 1000)"
+
+
+class Turn(msgspec.Struct):
+    """One request of a session.  The next one follows when it has been answered."""
+
+    tokens: list[int]
+    output: int = OUTPUT
+    then: Callable[[], tuple[float, Turn] | None] = lambda: None  # seconds after the answer, and the next turn
+    tenant: str = ""
+
+
+Sessions = Iterator[Turn]
+
+
+def prefixes(rng: random.Random, *, count: int = 600, length: int = 1000, own: int = 100, tenant: str = "") -> Sessions:
+    shared = [rng.choices(range(2, VOCAB), k=length) for _ in range(count)]
+    while True:
+        yield Turn(rng.choice(shared) + rng.choices(range(2, VOCAB), k=own), tenant=tenant)
+
+
+def unique(rng: random.Random, *, length: int = 1000, tenant: str = "") -> Sessions:
+    while True:
+        yield Turn(rng.choices(range(2, VOCAB), k=length), tenant=tenant)
+
+
+def mix(rng: random.Random) -> Sessions:
+    both = prefixes(rng), unique(rng)
+    while True:
+        yield next(rng.choice(both))
+
+
+def chats(rng: random.Random, *, turns: int = 6, message: int = 200) -> Sessions:
+    system = rng.choices(range(2, VOCAB), k=256)
+
+    def turn(history: list[int], left: int) -> Turn:
+        tokens = history + rng.choices(range(2, VOCAB), k=message)
+        said = [*tokens, *[1] * (OUTPUT - 1), EOS]
+        return Turn(tokens, then=lambda: (rng.expovariate(1 / 3.0), turn(said, left - 1)) if left else None)
+
+    while True:
+        yield turn(system, turns - 1)
+
+
+WORKLOADS: Mapping[str, Callable[[random.Random], Sessions]] = MappingProxyType(
+    {"prefixes": prefixes, "chats": chats, "unique": unique, "mix": mix}
+)
+
+
+class Figures(msgspec.Struct):
+    """Result of a run, without its warm-up.  Times in seconds."""
+
+    requests: int
+    offered_per_s: float
+    served_per_s: float
+    hit_rate: float  # prompt tokens found in a prefix cache / prompt tokens
+    ttft: tuple[float, float, float]  # p50, p90, p99
+    ttft_by_tenant: dict[str, tuple[float, float, float]]
+    claims: dict[str, int]  # by Claim.reason
+    busiest: float  # requests of the engine that began most / mean
+    exchange_us: float  # Redis' mean time for one exchange
+
+
+class _Texts(ScriptedExecutor):
+    """Ends each output at its max_tokens; all engines emit the same tokens."""
+
+    def token(self, sampler: Any, position: int) -> int:
+        return EOS if position + 1 == OUTPUT else 1
+
+
+class _Engine:
+    """One engine: a scheduler, its clock, and its side of the bus."""
+
+    def __init__(self, name: str, url: str, blocks: int, step: StepTime, *, locality: bool) -> None:
+        self.name, self.step, self.locality = name, step, locality
+        self.side = EngineSide(url, name, namespace="fleet", lease_ms=3_600_000)
+        self.core = Scheduler(BlockPool(blocks, BLOCK), engine_limits("forecast", step_tokens=8192), HostPool())
+        self.executor = _Texts(ModelInfo("sim", "sim", VOCAB, FAR, [EOS], 0), blocks)
+        self.held = HeldPrefixes(self.core.pool, self)
+        self.backlog = PromptBacklog()
+        self.changes: tuple[list[bytes], list[bytes]] = [], []
+        self.deltas: list[Delta] = []
+        self.finished: list[str] = []
+        self.running: float = 0.0  # seconds that the step in flight takes; 0: none is
+        self.steps = self.begun = 0
+        self.claims: Counter[str] = Counter()
+        self.load = EngineLoad(name, "sim", "sim", FAR, VOCAB, BLOCK, blocks, blocks, 0, 0, 0, 0, 0)
+
+    def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
+        self.changes[0].extend(gained)
+        self.changes[1].extend(lost)
+
+    def submit(self) -> float:
+        """Start a step; return its seconds, 0 where there is nothing to do."""
+        plan = self.core.plan(0)
+        self.running = 0.0
+        if plan is not None:
+            self.executor.submit(plan)
+            prompt_tokens = sum(len(piece.token_ids) for piece in plan.slices)
+            self.running = self.step(self.core.running, prompt_tokens)
+        return self.running
+
+    def collect(self) -> list[Delta]:
+        """End the step in flight; return its tokens."""
+        self.core.commit(msgspec.structs.replace(self.executor.collect(), step_s=self.running))
+        self.running = 0.0
+        return self.take(self.core.outputs())
+
+    def take(self, outputs: Outputs) -> list[Delta]:
+        found = [delta for group in outputs.deltas.values() for delta in group]
+        self.deltas += found
+        self.finished += outputs.finished
+        self.backlog.remove(delta.id for delta in found)
+        self.steps += 1
+        self.held.follow(outputs)
+        return found
+
+    @property
+    def due(self) -> bool:
+        """Whether an exchange at the end of this step says or claims anything of note."""
+        return bool(self.finished) or self.steps % 16 == 0 or self.core.room()[1] > 0
+
+    async def exchange(self) -> float:
+        """Exchange with Redis; return the seconds after which to ask again, 0: at the next occasion."""
+        (gained, lost), self.changes = self.changes, ([], [])
+        lost = [digest for digest in lost if digest not in set(gained)]
+        costs, report = self.core.step_cost, None
+        if self.locality:
+            step_us = 1e6 * costs.decode_s(self.core.running)
+            report = PrefixReport(gained, lost, 1e6 * costs.token_s, step_us, self.backlog.tokens)
+        batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
+        finished, self.finished, self.deltas = self.finished, [], []
+        reply = await self.side.exchange(batches, finished, self.load, *self.core.room(), report)
+        for request in reply.generates:
+            claim = reply.claim(request.id)
+            self.backlog.add(request.id, len(request.token_ids) - claim.held_tokens)
+            self.claims[claim.reason] += 1
+            self.begun += 1
+            self.core.accept(request)
+        return reply.retry_ms / 1000
+
+
+class Run:
+    """One simulation of a fleet."""
+
+    def __init__(
+        self, server: EmbeddedRedis, engines: int, blocks: int, step: StepTime, *, locality: bool, seed: int
+    ) -> None:
+        self.url = server.url
+        self.client = redis.Redis.from_url(server.url)
+        self.client.flushall()
+        self.engines = [_Engine(f"e{at}", self.url, blocks, step, locality=locality) for at in range(engines)]
+        self.gateway = GatewaySide(self.url, "g", namespace="fleet")
+        self.rng = random.Random(seed)
+        self.events: list[tuple[float, int, Callable[[], Any]]] = []
+        self.numbers = itertools.count()
+        self.now, self.base_ms = 0.0, int(time.time() * 1000)
+        self.open: dict[str, tuple[float, Turn, bool]] = {}  # id -> arrival, turn, whether it counts
+        self.ttft: dict[str, list[float]] = {}
+        self.ended: deque[float] = deque()  # times at which counted requests ended
+
+    def at(self, seconds: float, what: Callable[[], Any]) -> None:
+        heapq.heappush(self.events, (seconds, next(self.numbers), what))
+
+    def tick(self) -> None:
+        self.client.set("{fleet}:virtual_ms", self.base_ms + int(1000 * self.now))
+
+    async def arrive(self, turn: Turn, *, counts: bool) -> None:
+        name = f"r{next(self.numbers)}"
+        self.open[name] = self.now, turn, counts
+        request = Generate(
+            name, "g", turn.tokens, turn.output, Sampling(ignore_eos=True), self.base_ms + 86_400_000, turn.tenant,
+            tenant=turn.tenant, prefixes=prefix_digests(turn.tokens, turn.tenant),
+        )  # fmt: skip
+        self.tick()
+        await self.gateway.submit(request, bounds=QueueBounds(target_ms=TARGET_MS))
+        for engine in self.rng.sample(self.engines, len(self.engines)):
+            if engine.core.room()[1] > 0:
+                await self.talk(engine)
+
+    async def talk(self, engine: _Engine) -> None:
+        self.tick()
+        retry = await engine.exchange()
+        if retry:
+            self.at(self.now + retry, lambda: self.talk(engine))
+        if not engine.running:
+            self.start(engine)
+
+    def start(self, engine: _Engine) -> None:
+        if seconds := engine.submit():
+            self.at(self.now + seconds, lambda: self.finish(engine))
+
+    async def finish(self, engine: _Engine) -> None:
+        for delta in engine.collect():
+            arrived, turn, counts = self.open[delta.id]
+            if delta.first == 0 and counts:
+                self.ttft.setdefault(turn.tenant, []).append(self.now - arrived)
+            if delta.finish is not None:
+                del self.open[delta.id]
+                if counts:
+                    self.ended.append(self.now)
+                if (following := turn.then()) is not None:
+                    pause, after = following
+                    self.at(self.now + pause, partial(self.arrive, after, counts=counts))
+        if engine.due:
+            self.tick()
+            retry = await engine.exchange()
+            if retry:
+                self.at(self.now + retry, lambda: self.talk(engine))
+        self.start(engine)
+
+    async def serve(self, streams: list[tuple[Sessions, float]], warm: int, count: int) -> Figures:
+        """Let sessions arrive at these rates a second (Poisson); `warm` of all are not counted, `count` are."""
+        await self.gateway.open()
+        self.tick()
+        for engine in self.engines:
+            await engine.side.open()
+            await engine.exchange()
+        total = sum(rate for _, rate in streams)
+        at = 0.0
+        for number in range(warm + count):
+            at += self.rng.expovariate(total if number >= warm else WARM_RATE * total)
+            sessions = self.rng.choices([s for s, _ in streams], [rate for _, rate in streams])[0]
+            turn, counts = next(sessions), number >= warm
+            if number == warm:
+                self.at(at, self.begin)
+            self.at(at, partial(self.arrive, turn, counts=counts))
+        done = 0
+        while self.events:
+            self.now, _, what = heapq.heappop(self.events)
+            if (work := what()) is not None:
+                await work
+            done += 1
+            if done % 4096 == 0:
+                self.client.delete("{fleet}:out:g")
+        for engine in self.engines:
+            await engine.side.close()
+        await self.gateway.close()
+        return self.figures(total)
+
+    def begin(self) -> None:
+        self.began = self.now
+        self.before = [msgspec.structs.replace(engine.core.report.totals) for engine in self.engines]
+        self.begun = [engine.begun for engine in self.engines]
+        for engine in self.engines:
+            engine.claims.clear()
+        self.client.config_resetstat()
+
+    def figures(self, offered: float) -> Figures:
+        totals = [(engine.core.report.totals, before) for engine, before in zip(self.engines, self.before, strict=True)]
+        asked = sum(after.prompt_tokens - before.prompt_tokens for after, before in totals)
+        cached = sum(after.cached_prompt_tokens - before.cached_prompt_tokens for after, before in totals)
+        begun = [engine.begun - before for engine, before in zip(self.engines, self.begun, strict=True)]
+        claims: Counter[str] = Counter()
+        for engine in self.engines:
+            claims += engine.claims
+        stats: Any = self.client.info("commandstats")
+        calls = stats["cmdstat_evalsha"]
+        half = self.ended[int(0.9 * len(self.ended))]
+        return Figures(
+            requests=len(self.ended),
+            offered_per_s=offered,
+            served_per_s=0.9 * len(self.ended) / (half - self.began),
+            hit_rate=cached / asked,
+            ttft=percentiles([one for each in self.ttft.values() for one in each]),
+            ttft_by_tenant={tenant: percentiles(each) for tenant, each in self.ttft.items()},
+            claims=dict(claims),
+            busiest=max(begun) / (sum(begun) / len(begun)),
+            exchange_us=calls["usec_per_call"],
+        )
+
+
+def use_virtual_clock() -> None:
+    """Let the scripts of this process take the time from a key.  Raises RuntimeError where their clock has changed."""
+    for script in vars(scripts).values():
+        if isinstance(script, scripts.Script):
+            if TIME not in script.source:
+                raise RuntimeError("now_ms of base.lua is not what this program replaces")
+            script.source = script.source.replace(TIME, "return tonumber(call('GET', P .. 'virtual_ms'))")
+            script.sha = hashlib.sha1(script.source.encode(), usedforsecurity=False).hexdigest()
+
+
+def options() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m engine.tools fleet", description=__doc__, formatter_class=raw)
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")
+    parser.add_argument("--blocks", type=int, default=12_288, help="KV blocks of 16 tokens of each (default: 12288)")
+    parser.add_argument("--rate", type=float, default=100.0, help="sessions a second, Poisson (default: 100)")
+    parser.add_argument("--quiet", type=float, default=0.0, help="requests a second of a second tenant (default: 0)")
+    parser.add_argument("--warm", type=int, default=1500, help="sessions before the figures begin (default: 1500)")
+    parser.add_argument("--requests", type=int, default=2000, help="sessions that count (default: 2000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=["locality", "order", "one"], default="locality",
+                        help="order: engines claim the queue in its order; one: one engine with all blocks, as fast as "
+                        "all together")  # fmt: skip
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print one JSON object."""
+    args = options().parse_args(argv)
+    use_virtual_clock()
+    rng = random.Random(args.seed)
+    streams = [(WORKLOADS[args.workload](rng), args.rate)]
+    if args.quiet:
+        streams.append((unique(random.Random(args.seed + 1), length=200, tenant="quiet"), args.quiet))
+    engines, blocks, step = args.engines, args.blocks, STEP
+    if args.mode == "one":
+        engines, blocks = 1, args.blocks * args.engines
+        step = StepTime(*(seconds / args.engines for seconds in msgspec.structs.astuple(STEP)))
+    with EmbeddedRedis() as server:
+        run = Run(server, engines, blocks, step, locality=args.mode == "locality", seed=args.seed)
+        figures = asyncio.run(run.serve(streams, args.warm, args.requests))
+    print(json.dumps(vars(args) | msgspec.to_builtins(figures)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

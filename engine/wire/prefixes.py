@@ -1,0 +1,105 @@
+"""Digests of a prompt's prefixes: by them an engine with room finds the requests whose beginning it has cached.
+
+    token ids  |----|----|----| ... |----|----|--------|--------|----------------|
+                    ^    ^    ^          ^    ^        ^        ^                ^    a digest each
+               every 64 tokens up to 1,024    then 8 in each doubling, up to 65,536
+
+The gateway computes them once, over the token ids and the salt of the request's tenant.  They depend neither on the
+model nor on an engine's block size: an engine publishes which of them its own prefix cache would find.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
+
+MOST_HELD = 8192  # digests of ended requests that an engine publishes at most: about 0.6 MB in Redis
+MOST_PUBLISHED = 2**17  # with those of the requests that it has: beyond this it begins with none again
+
+
+def _lengths() -> list[int]:
+    blocks = list(range(1, PREFIX_DENSE + 1))
+    step = PREFIX_DENSE // PREFIX_STEPS
+    while len(blocks) < PREFIX_COUNT:
+        blocks += [blocks[-1] + step * (i + 1) for i in range(PREFIX_STEPS)]
+        step *= 2
+    return [PREFIX_BLOCK * count for count in blocks]
+
+
+LENGTHS = tuple(_lengths())  # tokens of the prefixes that have digests, shortest first
+
+
+def prefix_digests(token_ids: Sequence[int], salt: str) -> bytes:
+    """Return the digests of a prompt's prefixes, DIGEST_BYTES each, shortest first; none of a prompt under 64 tokens.
+
+    Equal digests mean equal tokens under an equal salt.  A collision (2**-64 for two prefixes) costs time only: engines
+    look their cache up by digests of 32 bytes.  O(tokens): 0.1 ms for 65,536."""
+    state = blake2b(f"{len(salt)}:{salt}".encode(), digest_size=DIGEST_BYTES)
+    found, begin = bytearray(), 0
+    for length in LENGTHS:
+        if length > len(token_ids):
+            break
+        state.update(array("I", token_ids[begin:length]).tobytes())
+        found += state.copy().digest()
+        begin = length
+    return bytes(found)
+
+
+def split(digests: bytes) -> list[bytes]:
+    """Return the single digests of a string of them."""
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """What an engine says in one exchange about its prefix cache, and about what a prompt costs it."""
+
+    added: list[bytes] = []  # digests of prefixes that its cache would find since the last report
+    removed: list[bytes] = []  # those that it would not find any more; applied before `added`
+    token_us: float = 0.0  # microseconds of a prompt token on top of the step that computes it; 0: not known
+    step_us: float = 0.0  # microseconds of a step without prompts, with the sequences that run now
+    backlog: int = 0  # prompt tokens of its requests that it has still to compute
+
+
+class PublishedPrefixes:
+    """What Redis should know of one engine's prefixes, and what an exchange has to send so that it does."""
+
+    def __init__(self) -> None:
+        self._held: set[bytes] = set()
+        self._afresh = True  # Redis may have something else, or nothing
+        self._publishes = False  # the last report was one
+
+    def start_afresh(self) -> None:
+        """Send everything in the next exchange: the lease lapsed, or Redis lost data."""
+        self._afresh = True
+
+    def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
+        """Take a report in; return the words of EXCHANGE: how it publishes, digests to add and to remove."""
+        self._publishes = report is not None
+        if len(self._held) > MOST_PUBLISHED:
+            self._held.clear()
+            self._afresh = True
+        if report is None:
+            self._held.clear()
+            self._afresh = True
+            return "", b"", b""
+        removed = [digest for digest in report.removed if digest in self._held]
+        self._held.difference_update(removed)
+        added = [digest for digest in report.added if digest not in self._held]
+        self._held.update(added)
+        if self._afresh:
+            return "afresh", b"".join(self._held), b""
+        return "1", b"".join(added), b"".join(removed)
+
+    def sent(self) -> None:
+        """Redis has what update() returned."""
+        self._afresh = False
+
+    def claimed(self, digests: bytes) -> None:
+        """A claim made this engine a holder of a request's prefixes."""
+        if self._publishes:
+            self._held.update(split(digests))
