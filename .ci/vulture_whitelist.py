@@ -78,6 +78,9 @@ _.finish_reason, _.prompt_token_ids
 # Named in documentation and tests: one of the three outcomes that a kernel writes.
 _.CHOSEN
 
+# Read by transformers and by Python itself: engine/executor/models/quantising.py.
+_._is_hf_initialized, _.__class__
+
 # Used by tests only today. Remove the code, or say here why it stays.
 _.rms_norm_  # engine/executor/ops.py
 _.weight_bytes  # loadtest/roofline.py

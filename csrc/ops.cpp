@@ -55,41 +55,6 @@ TORCH_LIBRARY(quire, m) {
   m.def("block_gather(Tensor[] caches, Tensor blocks, Tensor(a!) buffer) -> ()");
   m.def("block_scatter(Tensor buffer, Tensor blocks, Tensor(a!)[] caches) -> ()");
 
-  //   x         [T, inner]
-  //   weight    [size, inner]
-  //   bias      [size]
-  //   out       [T, size] = x weight^T + bias
-  //   norm      [inner]: x becomes rms_norm(x, norm, eps) first, rounded
-  //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of gate and up rounded
-  //   add       out += the result, which may be rounded first
-  // Sums in float32.  weight and bias must be at rest, like the weights of norms.
-  m.def(
-      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
-      "Tensor(a!) out) -> ()");
-
-  // The same on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = numbers * scale.
-  // With many tokens x becomes e4m3, too, with a scale for each row.
-  m.def(
-      "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
-      "Tensor(a!) out) -> ()");
-
-  //   x          [rows, inner]
-  //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
-  //   bias       [features]
-  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
-  // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
-  m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // The same in float32, of bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
-  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
-  // The same with int8 weights, of any dtype of x, which is rounded to 16 bits by rows.  Sums are exact integers.
-  //   packed     bytes w + 128, padded
-  //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
-  m.def(
-      "product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is [strips, steps, columns, together],
-  // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
-  m.def("product_layout(Tensor like) -> (int, int)");
-
   // How many threads all kernels here share their work among, on a CPU; 0: as many as torch uses for its own
   m.def("set_threads(int threads) -> ()");
 
@@ -139,4 +104,43 @@ TORCH_LIBRARY(quire, m) {
   m.def(
       "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");
+}
+
+// Matrix products.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  //   x         [T, inner]
+  //   weight    [size, inner]
+  //   bias      [size]
+  //   out       [T, size] = x weight^T + bias
+  //   norm      [inner]: x becomes rms_norm(x, norm, eps) first, rounded
+  //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of gate and up rounded
+  //   add       out += the result, which may be rounded first
+  // Sums in float32.  weight and bias must be at rest, like the weights of norms.
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
+  // The same on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = numbers * scale.
+  // With many tokens x becomes e4m3, too, with a scale for each row.
+  m.def(
+      "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
+  //   x          [rows, inner]
+  //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
+  //   bias       [features]
+  //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
+  // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
+  m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // The same in float32, of bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
+  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
+  // `product` with int8 weights and x of any dtype, whose rows are rounded to 16 bits.  Sums are exact integers.
+  //   packed     bytes w + 128, padded
+  //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
+  m.def(
+      "product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
+  // [strips, steps, columns, together],
+  // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
+  m.def("product_layout(Tensor like) -> (int, int)");
 }

@@ -164,6 +164,7 @@ KINDS = {
     "ct-fp8-channel": Written(compressed("float-quantized", "channel"), by_scale("channel")),
     "ct-fp8-block": Written(compressed("float-quantized", "block", block_structure=[128, 128]), by_scale("block")),
     "ct-int8": Written(compressed("int-quantized", "channel", type="int"), by_scale("channel", number="int")),
+    "ct-int8-tensor": Written(compressed("int-quantized", "tensor", type="int"), by_scale("tensor", number="int")),
     "modelopt": Written(MODELOPT["quantization"] | {"quant_method": "modelopt"}, by_scale("tensor")),
     "modelopt-file": Written({}, by_scale("tensor"), MODELOPT),
     "awq-32": Written(AWQ | {"group_size": 32}, awq(32)),
@@ -179,6 +180,8 @@ KINDS = {
     "w4-128-order": Written(w4(128, actorder="group"), pack_quantised(128, order=True)),
     "w4-all": Written(w4(-1), pack_quantised(-1)),
     "w8-64": Written(w4(64, num_bits=8), pack_quantised(64, bits=8)),
+    "w8-all": Written(w4(-1, num_bits=8), pack_quantised(-1, bits=8)),
+    "w8-all-asym": Written(w4(-1, num_bits=8, symmetric=False), pack_quantised(-1, bits=8, symmetric=False)),
 }
 
 

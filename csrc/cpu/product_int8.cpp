@@ -29,6 +29,8 @@ constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 #endif
 constexpr int64_t kTaskRows = 8 * kRows;
 constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
+constexpr int64_t kStepBytes = kColumns * kInt8Together;  // of a strip
+constexpr int64_t kAhead = 1024;                          // bytes that weights are fetched ahead
 constexpr float kLargest = 127 * 256 + 127;
 constexpr float kOffset = 128;  // of a stored weight
 
@@ -136,22 +138,23 @@ struct Sum {
 };
 #endif
 
-// sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip.
+// sums [rows, kColumns] = or += the products of one run with a strip.
 template <int rows>
 void multiply(const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t steps, double* sums, bool first) {
   Sum sum[rows][2];
   for (int64_t step = 0; step < steps; ++step) {
-    const Words left = load_weights(weight), right = load_weights(weight + kLanes * kInt8Together);
+    for (int64_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
+    const Words left = load_weights(weight), right = load_weights(weight + kStepBytes / 2);
     unroll<rows>([&](auto i) {
       sum[i][0].add(left, x + i * stride);
       sum[i][1].add(right, x + i * stride);
     });
-    weight += kColumns * kInt8Together;
+    weight += kStepBytes;
     x += 2 * kInt8Together;
   }
   unroll<rows>([&](auto i) {
     for (int half = 0; half < 2; ++half) {
-      double* to = sums + i * kTaskStrips * kColumns + half * kLanes;
+      double* to = sums + i * kColumns + half * kLanes;
       Doubles all = __builtin_convertvector(sum[i][half].total(), Doubles), before{};
       if (!first) std::memcpy(&before, to, sizeof before);
       all += before;
@@ -183,25 +186,23 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, const doubl
   finish(args, row, column, results);
 }
 
+// Weights are read once, from first to last: memory is fetched ahead best in one direction.
 template <class Args>
 void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
-  alignas(64) double sums[kTaskRows][kTaskStrips * kColumns];
+  alignas(64) double sums[kTaskRows][kColumns];
   const int64_t steps = (args.inner + kInt8Together - 1) / kInt8Together, bytes = int8_row_bytes(args.inner);
   const int64_t groups = (rows + kRows - 1) / kRows, run_steps = kRun / kInt8Together;
-  for (int64_t run = 0; run < steps || run == 0; run += run_steps) {
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
-      const uint8_t* x = args.workspace + (first_row + begin) * bytes + 2 * run * kInt8Together;
-      for (int64_t strip = 0; strip < strips; ++strip) {
-        const uint8_t* weight = args.weight + ((first_strip + strip) * steps + run) * kColumns * kInt8Together;
-        double* to = sums[begin] + strip * kColumns;
-        multiply(count, x, bytes, weight, std::min(run_steps, steps - run), to, run == 0,
+  for (int64_t strip = first_strip; strip < first_strip + strips; ++strip) {
+    for (int64_t run = 0; run < steps || run == 0; run += run_steps) {
+      const uint8_t* weight = args.weight + (strip * steps + run) * kStepBytes;
+      for (int64_t group = 0; group < groups; ++group) {
+        const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
+        const uint8_t* x = args.workspace + (first_row + begin) * bytes + 2 * run * kInt8Together;
+        multiply(count, x, bytes, weight, std::min(run_steps, steps - run), sums[begin], run == 0,
                  std::make_integer_sequence<int, kRows>{});
-        for (int64_t i = 0; run + run_steps >= steps && i < count; ++i) {
-          scale_and_finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
-        }
       }
     }
+    for (int64_t i = 0; i < rows; ++i) scale_and_finish(args, first_row + i, strip * kColumns, sums[i]);
   }
 }
 

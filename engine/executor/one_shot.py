@@ -29,12 +29,17 @@ MOST_DRIFT = 0.02
 class OneShot:
     """A buffer that all ranks read."""
 
-    def __init__(self, name: str, store: Any, rank: int, size: int) -> None:
+    def __init__(self, name: str, store: Any, rank: int, size: int, host: Any) -> None:
         """Take the buffer on the current GPU and map the others'.
 
-        name: of the group of ranks, unique in the process.
+        name: of the group of ranks, unique in the process.  host: their process group of the CPU.
         Raises RuntimeError where GPUs cannot read each other's memory."""
         self._name = name
+        # torch finds the group by its name, and keeps no reference.
+        self._group = c10d.ProcessGroup(store, rank, size)
+        self._group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, host)
+        self._group._set_group_name(name)
+        c10d._register_process_group(name, self._group)
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
         self.most_bytes = MOST_BYTES * 2 // size
         device = torch.device("cuda", torch.cuda.current_device())
@@ -53,11 +58,11 @@ class OneShot:
 
     @classmethod
     def tried(
-        cls, name: str, store: Any, rank: int, size: int, reduce: Callable[[Tensor], Tensor]
+        cls, name: str, store: Any, rank: int, size: int, host: Any, reduce: Callable[[Tensor], Tensor]
     ) -> tuple[Self | None, str]:
         """Return one whose sums are right, or None and why not.  reduce: sums all ranks' tensors by other means."""
         try:
-            made = cls(name, store, rank, size)
+            made = cls(name, store, rank, size, host)
             for rows in (1, 32):
                 part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
                 found, wanted = made.all_reduce(part).float(), reduce(part.clone()).float()

@@ -250,7 +250,7 @@ def linear_fp8(
 ) -> torch.Tensor:
     """`linear` with a weight in 8 bits.  x, bias, norm, plus and out are bfloat16.
 
-    Up to 16 tokens x keeps its bits.  With more it is rounded to e4m3, too, with a scale for each token.
+    Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too, with a scale for each token.
     """
     assert plus is None or out is None
     if out is None:

@@ -64,7 +64,7 @@ class Ranks:
 
     def _use_one_shot(self, store: Any, name: str) -> None:
         """Sum small tensors by a kernel of our choice, if it works on all ranks."""
-        one_shot, reason = OneShot.tried(name, store, self.rank, self.size, self.all_reduce)
+        one_shot, reason = OneShot.tried(name, store, self.rank, self.size, self._host, self.all_reduce)
         if self.least(one_shot is not None):
             self._one_shot = one_shot
         elif self.first:

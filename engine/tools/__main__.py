@@ -7,6 +7,7 @@ oracle     the best on-time share of a burst: with perfect knowledge, and as an 
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 structured what grammars cost: tokens a second with and without them, in pairs
+quantized  perplexity, agreement and speed of --quantize, in pairs with the plain model
 models     which model families are served, proved against transformers; writes docs/models.md
 """
 
@@ -23,6 +24,7 @@ NAMES = {
     "bench": "bench",
     "gpu-idle": "gpu_idle",
     "structured": "structured",
+    "quantized": "quantized",
     "models": "models",
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models import hf
 from engine.executor.models.dequantise import dequantise
 from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.quantised import Quantised, QuantisedLinear
+from engine.executor.models.quantising import Quantising
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
@@ -166,7 +169,61 @@ def test_weights_equal_those_in_float64(quantised: Callable[[str], tuple[Path, d
         assert torch.equal(tensor, found[name].bfloat16()), name
 
 
-SERVED = ["fp8-block", "ct-fp8-channel", "ct-int8", "modelopt-file", "awq-32", "gptq-128-order", "w4-64-asym"]
+def served_weights(
+    directory: Path, quantize: Literal["none", "int8"], device: torch.device = CPU
+) -> dict[str, Quantised]:
+    """The weights of a checkpoint that have 8 bits when it is served."""
+    model = hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=Quantising(quantize, device))
+    return {name: part.quantised for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
+
+
+@pytest.mark.parametrize("kind", ["ct-int8", "ct-int8-tensor", "w8-all"])
+def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str) -> None:
+    directory, exact = quantised(kind)
+    for quantize in ("none", "int8"):
+        kept = served_weights(directory, quantize)
+        assert len(kept) == 14
+        for name, weight in kept.items():
+            assert weight.numbers.dtype == torch.int8
+            torch.testing.assert_close(
+                weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
+            )
+    assert served_weights(directory, "none", torch.device("cuda")) == {}
+    model = hf.load_model(str(directory), dtype="bfloat16", device=CPU)
+    assert model.changes == {"weights of linear layers": "int8"}
+
+
+@pytest.mark.parametrize("kind", ["ct-fp8-channel", "w8-64", "w8-all-asym", "w4-all", "gptq-8", "fp8-block"])
+def test_what_is_no_int8_of_rows_is_rounded_on_request_only(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
+) -> None:
+    directory, exact = quantised(kind)
+    assert served_weights(directory, "none") == {}
+    rounded = served_weights(directory, "int8")
+    assert len(rounded) == 14
+    for name, weight in rounded.items():
+        wanted = Quantised.of(exact[f"{name}.weight"].float(), torch.int8)
+        torch.testing.assert_close(weight.scale, wanted.scale)
+        assert (weight.numbers != wanted.numbers).float().mean() < 1e-3  # dequantised in float32, not in float64
+
+
+def test_one_float_weight_at_a_time(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a checkpoint is rounded, no weight is held in floating point once the next one is read."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    held = []
+    rounded = Quantised.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Quantised], weight: torch.Tensor, dtype: torch.dtype) -> Quantised:
+        held.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(weight))
+        return rounded(cls, weight, dtype)
+
+    monkeypatch.setattr(Quantised, "of", classmethod(of))
+    assert len(served_weights(plain, "int8")) == 14
+    assert held == [0] * 14
+
+
+SERVED = ["fp8-block", "ct-fp8-channel", "ct-int8", "w8-all", "modelopt-file", "awq-32", "gptq-128-order", "w4-64-asym"]
 
 
 @pytest.mark.parametrize("kind", SERVED)

@@ -19,9 +19,11 @@ from engine.executor.local import load
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.linear import Fp8Linear, PackedLinear, Product
-from engine.executor.models.quantised import LARGEST, Quantised, check_kind
+from engine.executor.models.quantised import LARGEST, Quantised
+from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
 from engine.llm import LLM
+from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
 from tests.executor.driver import Driver, greedy, served
@@ -65,9 +67,11 @@ def as_served(
 ) -> PreTrainedModel:
     """transformers' own model with the weights that --quantize int8 or fp8 serves, in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=read_as).eval().float()
-    for module in model.modules():
+    stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            module.weight.data = Quantised.of(module.weight.to(read_as), dtype).dequantised(torch.float32)
+            weight = stored.get_submodule(name).weight  # rounded once, to 8 bits
+            module.weight.data = Quantised.of(weight, dtype).dequantised(torch.float32)
     return model
 
 
@@ -107,6 +111,21 @@ def test_routers_stay(tmp_path: Path) -> None:
     assert {name for name, yes in in_int8(model.module).items() if yes} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
+
+
+def test_weights_that_are_made_up(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As a spare rehearses: there is a config and no weight file."""
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
+    model = load_model(str(tmp_path), dtype="bfloat16", device=CPU, quantize="int8", random=True)
+    assert in_int8(model.module)["qkv_proj"]
+    assert model.changes == {"weights of linear layers": "int8"}
+
+
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    """Its tensors have other names in the files than in the model."""
+    directory = make_tiny(tmp_path / "mistral3", "mistral3", model_class=model_class("mistral3"))
+    model = load_model(str(directory), dtype="float32", device=CPU, quantize="int8").module
+    assert in_int8(model)["down_proj"]
 
 
 def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str], Path]) -> None:

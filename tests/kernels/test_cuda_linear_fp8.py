@@ -14,7 +14,7 @@ from tests.kernels.test_layers import exact_norm
 pytestmark = pytest.mark.gpu
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-# Relative to the exact product with the stored weight.  Up to 16 tokens only results are rounded, to bfloat16.  With
+# Relative to the exact product with the stored weight.  Up to 4 tokens only results are rounded, to bfloat16.  With
 # many tokens x is rounded to e4m3 as well: 3 bits after the point, so 2^-4 of a number at most.  Uniform within its
 # rounding step, the error of a number is 2^-5 / sqrt(3) to 2^-4 / sqrt(3) of it: 0.018 to 0.036.
 EXACT, ROUNDED = 2**-7, 0.036
@@ -64,14 +64,14 @@ def check(
     assert torch.equal(wide_out, before), "written outside its rows"
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_tokens(tokens: int) -> None:
     check(tokens, 512, 1024)
     check(tokens, 512, 1024, norm=True, silu_mul=True)
     check(tokens, 512, 1024, plus=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("size", [16, 48, 160, 1008, 1056, 4096, 6144, 40_000])
 def test_sizes(tokens: int, size: int) -> None:
     """Tiles of 8 to 224 rows, the last of them not full, and more tiles than multiprocessors."""
@@ -79,7 +79,7 @@ def test_sizes(tokens: int, size: int) -> None:
     check(tokens, 256, size, silu_mul=True, bias=True, norm=True, plus=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 12])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("inner", [128, 256, 384, 1152, 5120, 14336])
 def test_inner_sizes(tokens: int, inner: int) -> None:
     """Fewer slabs than a stage, and stages that are not full."""
@@ -87,7 +87,7 @@ def test_inner_sizes(tokens: int, inner: int) -> None:
     check(tokens, inner, 512, plus=True)
 
 
-@pytest.mark.parametrize("tokens", [17, 33, 100, 257, 2048])
+@pytest.mark.parametrize("tokens", [5, 16, 33, 100, 257, 2048])
 def test_many_tokens(tokens: int) -> None:
     """Of two operands in 8 bits, also with one that is wider than a block of threads has registers for at once."""
     check(tokens, 4096, 6144, norm=True, bias=True, bound=ROUNDED)
@@ -96,9 +96,9 @@ def test_many_tokens(tokens: int) -> None:
     check(tokens, 40960, 256, bound=ROUNDED)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
 def test_shapes_of_models(tokens: int) -> None:
-    bound = EXACT if tokens <= 16 else ROUNDED
+    bound = EXACT if tokens <= 4 else ROUNDED
     for hidden, qkv, heads, inter in [(4096, 6144, 4096, 14336), (1024, 4096, 2048, 3072)]:
         check(tokens, hidden, qkv, norm=True, bias=True, bound=bound)
         check(tokens, heads, hidden, plus=True, bound=bound)
@@ -117,7 +117,7 @@ def test_all_numbers_of_e4m3(tokens: int) -> None:
     assert torch.equal(out, row.to(BF16).expand(tokens, -1))
 
 
-@pytest.mark.parametrize("tokens", [5, 64])
+@pytest.mark.parametrize("tokens", [4, 64])
 def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
     """Tokens of zeros, and of numbers whose scale would not be a normal number, give no NaN; others keep theirs."""
     stored, exact = weight(64, 256)
@@ -128,7 +128,7 @@ def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
     assert out[4:].eq(0).all()
     assert out[3].isfinite().all()
     for row in (1, 2):
-        assert error(out[row], x[row].double() @ exact.t()) < (EXACT if tokens <= 16 else ROUNDED)
+        assert error(out[row], x[row].double() @ exact.t()) < (EXACT if tokens <= 4 else ROUNDED)
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -141,7 +141,7 @@ def test_what_is_not_finite_stays_so(tokens: int, bad: float) -> None:
     assert error(out[2], x[2].double() @ exact.t()) < ROUNDED
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_a_token_with_one_large_number_keeps_the_small_ones(tokens: int) -> None:
     """Down to 2^-28 of it, where numbers of fp16 would have underflowed without a scale."""
     stored = ops.Fp8(torch.eye(128, device=CUDA).to(E4M3), torch.ones(128, device=CUDA))
@@ -153,7 +153,7 @@ def test_a_token_with_one_large_number_keeps_the_small_ones(tokens: int) -> None
     assert torch.equal(out, x)
 
 
-@pytest.mark.parametrize("tokens", [5, 80])
+@pytest.mark.parametrize("tokens", [3, 80])
 def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
     x = randn(tokens, 1024, dtype=BF16)
     weights = [weight(1024, 1024)[0] for _ in range(8)]

@@ -85,13 +85,11 @@ void run(const LinearArgs& a, cudaStream_t stream) {
                      tiles_of(a.features, p.tile_features), stream);
 }
 
-template <class T, class W>
+template <class T>
 void run(const LinearArgs& a, cudaStream_t stream) {
-  if (a.tokens <= 8) return run<T, W, 1>(a, stream);
-  if constexpr (sizeof(W) > 1) {
-    if (a.tokens > 16) return run<T, W, 4>(a, stream);
-  }
-  run<T, W, 2>(a, stream);
+  if (a.tokens <= 8) return run<T, T, 1>(a, stream);
+  if (a.tokens <= 16) return run<T, T, 2>(a, stream);
+  run<T, T, 4>(a, stream);
 }
 
 }  // namespace
@@ -105,12 +103,12 @@ bool fits_linear(const LinearArgs& a) {
          (a.dtype == Dtype::bf16 || (a.dtype == Dtype::fp16 && !eight_bits)) && a.features % 8 == 0 &&
          a.inner % (eight_bits ? kSlab<e4m3> : kSlab<bf16>) == 0 && copies(a.x, a.x_stride, 2) &&
          copies(a.weight, a.inner, eight_bits ? 1 : 2) && copies(a.out, a.out_stride, 2) &&
-         a.tokens <= (!eight_bits && tile_rows(a) <= kManyTokensRows ? 32 : 16);
+         a.tokens <= (eight_bits ? kFewTokens : tile_rows(a) <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {
-  if (a.scale != nullptr) return run<bf16, e4m3>(a, stream);
-  a.dtype == Dtype::fp16 ? run<fp16, fp16>(a, stream) : run<bf16, bf16>(a, stream);
+  if (a.scale != nullptr) return run<bf16, e4m3, 1>(a, stream);
+  a.dtype == Dtype::fp16 ? run<fp16>(a, stream) : run<bf16>(a, stream);
 }
 
 }  // namespace quire::cuda

@@ -19,11 +19,13 @@ little more is held than a byte for each number.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from engine.executor.models.quantisation import Format, Quantisation
+from engine.executor.models.quantised import Quantised
 
 PIECE = 1 << 22  # numbers
 WORD = 32  # bits that hold packed numbers
@@ -90,6 +92,29 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
     if how.format == "packed":
         return _packed(how, parts, dtype)
     return _by_columns(how, parts, dtype)
+
+
+def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
+    """Return the int8 numbers of these parts and a scale for each row, both exact.  `is_exact` must hold."""
+    if how.format == "packed":
+        rows, columns = parts["shape"].tolist()
+        # Stored plus half their range, that is, with the sign bit flipped.
+        numbers = (unpack(parts["packed"], 8)[:rows, :columns] ^ 0x80).view(torch.int8).contiguous()
+    else:
+        numbers = parts["weight"]
+    scale = parts["scale"].to(torch.float32).reshape(-1)
+    return Quantised(numbers, scale.expand(len(numbers)).contiguous())
+
+
+def is_exact(how: Quantisation, parts: Collection[str], dtype: str, dims: int) -> bool:
+    """Whether `as_stored` can keep a weight [out, in]: symmetric int8 with a scale of the tensor or of each row.
+
+    dtype: of its numbers, in the words of safetensors.  dims: dimensions of its numbers."""
+    if how.bits != 8 or how.strategy not in ("tensor", "channel") or dims != 2:
+        return False
+    if how.format == "scaled":
+        return dtype == "I8" and "zero_point" not in parts
+    return how.format == "packed" and not {"zero_point", "g_idx"} & set(parts)
 
 
 def _scaled(how: Quantisation, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -36,9 +36,9 @@ from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
 from engine.executor.models.quantisation import Quantisation, read_quantisation
-from engine.executor.models.quantised import check_kind, quantise_linears
+from engine.executor.models.quantising import Quantising, check_kind
 from engine.executor.models.sharding import OPTION, fork_rng, random_shard, read_shard
-from engine.executor.models.stored_weights import StoredWeights
+from engine.executor.models.stored_weights import StoredWeights, in_this_thread
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
 from engine.executor.ranks import ALONE, Ranks
@@ -118,22 +118,22 @@ def load_model(
     if not random:
         check_files(directory)
     config = served_part(whole, directory)
-    own = overrides.load_config(directory, {}) if changes else None
-    max_model_len = check_length(config, max_model_len, own)
+    max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
+    quantising = Quantising(quantize, device)
     if random:
         module = random_model(directory, config, dtype, device, ranks)
+        quantising.quantise(module)
     else:
-        module = read_weights(directory, config, dtype, part=config is not whole, device=device, ranks=ranks)
-    module = place(module, device, quantize)
+        options: dict[str, Any] = {"device": device, "ranks": ranks, "quantising": quantising}
+        module = read_weights(directory, config, dtype, part=config is not whole, **options)
+    check_computed_dtype(config.model_type, module.dtype, device)
+    module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
     fuse(module, max_model_len, ordered=deterministic)
     if quantize != "fp8":  # its products round their inputs, which no bound of `prove_served` allows for
         prove_served(module, proof)
-    dependence = batch_dependence(module)
-    if deterministic and dependence:
-        raise UnsupportedModel(f"{config.model_type}: --deterministic: {dependence}")
     return LoadedModel(
         module=module,
         directory=directory,
@@ -143,23 +143,11 @@ def load_model(
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory),
         changes=changes
-        | when(quantize != "none", "weights of linear layers", quantize)
+        | quantising.changes
         | when(fixed, "angles of a sequence of", max_model_len)
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
-        batch_dependence=dependence,
+        batch_dependence=dependence_of(module, deterministic),
     )
-
-
-def place(module: PreTrainedModel, device: torch.device, quantize: Literal["none", "int8", "fp8"]) -> PreTrainedModel:
-    """Move a loaded model to its device, quantised if asked for.  Raises UnsupportedModel for a wrong dtype."""
-    kind = module.config.model_type
-    check_dtype(kind, module.dtype)
-    if device.type == "cuda" and module.dtype not in GPU_DTYPES:
-        raise UnsupportedModel(f"{kind}: {module.dtype} on a GPU; choose --dtype bfloat16 or float16")
-    if quantize != "none":
-        quantise_linears(module, quantize, device)
-    placed: PreTrainedModel = module.to(device).eval().requires_grad_(False)
-    return placed
 
 
 def check_options(
@@ -175,9 +163,24 @@ def check_options(
         raise UnsupportedModel(f"--quantize with {OPTION}: a row's scale would depend on the number of ranks")
 
 
+def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
+    """Why logits depend on the batch (`batch_dependence`).  Raises UnsupportedModel where they must not."""
+    dependence = batch_dependence(module)
+    if deterministic and dependence:
+        raise UnsupportedModel(f"{module.config.model_type}: --deterministic: {dependence}")
+    return dependence
+
+
 def when(holds: bool, what: str, value: object) -> dict[str, object]:
     """Return one entry, or none."""
     return {what: value} if holds else {}
+
+
+def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedModel for a type of numbers that no kernel of the device computes with."""
+    check_dtype(kind, dtype)
+    if device.type == "cuda" and dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:
@@ -229,10 +232,12 @@ def read_weights(
     part: bool = False,
     device: torch.device = CPU,
     ranks: Ranks = ALONE,
+    quantising: Quantising | None = None,
 ) -> PreTrainedModel:
     """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds, for `device`.  Raises ModelLoadError."""
+    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 bits; None: all
+    weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):
@@ -240,13 +245,15 @@ def read_weights(
             raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
         if ranks.size > 1:
             raise UnsupportedModel(f"{config.model_type}: {OPTION} of weights quantised by {how.method}")
-        return read_quantised(directory, config, dtype, how)
+        return read_quantised(directory, config, dtype, how, quantising)
     check_stored_dtypes(directory, config.model_type)
     if ranks.size > 1:
         return read_part_of_weights(directory, config, dtype, device, ranks, part=part)
+    rounding = quantising if quantising is not None and quantising.kind else None
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
     try:
-        with report_progress(directory):
-            module, report = AutoModelForCausalLM.from_pretrained(
+        with report_progress(directory), in_this_thread() if rounding else contextlib.nullcontext():
+            module, report = (rounding.while_loading(own) if rounding else own).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -263,6 +270,8 @@ def read_weights(
         others = text_tower.OTHER_TOWERS
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not others.match(name)}
     check_report(directory, config, report)
+    if rounding:
+        rounding.settle(module, own)
     model: PreTrainedModel = module
     return model
 
@@ -284,16 +293,25 @@ def read_part_of_weights(
     return module
 
 
-def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation) -> PreTrainedModel:
-    """The model of a quantised checkpoint, with weights in the dtype that it computes in.  Raises ModelLoadError."""
+def read_quantised(
+    directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation, quantising: Quantising | None
+) -> PreTrainedModel:
+    """The model of a quantised checkpoint, with weights in the dtype that it computes in, or kept in 8 bits.
+
+    Raises ModelLoadError."""
     wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
     weights = StoredWeights(directory, config, how)
-    log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if quantising is None:
+        quantising = Quantising("none", torch.device("cpu"))
+    else:
+        quantising.keep(weights.exact_modules())
     try:
         with report_progress(directory, weights.sizes):
             module, report = weights.load(
-                MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+                own,
                 wanted,
+                quantising,
                 config=config,
                 attn_implementation=NAME,
                 output_loading_info=True,
@@ -304,6 +322,9 @@ def read_quantised(directory: Path, config: PretrainedConfig, dtype: str, how: Q
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     check_report(directory, config, report)
+    quantising.settle(module, own)
+    if not quantising.kept and quantising.kind is None:
+        log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
     model: PreTrainedModel = module
     return model
 

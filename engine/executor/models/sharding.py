@@ -41,6 +41,9 @@ from engine.executor.ranks import Ranks
 
 OPTION = "--tensor-parallel"
 WHOLE = {"replicate", "replicated_with_grad_allreduce"}
+DIVIDED_EMBEDDING = (
+    "embedding_rowwise"  # some versions of transformers divide embeddings; here every rank has all of them
+)
 # Experts are stored one by one, and transformers puts them together: tensors of one expert -> parameter of all.
 STORED_EXPERT = re.compile(r"(?P<layer>.*\blayers\.\d+\.).*\bexperts\.\d+\.(?P<part>\w+)\.weight")
 EXPERT_PARTS = {
@@ -202,7 +205,7 @@ def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
 def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ranks: Ranks) -> None:
     """Note what a rank holds of a module, and what it exchanges."""
     module, kind = model.get_submodule(path), model.config.model_type
-    if style in WHOLE:
+    if style in WHOLE or (style == DIVIDED_EMBEDDING and isinstance(module, nn.Embedding)):
         return
     if style == "moe_tp_experts":
         sharding.summed.append(path)

@@ -27,9 +27,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.dequantise import check_shapes, dequantise
+from engine.executor.models.dequantise import as_stored, check_shapes, dequantise, is_exact
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
+from engine.executor.models.quantising import Quantising
 from engine.executor.models.weights import Stored, stored_tensors, weight_files
 
 # The name of a stored tensor: of which weight it is a part, and of which kind.
@@ -52,11 +53,19 @@ class QuantisedWeight:
     """A weight that exists in its stored form until `weight[...]` makes it."""
 
     how: Quantisation
+    module: str
     parts: dict[str, Any]  # slices of files, which read nothing until they are indexed
     dtype: torch.dtype
+    quantising: Quantising
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:
-        return dequantise(self.how, {part: stored[...] for part, stored in self.parts.items()}, self.dtype)
+        parts = {part: stored[...] for part, stored in self.parts.items()}
+        if self.module in self.quantising.kept:
+            quantised = as_stored(self.how, parts)
+            self.quantising.scales[self.module] = quantised.scale
+            return quantised.numbers
+        # What is rounded to 8 bits is not rounded to 16 first.
+        return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)
 
 
 class StoredWeights:
@@ -71,8 +80,11 @@ class StoredWeights:
         self._plain: list[str] = []
         for name, stored in tensors.items():
             self._sort(name, stored, tensors)
+        self._numbers: dict[str, tuple[str, int]] = {}  # dtype and dimensions of each weight's numbers
         for weight, parts in self._weights.items():
             self._check(weight, {part: tensors[name] for part, name in parts.items()})
+            first = tensors[parts.get("weight") or parts.get("packed") or min(parts.values())]
+            self._numbers[weight] = first.dtype, len(first.shape)
         self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
         self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
 
@@ -109,22 +121,34 @@ class StoredWeights:
         except ValueError as error:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
-    def load(self, model: type[PreTrainedModel], dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
+    def exact_modules(self) -> set[str]:
+        """The modules whose stored numbers are int8 that a product can take as they are."""
+        return {
+            weight.removesuffix(".weight")
+            for weight, parts in self._weights.items()
+            if is_exact(self.how, parts, *self._numbers[weight])
+        }
+
+    def load(
+        self, model: type[PreTrainedModel], dtype: torch.dtype, quantising: Quantising, **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Return the model and transformers' report.  Raises UnsupportedModel, and whatever transformers raises."""
-        with contextlib.ExitStack() as stack, _in_this_thread():
+        with contextlib.ExitStack() as stack, in_this_thread():
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(self._files.values()))}
             slices = {name: opened[file].get_slice(name) for name, file in self._files.items()}
             tensors: dict[str, Any] = {name: slices[name] for name in self._plain}
             for weight, parts in self._weights.items():
                 stored = {part: slices[name] for part, name in parts.items()}
-                tensors[weight] = QuantisedWeight(self.how, stored, dtype)
-            module, report = model.from_pretrained(None, state_dict=tensors, dtype=dtype, **options)
+                module = weight.removesuffix(".weight")
+                tensors[weight] = QuantisedWeight(self.how, module, stored, dtype, quantising)
+            loading = quantising.while_loading(model)
+            made, report = loading.from_pretrained(None, state_dict=tensors, dtype=dtype, **options)
             report["unexpected_keys"] -= {name for name in report["unexpected_keys"] if self._is_no_bias(name, slices)}
-        if any(type(part) is Conv1D for part in module.modules()):
+        if any(type(part) is Conv1D for part in made.modules()):
             raise UnsupportedModel(f"{self.kind}: quantised weights of layers that store their transpose")
         if (self.directory / "generation_config.json").is_file():
-            module.generation_config = GenerationConfig.from_pretrained(self.directory)
-        return module, report
+            made.generation_config = GenerationConfig.from_pretrained(self.directory)
+        return made, report
 
     def _is_no_bias(self, name: str, slices: dict[str, Any]) -> bool:
         """Whether a tensor is a bias of zeros: some versions of gptq gave one to each layer that they quantised."""
@@ -134,7 +158,7 @@ class StoredWeights:
 
 
 @contextlib.contextmanager
-def _in_this_thread() -> Iterator[None]:
+def in_this_thread() -> Iterator[None]:
     """Make transformers take one tensor at a time, in the thread that loads.
 
     Its own threads run ahead, each with a weight in float32 and a team of OpenMP."""

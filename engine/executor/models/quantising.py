@@ -1,0 +1,144 @@
+"""Quantises linear layers while weights are read, so that the host holds one float weight at a time.
+
+transformers makes the model     nn.Linear on the meta device ─> Awaiting: its weight is not there yet
+and sets its weights one by one  a float weight ──────────────> rounded to 8 bits at once
+                                 numbers stored in 8 bits ────> kept, with their scales
+then the model is settled        Awaiting ────────────────────> QuantisedLinear
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.executor import ops
+from engine.executor.errors import UnsupportedModel
+from engine.executor.models.quantised import DTYPE, Kind, Quantised, QuantisedLinear
+
+log = logging.getLogger(__name__)
+
+FP8_CAPABILITY = (9, 0)  # of a GPU: Hopper
+# Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+def check_kind(kind: str, device: torch.device) -> None:
+    """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
+    if kind == "int8" and device.type != "cpu":
+        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
+    if kind == "fp8" and device.type == "cpu":
+        raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
+    if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
+
+
+def _fits(linear: nn.Linear, kind: Kind) -> bool:
+    """Whether a product with a quantised weight takes a layer of this size."""
+    return kind != "fp8" or not (linear.in_features % ops.FP8_INNER or linear.out_features % ops.FP8_OUT)
+
+
+class Awaiting(nn.Module):
+    """A linear layer whose weight is quantised as soon as it is set.  It computes nothing."""
+
+    def __init__(self, plain: nn.Linear, dtype: torch.dtype, device: torch.device, *, stored: bool) -> None:
+        """dtype: int8 or float8_e4m3fn.  stored: the weight comes as numbers of this dtype."""
+        super().__init__()
+        self.dtype, self.to_device = dtype, device
+        self.served_dtype = plain.weight.dtype  # of the model
+        self.bias = plain.bias
+        self.scale: Tensor | None = None
+        weight = plain.weight.detach()
+        if weight.device.type == "meta":  # transformers casts what it reads to the dtype of what it replaces
+            weight = torch.empty_like(weight, dtype=dtype if stored else torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value.device.type != "meta" and value.dtype != self.dtype:
+            quantised = Quantised.of(value.to(self.to_device), self.dtype)
+            self.scale = quantised.scale
+            value = nn.Parameter(quantised.numbers, requires_grad=False)
+            value._is_hf_initialized = True  # else transformers makes it up again
+        super().__setattr__(name, value)
+
+
+class Quantising:
+    """Which layers of one model are quantised, and their scales while it is read."""
+
+    def __init__(self, kind: Literal["none", "int8", "fp8"], device: torch.device) -> None:
+        """kind: the value of --quantize."""
+        self.kind, self._device = None if kind == "none" else kind, device
+        self._stored: Collection[str] = ()
+        self.kept: set[str] = set()  # modules whose stored numbers are served
+        self.scales: dict[str, Tensor] = {}  # theirs, until the model is settled
+
+    def keep(self, modules: Collection[str]) -> None:
+        """Serve the stored int8 numbers of these modules, where the device has a product for them."""
+        if self._device.type == "cpu":
+            self._stored = modules
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """What the model computes otherwise than its files say, for the fingerprint."""
+        kinds = {self.kind, "int8" if self.kept else None} - {None}
+        return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
+
+    def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Return a class whose models await their weights.  `settle` gives the model its own class back."""
+
+        def init(made: PreTrainedModel, *args: Any, **options: Any) -> None:
+            model.__init__(made, *args, **options)
+            self.swap(made)
+
+        return type(model.__name__, (model,), {"__init__": init, "__module__": model.__module__})
+
+    def quantise(self, model: PreTrainedModel) -> None:
+        """Quantise a model that has its weights.  Raises UnsupportedModel as `settle` does."""
+        self.swap(model)
+        self.settle(model, type(model))
+
+    def swap(self, model: PreTrainedModel) -> None:
+        """Let the linear layers of `model` await their weights; those that have one are quantised.
+
+        The head, embeddings, routers, whatever is no nn.Linear, and layers of sizes that no fp8 product takes, stay as
+        they are."""
+        head = model.get_output_embeddings()
+        for path, parent in list(model.named_modules()):
+            for name, child in parent.named_children():
+                if type(child) is not nn.Linear or child is head or name in ROUTERS:
+                    continue
+                full = f"{path}.{name}".lstrip(".")
+                if full in self._stored:
+                    self.kept.add(full)
+                    setattr(parent, name, Awaiting(child, torch.int8, self._device, stored=True))
+                elif self.kind is not None and _fits(child, self.kind):
+                    setattr(parent, name, Awaiting(child, DTYPE[self.kind], self._device, stored=False))
+
+    def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
+        """Make the model, whose class is `own`, computable.  Its weights must be set.
+
+        Raises UnsupportedModel if --quantize found nothing to quantise, and for fp8 of a model in another dtype than
+        bfloat16."""
+        model.__class__ = own
+        quantised, total = 0, sum(parameter.numel() for parameter in model.parameters())
+        for path, parent in list(model.named_modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Awaiting):
+                    scale = self.scales.pop(f"{path}.{name}".lstrip("."), child.scale)
+                    assert scale is not None
+                    quantised += child.weight.numel()
+                    weight = Quantised(child.weight.detach(), scale)
+                    setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
+        if self.kind == "fp8" and model.dtype != torch.bfloat16:
+            reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+            raise UnsupportedModel(f"--quantize fp8: {reason}")
+        if self.kind and not quantised:
+            kind = model.config.model_type
+            raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
+        if quantised:
+            log.info("%.0f %% of the %.0f million weights have 8 bits", 100 * quantised / total, total / 1e6)
