@@ -66,9 +66,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["none", "int8", "fp8"],
         Meta(
             description="Round the weights of linear layers to 8 bits while they load, with a scale for each row; "
-            "activations, embeddings, the head and the KV cache keep their data type. A token then reads about half "
-            "the bytes of bfloat16. int8: on a CPU. fp8: on a GPU. Give all engines of a deployment the same. none, "
-            "the default: weights as the checkpoint has them."
+            "embeddings, the head and the KV cache keep their data type. A token then reads about half the bytes of "
+            "bfloat16. int8: on a CPU. fp8: on a Hopper GPU; inputs of linear layers are rounded as well in steps of "
+            "more than 4 tokens. Give all engines of a deployment the same. none, the default: weights as the "
+            "checkpoint has them."
         ),
     ] = "none"
     deterministic: Annotated[

@@ -27,13 +27,19 @@ MOST_DRIFT = 0.02
 
 
 class OneShot:
-    """A buffer that all ranks read."""
+    """A buffer that all ranks read.
+
+    A process can have one only: torch numbers its meetings for the whole process, so those of a second one would wait
+    for ranks that count from another number."""
+
+    made = False  # whether this process has, or had, one
 
     def __init__(self, name: str, store: Any, rank: int, size: int, host: Any) -> None:
         """Take the buffer on the current GPU and map the others'.
 
         name: of the group of ranks, unique in the process.  host: their process group of the CPU.
         Raises RuntimeError where GPUs cannot read each other's memory."""
+        OneShot.made = True
         self._name = name
         # torch finds the group by its name, and keeps no reference.
         self._group = c10d.ProcessGroup(store, rank, size)
