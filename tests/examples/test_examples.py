@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,9 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
+from engine.core.blocks import OutOfBlocks
 from engine.executor.models.builtin import builtin
+from examples.paged_memory import BlockTables
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +84,64 @@ def test_an_offline_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["To be", "or not"]
     assert all(len(line["texts"]) == 2 and all(line["texts"]) for line in lines)
+
+
+def test_paged_memory_as_published() -> None:
+    """300 tokens are 19 blocks of 16, 17 are two; token i is at place i % 16 of the block i // 16 of its table."""
+    lines = [" ".join(line.split()) for line in run("paged_memory.py").stdout.splitlines()]
+    assert lines == [
+        "empty 0 blocks used, 0 tokens of 0 sequences",
+        "300 tokens take 19 blocks of 16",
+        "register a 19 blocks used, 300 tokens of 1 sequences",
+        "17 tokens take 2",
+        "register b 21 blocks used, 317 tokens of 2 sequences",
+        "token 299 of a: block 18 (the 19th of its table), place 11",
+        "fork a into c 21 blocks used, 617 tokens of 3 sequences",
+        "a appends: block 18 is copied to 21",
+        "c appends: nothing is copied",
+        "append to a and to c 22 blocks used, 619 tokens of 3 sequences",
+        "free a: c keeps 18 shared blocks 21 blocks used, 318 tokens of 2 sequences",
+        "free b and c 0 blocks used, 0 tokens of 0 sequences",
+    ]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["register", "append", "fork", "free"]), st.integers(0, 99)), max_size=80))
+def test_paged_memory_is_what_a_copy_of_every_sequence_would_be(steps: list[tuple[str, int]]) -> None:
+    """Each token is read back from where it was written, whatever is shared, copied and freed in between."""
+    memory, made = BlockTables(blocks=30, block_size=4), 0
+    written: dict[tuple[int, int], tuple[str, int, int]] = {}  # block and place -> what stands there
+    whole: dict[str, list[tuple[str, int, int]]] = {}  # what each sequence should read
+
+    def write(name: str, token: int) -> None:
+        block, place = memory.address(name, token)
+        assert memory.pool.refs(block) == 1, "a block that others share is written"
+        written[block, place] = (name, token, made)
+        whole[name].append(written[block, place])
+
+    for what, number in steps:
+        made += 1
+        names = sorted(whole)
+        name = names[number % len(names)] if names else ""
+        with contextlib.suppress(OutOfBlocks):
+            if what == "register":
+                memory.register(f"s{made}", number % 20)
+                whole[f"s{made}"] = []
+                for token in range(number % 20):
+                    write(f"s{made}", token)
+            elif what == "append" and name:
+                if copied := memory.append(name):
+                    old, new = copied
+                    written |= {(new, place): written[old, place] for place in range(4) if (old, place) in written}
+                write(name, memory.lengths[name] - 1)
+            elif what == "fork" and name:
+                memory.fork(name, f"s{made}")
+                whole[f"s{made}"] = list(whole[name])
+            elif what == "free" and name:
+                memory.free(name)
+                del whole[name]
+        memory.pool.check(memory.tables.values())
+        for each, tokens in whole.items():
+            assert [written[memory.address(each, at)] for at in range(memory.lengths[each])] == tokens
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
