@@ -55,6 +55,16 @@ def generated(model: PreTrainedModel, prompt: list[int], ends: list[int], **how:
     return answers
 
 
+def same(ours: list[tuple[list[int], float]], theirs: list[tuple[list[int], float]]) -> None:
+    """Equal tokens in the same order; scores up to float32's rounding of sums.
+
+    transformers computes with masks and with `width` rows from the first step on.  On some CPUs that changes the last
+    bits of the model's own sums."""
+    assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+    if len(theirs) > 1:
+        assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], rel=1e-5)
+
+
 @pytest.mark.parametrize("early_stopping", MODES)
 @pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0, -1.0, 0.0])
 def test_a_search_equals_transformers(
@@ -70,10 +80,7 @@ def test_a_search_equals_transformers(
         how: dict[str, Any] = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": new}
         if width > 1:
             how |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        theirs = generated(model, prompt, ends, **how)
-        assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
-        if width > 1:
-            assert [score for _, score in ours] == [score for _, score in theirs]
+        same(ours, generated(model, prompt, ends, **how))
         ended += sum(answer.stopped for answer in search.answers)
     assert ended, "no answer ends before the greatest length"
 
@@ -82,7 +89,7 @@ def test_end_tokens_are_passed_over_before_min_tokens(model: PreTrainedModel) ->
     for width in (2, 4):
         prompt, how = [8, 9, 30], {"num_beams": width, "num_return_sequences": width, "max_new_tokens": 9}
         search = BeamSearch(Beams(width), frozenset([END, 2]), 9, min_tokens=4, vocab_size=VOCAB)
-        assert searched(model, prompt, search) == generated(model, prompt, [END, 2], min_new_tokens=4, **how)
+        same(searched(model, prompt, search), generated(model, prompt, [END, 2], min_new_tokens=4, **how))
         assert all(len(answer.path.unroll()[0]) > 4 for answer in search.answers)
 
 
