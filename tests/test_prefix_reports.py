@@ -158,7 +158,7 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     assert published.update(PrefixReport([one, two])) in (("afresh", one + two, b""), ("afresh", two + one, b""))
     published.sent()
     published.claimed(three)
-    # What a claim has added, and what was never there, is not sent.
+    # Redis has a claim's digests already, and never had the other one: neither is sent.
     assert published.update(PrefixReport([three], [one, b"4" * 8])) == ("1", b"", one)
     published.sent()
     published.start_afresh()

@@ -200,9 +200,20 @@ def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch
     torch.ops.quire.block_scatter.default(buffer, blocks, caches)
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """A weight numbers * scale[:, None] on a Hopper GPU."""
+
+    numbers: torch.Tensor  # [out, in] float8_e4m3fn; in is a multiple of FP8_INNER, out of FP8_OUT
+    scale: torch.Tensor  # [out] float32
+
+
+FP8_INNER, FP8_OUT = 128, 16
+
+
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8,
     bias: torch.Tensor | None = None,
     *,
     norm: torch.Tensor | None = None,
@@ -217,48 +228,20 @@ def linear(
     silu_mul  weight and bias hold `size` gate rows, then as many up rows; the result is silu(gate) * up
     plus      [T, size], to which the result is added, in place: what is returned
     out       [T, size], without `plus`: where the result goes
+
+    With an Fp8 weight all else is bfloat16.  Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too,
+    with a scale for each token.
     """
     assert plus is None or out is None
+    numbers = weight.numbers if isinstance(weight, Fp8) else weight
     if out is None:
-        size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+        size = numbers.shape[0] // 2 if silu_mul else numbers.shape[0]
         out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
-    torch.ops.quire.linear.default(x, weight, bias, norm, eps, plus is not None, silu_mul, out)
-    return out
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """A weight numbers * scale[:, None] on a Hopper GPU."""
-
-    numbers: torch.Tensor  # [out, in] float8_e4m3fn; in is a multiple of FP8_INNER, out of FP8_OUT
-    scale: torch.Tensor  # [out] float32
-
-
-FP8_INNER, FP8_OUT = 128, 16
-
-
-def linear_fp8(
-    x: torch.Tensor,
-    weight: Fp8,
-    bias: torch.Tensor | None = None,
-    *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    silu_mul: bool = False,
-    plus: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear` with a weight in 8 bits.  x, bias, norm, plus and out are bfloat16.
-
-    Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too, with a scale for each token.
-    """
-    assert plus is None or out is None
-    if out is None:
-        size = len(weight.scale) // 2 if silu_mul else len(weight.scale)
-        out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
-    torch.ops.quire.linear_fp8.default(
-        x, weight.numbers, weight.scale, bias, norm, eps, plus is not None, silu_mul, out
-    )
+    rest = (bias, norm, eps, plus is not None, silu_mul, out)
+    if isinstance(weight, Fp8):
+        torch.ops.quire.linear_fp8.default(x, weight.numbers, weight.scale, *rest)
+    else:
+        torch.ops.quire.linear.default(x, weight, *rest)
     return out
 
 

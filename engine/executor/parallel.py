@@ -107,7 +107,7 @@ class Rank:
         return ""
 
     def kill(self) -> None:
-        """End the process now; whoever waits for it gets an end of file."""
+        """End the process now.  A read from its connection then returns an end of file."""
         self.process.kill()
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 from engine.executor.local import load
 from engine.executor.models.fused import is_fused
@@ -228,7 +229,7 @@ def test_fp8_logits_of_a_prompt(tmp_path: Path, family: str) -> None:
 
 
 def is_fp8(module: nn.Module) -> bool:
-    return isinstance(module, Product) and module.fp8 is not None
+    return isinstance(module, Product) and isinstance(module.weight, ops.Fp8)
 
 
 @pytest.mark.gpu

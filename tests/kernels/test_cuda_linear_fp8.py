@@ -9,7 +9,7 @@ import torch
 
 from engine.executor import ops
 from tests.kernels.test_cuda_linear import CUDA, error, randn
-from tests.kernels.test_layers import exact_norm
+from tests.kernels.test_cuda_linear import check as check_product
 
 pytestmark = pytest.mark.gpu
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -28,40 +28,10 @@ def weight(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
     return ops.Fp8(numbers, scale), numbers.double() * scale.double()[:, None]
 
 
-def check(
-    tokens: int,
-    inner: int,
-    size: int,
-    *,
-    bias: bool = False,
-    norm: bool = False,
-    plus: bool = False,
-    silu_mul: bool = False,
-    bound: float = EXACT,
-) -> None:
-    rows = 2 * size if silu_mul else size
-    wide_x, wide_out = randn(tokens, inner + 8, dtype=BF16), randn(tokens + 1, size + 16, dtype=BF16)
-    x, (stored, exact) = wide_x[:, :inner], weight(rows, inner)
-    biases = randn(rows, dtype=BF16) if bias else None
-    norms = randn(inner, dtype=BF16) if norm else None
-    before = wide_out.clone()
-    out = wide_out[:tokens, 8 : 8 + size]
-    y = exact_norm(x, norms, 1e-5).to(BF16).double() if norms is not None else x.double()
-    y = y @ exact.t()
-    if biases is not None:
-        y += biases.double()
-    if silu_mul:
-        gate, up = y.to(BF16).double().split(size, -1)
-        y = torch.nn.functional.silu(gate) * up
-    if plus:
-        y = y + out.double()
-        ops.linear_fp8(x, stored, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, plus=out)
-    else:
-        out.fill_(math.nan)
-        ops.linear_fp8(x, stored, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, out=out)
-    assert error(out, y) < bound
-    before[:tokens, 8 : 8 + size] = out
-    assert torch.equal(wide_out, before), "written outside its rows"
+def check(tokens: int, inner: int, size: int, *, bound: float = EXACT, **around: bool) -> None:
+    check_product(
+        tokens, inner, size, BF16, make_weight=lambda rows, inner, _: weight(rows, inner), bound=bound, **around
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
@@ -113,7 +83,7 @@ def test_all_numbers_of_e4m3(tokens: int) -> None:
     row = torch.where(every.float().isnan(), torch.zeros((), device=CUDA), every.float())
     numbers = torch.diag(row).to(E4M3)
     x = torch.ones(tokens, 256, dtype=BF16, device=CUDA)
-    out = ops.linear_fp8(x, ops.Fp8(numbers, torch.ones(256, device=CUDA)))
+    out = ops.linear(x, ops.Fp8(numbers, torch.ones(256, device=CUDA)))
     assert torch.equal(out, row.to(BF16).expand(tokens, -1))
 
 
@@ -123,7 +93,7 @@ def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
     stored, exact = weight(64, 256)
     x = torch.zeros(tokens, 256, dtype=BF16, device=CUDA)
     x[1:4] = randn(3, 256, dtype=BF16) * torch.tensor([[1e30], [1e-30], [1e-38]], device=CUDA)
-    out = ops.linear_fp8(x, stored)
+    out = ops.linear(x, stored)
     assert out[0].eq(0).all()
     assert out[4:].eq(0).all()
     assert out[3].isfinite().all()
@@ -136,7 +106,7 @@ def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
 def test_what_is_not_finite_stays_so(tokens: int, bad: float) -> None:
     x, (stored, exact) = randn(tokens, 256, dtype=BF16), weight(64, 256)
     x[1, 77] = bad
-    out = ops.linear_fp8(x, stored)
+    out = ops.linear(x, stored)
     assert not out[1].isfinite().any()
     assert error(out[2], x[2].double() @ exact.t()) < ROUNDED
 
@@ -149,7 +119,7 @@ def test_a_token_with_one_large_number_keeps_the_small_ones(tokens: int) -> None
     x[:, :120] = (
         (2.0 ** -torch.arange(120, device=CUDA).remainder(29)).to(BF16) * randn(tokens, 1, dtype=BF16) * 2.0**100
     )
-    out = ops.linear_fp8(x, stored)
+    out = ops.linear(x, stored)
     assert torch.equal(out, x)
 
 
@@ -161,8 +131,8 @@ def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
 
     def chain(y: torch.Tensor) -> torch.Tensor:
         for stored in weights:
-            y = ops.linear_fp8(y, stored, norm=norm, eps=1e-5)
-            y = ops.linear_fp8(y, stored, plus=y.clone())
+            y = ops.linear(y, stored, norm=norm, eps=1e-5)
+            y = ops.linear(y, stored, plus=y.clone())
         return y
 
     first = chain(x)
@@ -180,8 +150,8 @@ def test_the_same_every_time_and_in_a_graph(tokens: int) -> None:
 def test_wrong_tensors_are_named() -> None:
     x, (stored, _) = randn(2, 128, dtype=BF16), weight(16, 128)
     with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
-        ops.linear_fp8(x.half(), stored)
+        ops.linear(x.half(), stored)
     with pytest.raises(ValueError, match="weight: dtype is BFloat16, this operator wants Float8_e4m3fn"):
-        ops.linear_fp8(x, ops.Fp8(stored.numbers.to(BF16), stored.scale))
+        ops.linear(x, ops.Fp8(stored.numbers.to(BF16), stored.scale))
     with pytest.raises(ValueError, match="scale: rows of the weight is 16, weight has 32"):
-        ops.linear_fp8(x, ops.Fp8(weight(32, 128)[0].numbers, stored.scale), out=randn(2, 32, dtype=BF16))
+        ops.linear(x, ops.Fp8(weight(32, 128)[0].numbers, stored.scale), out=randn(2, 32, dtype=BF16))

@@ -13,13 +13,6 @@ from engine.tools import quantized
 OPTIONS = ["--rounds=2", "--kv-blocks=256", "--threads=1", "--text-tokens=600", "--cpu-time"]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text"
-    file.write_text(" ".join(f"word {i} of a text" for i in range(200)))
-    return file
-
-
 def test_the_command(
     checkpoint: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

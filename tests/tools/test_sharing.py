@@ -13,13 +13,6 @@ from engine.tools import sharing
 OPTIONS = ["--kv-blocks=400", "--threads=1", "--requests=6", "--ways=2,4", "--max-model-len=400"]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text"
-    file.write_text(" ".join(f"word {i} of a text" for i in range(200)))
-    return file
-
-
 def test_the_command(checkpoint: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Samples share the full blocks of their prompt and no more, which bounds what they save."""
     assert sharing.main([str(checkpoint("llama")), f"--text={text}", *OPTIONS]) == 0

@@ -105,4 +105,12 @@ __device__ inline uint32_t widen_e4m3(uint32_t pair) {
   return wide.x | static_cast<uint32_t>(wide.y) << 16;
 }
 
+// The same of four numbers, in two registers.  By widen_e4m3 the upper two would take a shift as well.
+__device__ inline void widen_four(uint32_t four, uint32_t& first, uint32_t& second) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
+}
+
 }  // namespace quire::cuda

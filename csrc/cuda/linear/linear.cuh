@@ -87,14 +87,6 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
-// Two registers of fp16, exactly, from four numbers of e4m3.
-__device__ inline void widen_four(uint32_t four, uint32_t& first, uint32_t& second) {
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
-      : "=r"(first), "=r"(second)
-      : "r"(four));
-}
-
 // bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
 // between 2^14 and 2^15.  Numbers 2^29 times as small still keep all of their bits, and only those 2^39 times as small
 // are lost.

@@ -43,7 +43,7 @@ class Fp8Linear(nn.Module):
         self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        y = ops.linear_fp8(x.reshape(-1, x.shape[-1]), self.stored, self.bias)
+        y = ops.linear(x.reshape(-1, x.shape[-1]), self.stored, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -76,18 +76,13 @@ class Product(nn.Module):
         self.norm = norm
         self.silu_mul = silu_mul
         self.packed = weight if isinstance(weight, ops.Packed) else None
-        self.fp8 = weight if isinstance(weight, ops.Fp8) else None
-        self.weight = weight if isinstance(weight, Tensor) else None
+        self.weight = None if isinstance(weight, ops.Packed) else weight
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
         if self.weight is not None:
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
-        if self.fp8 is not None:
-            return ops.linear_fp8(
-                x, self.fp8, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out
-            )
         assert self.packed is not None
         if norm is not None:
             x = ops.rms_norm(x, norm, eps)
