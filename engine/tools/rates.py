@@ -106,6 +106,8 @@ def measure(llm: LLM, jobs: list[Job], rate: float | None, ask: int) -> Run:
         for i in [i for i, completion in open_ones.items() if is_done(completion)]:
             ends[i] = now - start
             del open_ones[i]
+    while not core.idle:  # the last steps in flight
+        llm.step()
     return Run(
         rate=rate,
         requests=len(jobs),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from engine.llm import LLM
@@ -31,7 +31,7 @@ def engine(checkpoint: Callable[[str], Path]) -> LLM:
 def launched(engine: LLM, until: Callable[[], bool] = lambda: True, most: int = 50) -> Counter[str]:
     """Run one step, or steps until `until()`, and return how often each kernel was launched meanwhile."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         for _ in range(most):
             engine.step()
             if until():
