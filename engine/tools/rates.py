@@ -42,7 +42,6 @@ from engine.common import settings
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.executor import local
-from engine.executor.base import Executor
 from engine.llm import LLM, Completion, all_cores
 from engine.loop import ConfigError
 from engine.tools.bench import Job, say
@@ -127,12 +126,15 @@ def is_done(completion: Completion) -> bool:
     return output.finish_reason != "error"  # what it says until it has ended
 
 
-def sweep(config: EngineConfig, executor: Executor, jobs: list[Job], own: argparse.Namespace) -> dict[str, list[Run]]:
-    """Measure each way on the same executor, one after the other."""
+def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dict[str, list[Run]]:
+    """Measure each way, one after the other.  Raises OperatorError."""
     found: dict[str, list[Run]] = {}
     for way in own.ways:
         found[way] = []
-        llm = LLM.over(msgspec.structs.replace(config, **WAYS[way]), executor)
+        chosen = msgspec.structs.replace(config, **WAYS[way])
+        llm = LLM.over(chosen, local.load(all_cores(chosen)))  # its slots belong to one scheduler
+        if not llm.executor.info.eos_ids:
+            raise ConfigError(f"{config.model} has no end token, with which answers could end")
         measure(llm, jobs[:8], None, own.ask)  # to warm up
         llm.engine.core.pool.forget_all()
         counts = [(rate, int(rate * own.seconds)) for rate in own.rates] + [(None, own.at_once)]
@@ -143,6 +145,7 @@ def sweep(config: EngineConfig, executor: Executor, jobs: list[Job], own: argpar
             found[way].append(measure(llm, jobs[:count], rate, own.ask))
             llm.engine.core.pool.forget_all()  # the next load has the same prompts
             say(f"{way}: {found[way][-1]}")
+        llm.close()
     return found
 
 
@@ -167,11 +170,7 @@ def main(argv: list[str]) -> int:
         most = max([own.at_once, *(int(rate * own.seconds) for rate in own.rates)])
         if not 0 < most <= len(jobs):
             raise ConfigError(f"{own.requests} has {len(jobs)} requests; --rates and --at-once ask for {most}")
-        executor = local.load(all_cores(config))
-        if not executor.info.eos_ids:
-            raise ConfigError(f"{config.model} has no end token, with which answers could end")
-        figures = sweep(config, executor, jobs, own)
-        executor.close()
+        figures = sweep(config, jobs, own)
         print(msgspec.json.encode(figures).decode())
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)

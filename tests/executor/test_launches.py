@@ -15,6 +15,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from engine.llm import LLM
+from engine.turn_record import TurnRecord
 from tests.executor.test_gpu import GREEDY, llm, words
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +41,15 @@ def launched(engine: LLM, until: Callable[[], bool] = lambda: True, most: int = 
     return Counter(event.name for event in found.events() or [] if event.device_type == DeviceType.CUDA)
 
 
+class Plans:
+    """An observer that keeps how many prompt tokens the last plan had."""
+
+    prompt_tokens = 0
+
+    def observe(self, record: TurnRecord) -> None:
+        self.prompt_tokens = sum(len(piece.token_ids) for piece in record.plan.slices) if record.plan else 0
+
+
 def times(kernels: Counter[str], *names: str) -> int:
     return sum(count for kernel, count in kernels.items() if any(name in kernel for name in names))
 
@@ -48,9 +58,9 @@ def test_a_decode_step_writes_once_and_attends_once_a_layer(engine: LLM) -> None
     """17 sequences of very different lengths: one launch for all of them."""
     for i in range(17):
         engine.submit(words(1 + 11 * i), GREEDY, max_new_tokens=200)
-    while engine.engine.core.waiting or any(s.computed < s.prompt_len for s in engine.engine.core.live()):
-        engine.step()
-    for _ in range(3):
+    plans = Plans()
+    engine.engine.observers.append(plans)
+    while engine.engine.core.running < 17 or plans.prompt_tokens:
         engine.step()
     kernels = launched(engine)
     assert times(kernels, WRITE) == LAYERS, kernels

@@ -210,7 +210,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_within_the_lease(checkpoint: 
 
 
 def test_the_process_ends_though_an_abort_never_returns() -> None:
-    """NCCL's may wait for a kernel that waits for the lost rank.  The rank is stopped: its process lives, and is silent."""
+    """NCCL's may wait for a kernel that waits for the lost rank.  The rank here is stopped: it lives, and is silent."""
     code = (
         "import signal, socket, subprocess, sys, time\n"
         "from types import SimpleNamespace\n"
