@@ -7,8 +7,9 @@
     image ─ buildah run ─> its own root filesystem, user, entry point and command; Redis is this machine's
                            └ a chat request, then SIGTERM
 
-The stage `engine` is not built: its CUDA image cannot be had without a registry.  pip installs as it is configured on this
-machine.  Needs root, and Debian's packages buildah and debootstrap.  Exit status 1 when a step fails, 2 when one is lacking.
+The stage `engine` is not built: its CUDA image cannot be had without a registry.  In the build pip is configured as on
+this machine.  Needs root, and Debian's packages buildah and debootstrap.  Exit status 1: a step failed; 2: this machine
+lacks something.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ NEEDED_GB = 20  # of disk: a layer is a full copy, because the storage is plain 
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 # As in the base image: buildah takes $PATH of the Dockerfile from it.
 PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
+USER = 10001  # of the images
 MODEL = f"/opt/quire/models/{demo.NAME}"
 QUESTION = "What is the capital of France?"
 GB = 1e9
@@ -215,18 +217,19 @@ class Container:
         name = buildah("from", "--pull-never", image_name(target))
         self.root = Path(buildah("mount", name))
         config = json.loads(buildah("inspect", name))["OCIv1"]["config"]
-        assert config["User"] == "10001:10001", config
+        assert config["User"] == f"{USER}:{USER}", config
         options = [word for pair in settings.items() for word in ("--env", "=".join(pair))]
         command = [*buildah.command, "run", "--isolation=chroot", *options, name, "--"]
         words = config["Entrypoint"] + config["Cmd"]
         self.process = Process(buildah.folder / f"run-{target}.log", *words, command=command, env=buildah.env)
 
     def pids(self) -> list[int]:
-        """Return the running processes whose root directory is this container's, the first one first."""
+        """Return the program's processes, the first one first: those with this root directory that are not buildah's."""
         wanted, found = self.root.stat(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if os.path.samestat((entry / "root").stat(), wanted):
+                inside = os.path.samestat((entry / "root").stat(), wanted)
+                if inside and not (entry / "cmdline").read_bytes().startswith(b"buildah-"):
                     found.append(int(entry.name))
             except OSError:  # it has just ended
                 continue
@@ -249,7 +252,7 @@ class Container:
         found = []
         for folder, folders, files in os.walk(self.root):
             folders[:] = [name for name in folders if Path(folder, name) != self.root / "tmp"]
-            found += [str(path) for name in folders + files if (path := Path(folder, name)).lstat().st_uid == 10001]
+            found += [str(path) for name in folders + files if (path := Path(folder, name)).lstat().st_uid == USER]
         return found
 
 
@@ -321,6 +324,19 @@ def sizes(buildah: Buildah) -> None:
         buildah("rm", container)
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is removed at the end, unless something of this machine is still mounted in it."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-images-"))
+    try:
+        yield folder
+    finally:
+        if f" {folder}/" in Path("/proc/self/mounts").read_text():
+            print(f"images: not removed, because something is mounted in it: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
+
+
 def make_images(folder: Path) -> None:
     """Build, measure, start, ask.  Raises ImagesError."""
     require(folder)
@@ -350,8 +366,8 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
             make_images(folder.resolve())
         else:
-            with tempfile.TemporaryDirectory(prefix="quire-images-") as temporary:
-                make_images(Path(temporary))
+            with temporary_folder() as temporary:
+                make_images(temporary)
     except OperatorError as error:
         print(error, file=sys.stderr)
         return error.exit_status
