@@ -57,6 +57,7 @@ FROM compiler AS kernels-cpu
 RUN GPUS= /src/.ci/image.sh kernels /opt/quire
 
 FROM engine-base AS engine-cpu
+ENV QUIRE_DEVICE=cpu
 COPY --from=kernels-cpu /opt/quire/kernels /opt/quire/kernels
 
 FROM nvidia/cuda:${CUDA}-devel-ubuntu22.04 AS cuda

@@ -30,7 +30,8 @@ case $part in
   engine) install '[engine,cli]' ;;
   kernels)
     if [ -n "${GPUS-all}" ]; then
-      "$prefix/bin/python" - "$(nvcc --version)" <<'CHECK'
+      release=$(nvcc --version)
+      "$prefix/bin/python" - "$release" <<'CHECK'
 import re, sys, torch
 (nvcc,) = re.findall(r"release (\d+\.\d+)", sys.argv[1])
 if nvcc != torch.version.cuda:

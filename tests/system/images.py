@@ -224,7 +224,7 @@ class Container:
         self.process = Process(buildah.folder / f"run-{target}.log", *words, command=command, env=buildah.env)
 
     def pids(self) -> list[int]:
-        """Return the program's processes, the first one first: those with this root directory that are not buildah's."""
+        """Return the program's processes, the first one first: all with this root directory but buildah's own."""
         wanted, found = self.root.stat(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
