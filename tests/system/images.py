@@ -144,14 +144,19 @@ class Buildah:
 
 
 def run(command: Sequence[str], log: Path, env: dict[str, str]) -> str:
-    """Run to the end with stderr in `log`, and return stdout.  Raises ImagesError."""
-    with log.open("a") as file:
-        done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True, check=False)
-        file.write(done.stdout)
-    if done.returncode != 0:
+    """Run to the end with all output in `log` as it comes, and return stdout.  Raises ImagesError."""
+    said = []
+    with (
+        log.open("a", buffering=1) as file,
+        subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+    ):
+        for line in process.stdout or ():
+            file.write(line)
+            said.append(line)
+    if process.returncode != 0:
         lines = log.read_text(errors="replace").splitlines()[-20:]
-        raise ImagesError("\n".join([f"{command[0]} failed with status {done.returncode}:", *lines]))
-    return done.stdout.strip()
+        raise ImagesError("\n".join([f"{command[0]} failed with status {process.returncode}:", *lines]))
+    return "".join(said).strip()
 
 
 def mirror(release: str) -> str:
