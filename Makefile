@@ -1,4 +1,4 @@
-# Six commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
+# Seven commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
@@ -8,6 +8,7 @@
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
+#   make images [ARGS='--folder ./dir']                         the Docker images, built with buildah, started and asked (root)
 #
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
 
@@ -23,7 +24,7 @@ ARGS ?=
 
 CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
 
-.PHONY: serve test clients lint bench chaos
+.PHONY: serve test clients lint bench chaos images
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
@@ -56,6 +57,10 @@ bench: $(INSTALLED) $(KERNELS)
 
 chaos: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m tests.system.chaos $(ARGS)
+
+# Not part of `make test`: it takes root, 20 GB of disk and a quarter of an hour.
+images: $(INSTALLED)
+	@$(RUN) -m tests.system.images $(ARGS)
 
 # What serves, and then what tests.  All of the first in one pip call, so that the constraints choose the build of torch
 # before anything that depends on it can.  Modules are compiled when they are first imported: most never are.

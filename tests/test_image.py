@@ -1,10 +1,9 @@
-"""What is installed: the wheel, the images' steps in a clean prefix, and what the Dockerfile takes for granted."""
+"""What is installed: the wheel, and the gateway's image by its own step, in a clean prefix."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,15 +14,12 @@ from pathlib import Path
 import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.config import EngineConfig
 from engine.executor import ops
-from engine.executor.models import demo
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
 NOT_SHIPPED = {".md", ".pyc"}
 
 
@@ -70,11 +66,13 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
-    """The Dockerfile's own steps, into an empty prefix: packages come from the index, so this takes half a minute."""
+    """The Dockerfile's own step, into an empty prefix.  Packages come from the index.
+
+    Unlike the image's, they are not compiled: nine tenths of transformers are never imported here."""
     prefix = tmp_path / "prefix"
     done = subprocess.run(
         [ROOT / ".ci" / "image.sh", "gateway", prefix],
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": sys.executable, "PIP_COMPILE": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -126,23 +124,3 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
             )
             assert (done.returncode, done.stderr) == (0, ""), command
             assert says in done.stdout
-
-
-def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
-    script = (ROOT / ".ci" / "image.sh").read_text()
-    for part in re.findall(r"/src/\.ci/image\.sh (\w+)", DOCKERFILE):
-        assert re.search(rf"^  {part}\)", script, re.MULTILINE), part
-    assert re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)[-2:] == ["gateway", "engine"]
-    assert DOCKERFILE.count("USER 10001:10001") == 2
-    (gpus,) = re.findall(r'^ARG GPUS="(.*)"', DOCKERFILE, re.MULTILINE)
-    assert tuple(gpus.split()) == ops.AHEAD_GPUS
-    for name in re.findall(r"QUIRE_(\w+)=", DOCKERFILE):
-        assert name.lower() in EngineConfig.__struct_fields__
-    values = (ROOT / "helm" / "values.yaml").read_text()
-    assert f"/models/{demo.NAME}/" in DOCKERFILE
-    assert f'models.demo "$prefix/models/{demo.NAME}"' in script
-    assert f"  name: /opt/quire/models/{demo.NAME}\n" in values
-    assert ops.LIBRARY in DOCKERFILE
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    for name in re.findall(r"cp -r (.*) \"", script)[0].split():
-        assert f"!{name}" in ignored
