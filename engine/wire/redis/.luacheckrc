@@ -13,7 +13,7 @@ local constants = {
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
-  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_all", "logged_tokens",
+  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",
   "move_to_late", "lane_tokens", "lane_state", "queue_state",
