@@ -310,11 +310,16 @@ class Run:
     async def talk(self, engine: _Engine) -> None:
         engine.rung, engine.silent_until = False, self.now + self.exchange_s
         self.tick()
-        retry = await engine.exchange()
-        if retry:
-            self.at(self.now + retry, lambda: self.talk(engine))
+        await self.exchange(engine)
         if not engine.running:
             self.start(engine)
+
+    async def exchange(self, engine: _Engine) -> None:
+        """Exchange with Redis; ask again when the reply says so, unless another exchange comes first."""
+        retry = await engine.exchange()
+        if retry:
+            number = engine.exchanges
+            self.at(self.now + retry, lambda: self.talk(engine) if engine.exchanges == number else None)
 
     def start(self, engine: _Engine) -> None:
         if seconds := engine.submit():
@@ -334,9 +339,7 @@ class Run:
                     self.at(self.now + pause, partial(self.arrive, after, counts=counts))
         if engine.due:
             self.tick()
-            retry = await engine.exchange()
-            if retry:
-                self.at(self.now + retry, lambda: self.talk(engine))
+            await self.exchange(engine)
         self.start(engine)
 
     async def serve(self, streams: list[tuple[Sessions, float]], warm: int, count: int) -> Figures:
