@@ -25,7 +25,7 @@ from engine.core.blocks import AccountingError
 from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
 from engine.executor.errors import ModelLoadError
 from engine.hot_prefixes import warm
-from engine.interpreter import tune_interpreter
+from engine.interpreter import keep_what_is_loaded, tune_interpreter
 from engine.loop import ConfigError, Engine
 from engine.metrics import Telemetry
 from engine.metrics_page import Page
@@ -119,6 +119,7 @@ class Server:
             log.info("takeover: this spare serves from now on")
             self._watch = Stopwatch()
         self._executor = load(config)
+        keep_what_is_loaded()
         self._open_logs()
         self._telemetry.describe_model(self._executor.info, config)
         observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]

@@ -18,3 +18,12 @@ def tune_interpreter() -> None:
     """Set how often threads change and when garbage is collected.  Call it once a process."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def keep_what_is_loaded() -> None:
+    """Have the collector leave alone what exists now: it would walk through it again and again while tokens wait.
+
+    For a process that loads one model and keeps it.  Objects that refer to each other are never freed afterwards, until
+    gc.unfreeze()."""
+    gc.collect()
+    gc.freeze()

@@ -15,6 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("report", "draw one result of replay, or compare two (exit status 1: the second is worse)"),
     "burst": ("burst", "replay a threefold burst against two lanes, one queue, other modes and vLLM"),
     "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
+    "memory-limit": ("memory_limit", "compare static and paged allocation, admission, prefix cache in 12 GB on a GPU"),
+    "block-size": ("block_size", "compare block sizes: throughput, filled slots, swap against recompute"),
     "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
     "long-prompt": ("long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),

@@ -67,6 +67,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia")).strip("_")
 
 
+def device() -> str:
+    """Return what stands in the names of results: the first GPU, such as h200, or cpu."""
+    return slug(gpu_name().partition(",")[0]) or "cpu"
+
+
 def write(name: str, command: str, figures: Any) -> Path:
     """Write loadtest/results/NAME.json: the results, the command that produces them, and the machine."""
     RESULTS.mkdir(exist_ok=True)

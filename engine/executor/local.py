@@ -126,9 +126,6 @@ class LocalExecutor:
         self._in_flight: deque[Pending | StepResult | Exception] = deque()
         self._begun: deque[float] = deque()  # when each was submitted
         self._ended = 0.0  # when the last one was collected
-        # What is loaded stays: the collector need not walk through it again and again while tokens wait.
-        gc.collect()
-        gc.freeze()
 
     def submit(self, plan: StepPlan) -> None:
         """Start one step; on a GPU returns at once.  At most `depth` may be in flight."""
@@ -213,8 +210,7 @@ class LocalExecutor:
         """Drop the steps in flight and let go of all memory."""
         self._in_flight.clear()
         self._worker = None
-        gc.unfreeze()  # a worker and its graphs refer to each other
-        gc.collect()
+        gc.collect()  # a worker and its graphs refer to each other
         torch.cuda.empty_cache()  # nothing where no GPU was used
 
 

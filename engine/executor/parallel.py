@@ -196,7 +196,8 @@ class Watch:
         for rank in self.others:
             rank.kill()
         if self.ranks is not None:
-            self.ranks.abort()
+            # On a thread: NCCL's waits for a kernel that may wait for the lost rank.
+            threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
         until = time.monotonic() + END_S
         while calls % 2 and self.calls == calls:
             if time.monotonic() > until:

@@ -9,6 +9,7 @@ bench      throughput, latency and swap of one loaded model, without Redis and H
 gpu-idle   how long a GPU is idle between decode steps
 structured what grammars cost: tokens a second with and without them, in pairs
 quantized  perplexity, agreement and speed of --quantize, in pairs with the plain model
+rates      normalised latency by request rate: static allocation, paged, admission, prefix cache
 sharing    how many KV blocks parallel sampling and beam search share
 models     which model families are served, proved against transformers; writes docs/models.md
 """
@@ -28,6 +29,7 @@ NAMES = {
     "gpu-idle": "gpu_idle",
     "structured": "structured",
     "quantized": "quantized",
+    "rates": "rates",
     "sharing": "sharing",
     "models": "models",
 }

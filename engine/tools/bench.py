@@ -12,6 +12,7 @@ a line, and "at_s" where a request comes later than at once.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import statistics
@@ -25,6 +26,7 @@ from engine.common import settings
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.executor import local
+from engine.interpreter import keep_what_is_loaded
 from engine.llm import LLM, Completion, all_cores
 from engine.loop import ConfigError
 from engine.wire.messages import Sampling
@@ -58,6 +60,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
     begin = time.perf_counter()
     llm = LLM.over(config, local.load(all_cores(config)))
+    keep_what_is_loaded()
     figures = {"start_s": time.perf_counter() - begin}
     vocab = llm.executor.info.vocab_size
     llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
@@ -82,6 +85,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
         figures |= {f"{name}_without_prefix_cache": value for name, value in medians(without).items()}
     for batch in options.latency:
         figures |= latency(llm, batch, vocab)
+    gc.unfreeze()
     llm.close()
     if options.swap:
         figures |= swap(config, options.swap)

@@ -245,6 +245,7 @@ def gateway_collector() -> Iterator[None]:
     gc.set_threshold(*before)
     gc.unfreeze()
     gc.collect()
+    gc.freeze()  # as tests/conftest.py does
 
 
 @pytest.mark.usefixtures("gateway_collector")

@@ -1,0 +1,83 @@
+"""The block size: throughput, filled slots, and what a preemption costs, with blocks of 8, 16, 32 and 64 tokens.
+
+    python -m loadtest block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
+
+The 42M model is made in DIR if the directory holds no model.  For each size, requests of ShareGPT-like lengths run all
+at once (`engine.tools bench --requests --slots`).  Then, for each length of a sequence, moving its blocks to the host's
+memory and back is compared with computing them again (`engine.tools bench --swap`).  A choice of `--preempt auto` is
+right where it takes the cheaper way, as timed in the same run.  Writes loadtest/results/block_size_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from loadtest import command_line, machine, trace
+from loadtest.checkpoint import make_llama_42m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
+    parser.add_argument("--sizes", default="8,16,32,64", help="tokens of a block; default 8,16,32,64")
+    parser.add_argument("--requests", type=int, default=1000, help="how many of the trace; default 1000")
+    parser.add_argument("--lengths", default="128,512,2048,8192", help="tokens of the preempted sequence")
+    parser.add_argument("--options", default="", help="more options of the engine, in one string")
+
+
+def bench(directory: Path, *words: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "engine.tools", "bench", str(directory), *words]
+    output = subprocess.run(command, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures: dict[str, float] = json.loads(output)
+    return figures
+
+
+def trade_off(found: dict[str, float], sizes: list[int]) -> dict[str, dict[str, Any]]:
+    """Return swap and recompute times by block size, and whether `auto` took the cheaper way."""
+    cells = {}
+    for size in sizes:
+        swap, again = found[f"swap{size}_ms"], found[f"recompute{size}_ms"]
+        swaps = bool(found[f"auto{size}_swaps"])
+        cells[str(size)] = {
+            "swap_ms": round(swap, 3),
+            "recompute_ms": round(again, 3),
+            "auto": "swap" if swaps else "recompute",
+            "right": swaps == (swap < again),
+        }
+    return cells
+
+
+def main(args: argparse.Namespace, command: str) -> int:
+    if not (args.directory / "config.json").exists():
+        make_llama_42m(args.directory)
+    vocab = json.loads((args.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    sizes, more = [int(size) for size in args.sizes.split(",")], args.options.split()
+    work: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        requests = Path(scratch, "requests.jsonl")
+        trace.write_requests(trace.read("sharegpt_like")[: args.requests], vocab, requests)
+        for size in sizes:
+            words = ["--requests", str(requests), "--slots", "--itl-stretch", "0", "--block-size", str(size)]
+            found = bench(args.directory, *words, *more)
+            work[str(size)] = {name: round(found[name], 4) for name in ("tokens_per_s", "slots_filled", "eta")}
+            print(f"blocks of {size}: {work[str(size)]}", flush=True)
+    cells: dict[str, Any] = {}
+    for length in args.lengths.split(","):
+        cells[length] = trade_off(bench(args.directory, "--swap", length, *more), sizes)
+        print(f"{length} tokens: {cells[length]}", flush=True)
+    right = statistics.fmean(cell["right"] for row in cells.values() for cell in row.values())
+    print(f"auto chose the cheaper way in {right:.0%} of {len(cells) * len(sizes)} cells")
+    figures = {"requests": work, "preemption": cells, "auto_right": right}
+    path = machine.write(f"block_size_{machine.device()}", command.replace(str(args.directory), "DIRECTORY"), figures)
+    print(f"written to {path.relative_to(machine.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run("block-size", __doc__, add_arguments, main))
