@@ -41,7 +41,7 @@ COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 class Spent(msgspec.Struct, frozen=True):
     """What Redis has spent since its start, or between two moments."""
 
-    cpu_us: float
+    cpu_us: float  # all of Redis
     script_us: float
     in_bytes: int
     out_bytes: int

@@ -21,7 +21,7 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
-  "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window",
+  "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window", "held_elsewhere",
   "next_place", "patience_end", "left_until", "choose", "add_prefixes", "note_claim", "note_passed", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "forget_response", "keep_response",
