@@ -39,27 +39,29 @@ COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What Redis has spent since its start, or between two moments."""
+    """What Redis has spent since its start, or between two moments: microseconds and bytes, by name."""
 
-    cpu_us: float  # all of Redis
-    script_us: float
-    in_bytes: int
-    out_bytes: int
+    counts: dict[str, float]
 
     @classmethod
     def read(cls, client: redis.Redis) -> Self:
         info: Any = client.info("everything")
-        scripts = sum(info.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("evalsha", "eval"))
-        return cls(1e6 * redis_cpu_s(info), scripts, info["total_net_input_bytes"], info["total_net_output_bytes"])
+        counts = {
+            "cpu_us": 1e6 * redis_cpu_s(info),
+            "script_us": sum(info.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("evalsha", "eval")),
+            "in_bytes": info["total_net_input_bytes"],
+            "out_bytes": info["total_net_output_bytes"],
+        }
+        return cls(counts)
 
     def __sub__(self, before: Spent) -> Spent:
-        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(before), strict=True)
-        return Spent(*(after - earlier for after, earlier in pairs))
+        return Spent({name: count - before.counts[name] for name, count in self.counts.items()})
 
-    def each(self, count: int, less: dict[str, float] | None = None, times: int = 0) -> dict[str, float]:
-        """Return the mean of `count`, after `times` times the costs `less` are taken off."""
-        whole: dict[str, float] = msgspec.structs.asdict(self)
-        return {name: round((value - times * (less or {}).get(name, 0)) / count, 1) for name, value in whole.items()}
+    def each(self, number: int, less: dict[str, float] | None = None, times: int = 0) -> dict[str, float]:
+        """Return the mean of `number`, after `times` times the costs `less` are taken off."""
+        return {
+            name: round((count - times * (less or {}).get(name, 0)) / number, 1) for name, count in self.counts.items()
+        }
 
 
 class _Engine:
