@@ -15,6 +15,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 RUN := .venv/bin/python
+SERVING := .venv/.serving
 INSTALLED := .venv/.installed
 KERNELS := .venv/.kernels
 MODEL ?=
@@ -31,7 +32,7 @@ serve: $(KERNELS)
 # Most tests wait for processes, so two files run at a time.  Those marked `alone` compare times of one load with those of
 # another, and run before.  What ARGS names runs one by one.
 HERE := not gpu and not multi_gpu and not perf
-test: $(KERNELS)
+test: $(INSTALLED) $(KERNELS)
 ifeq ($(ARGS),)
 	@$(RUN) -m pytest -q -m "alone and $(HERE)"
 	@$(RUN) -m pytest -m "not alone and $(HERE)" -n 2 --dist loadfile
@@ -39,7 +40,7 @@ else
 	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
 endif
 
-clients: $(KERNELS) $(CLIENTS)
+clients: $(INSTALLED) $(KERNELS) $(CLIENTS)
 	@$(RUN) -m tests.clients $(ARGS)
 
 lint: $(INSTALLED)
@@ -49,19 +50,26 @@ lint: $(INSTALLED)
 	@$(RUN) .ci/function_lines.py
 	@$(RUN) -m vulture
 
-bench: $(KERNELS)
+bench: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m pytest -q -m "perf and not gpu"
 	@$(RUN) -m loadtest.throughput $(ARGS)
 
-chaos: $(KERNELS)
+chaos: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m tests.system.chaos $(ARGS)
 
-# One pip call, so that the constraints choose the build of torch before anything that depends on it can.
-$(INSTALLED): pyproject.toml .ci/constraints.txt
+# What serves, and then what tests.  All of the first in one pip call, so that the constraints choose the build of torch
+# before anything that depends on it can.  Modules are compiled when they are first imported: most never are.
+PIP_INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt
+$(SERVING): pyproject.toml .ci/constraints.txt
 	@test -n "$(PYTHON)" || { echo "Quire needs Python 3.11 or 3.12, and found neither: make PYTHON=/path/to/python" >&2; exit 1; }
 	@test -x $(RUN) || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
-	@echo "Installing the packages of pyproject.toml, as pinned in .ci/constraints.txt (a minute or two)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	@echo "Installing what serves, as pinned in .ci/constraints.txt (a minute)"
+	@$(PIP_INSTALL) -e '.[engine,cli,embedded]'
+	@touch $@
+
+$(INSTALLED): $(SERVING)
+	@echo "Installing what tests (a minute)"
+	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 # Two environments: clients differ in the version of the official one that they take.  Every package is pinned, so none is
@@ -73,7 +81,7 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@.venv-clients/$*/bin/python -m pip check --quiet --disable-pip-version-check
 	@touch $@
 
-$(KERNELS): $(INSTALLED) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
+$(KERNELS): $(SERVING) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
 	@$(RUN) -m engine.executor.ops >/dev/null
 	@touch $@

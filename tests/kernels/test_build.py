@@ -154,6 +154,18 @@ def test_built_ahead_for_other_machines_is_loaded_as_it_is(tmp_path: Path, monke
         ops.load(library=tmp_path / "nowhere.so")
 
 
+def test_every_source_is_compiled_once_and_the_bindings_of_a_device_together() -> None:
+    script = kernels_build.build_script(ops.Target())
+    lines = [line for line in script.splitlines() if line.startswith("build ")]
+    (united,) = [line for line in lines if " unite " in line]
+    for source in ops.CSRC.rglob("*.cpp"):
+        names = sum(line.split().count(str(source)) for line in lines)
+        assert names == ("cuda" not in source.parts)
+        if "cuda" not in source.parts:
+            assert (str(source) in united) == ("torch/" in source.read_text() or "torch_api" in source.parts)
+    assert "build bindings_cpu.cpp.o: compile bindings_cpu.cpp" in lines
+
+
 def test_each_gpu_gets_machine_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ninja's script only: there may be no nvcc here."""
     (tmp_path / "bin").mkdir()

@@ -19,10 +19,10 @@ TokenRows bytes_of_rows(const at::Tensor& rows) {
           rows.stride(1) * rows.element_size()};
 }
 
-std::vector<Cache> bytes_of(at::TensorList caches) {
+std::vector<Cache> caches_of(at::TensorList caches) {
   std::vector<Cache> all;
   all.reserve(caches.size());
-  for (const at::Tensor& cache : caches) all.push_back(torch_api::bytes_of(cache));
+  for (const at::Tensor& cache : caches) all.push_back(bytes_of(cache));
   return all;
 }
 
@@ -49,7 +49,7 @@ void block_copy(at::TensorList caches, const at::Tensor& pairs) {
   const BlockSizes sizes = check_caches(caches, on_cpu());
   const int64_t* ids = pairs.const_data_ptr<int64_t>();
   expect_below("pairs", ids, 2 * count, 0, sizes.blocks);
-  cpu::block_copy(bytes_of(caches), ids, count, sizes.block_bytes, threads());
+  cpu::block_copy(caches_of(caches), ids, count, sizes.block_bytes, threads());
 }
 
 void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
@@ -59,7 +59,7 @@ void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
   const int64_t* ids = blocks.const_data_ptr<int64_t>();
   expect_below("blocks", ids, count, 0, sizes.blocks);
   const at::Tensor element = at::scalar_tensor(value, caches[0].options());
-  cpu::block_fill(bytes_of(caches), ids, count, sizes.block_bytes, static_cast<const char*>(element.const_data_ptr()),
+  cpu::block_fill(caches_of(caches), ids, count, sizes.block_bytes, static_cast<const char*>(element.const_data_ptr()),
                   element.element_size(), threads());
 }
 
@@ -70,7 +70,7 @@ void move_blocks(at::TensorList caches, const at::Tensor& blocks, const at::Tens
   const int64_t count = check_blocks_and_buffer(blocks, buffer, caches.size(), sizes.block_bytes, on_cpu());
   const int64_t* ids = blocks.const_data_ptr<int64_t>();
   expect_below("blocks", ids, count, 0, sizes.blocks);
-  move(bytes_of(caches), ids, count, sizes.block_bytes, static_cast<char*>(buffer.data_ptr()), threads());
+  move(caches_of(caches), ids, count, sizes.block_bytes, static_cast<char*>(buffer.data_ptr()), threads());
 }
 
 void block_gather(at::TensorList caches, const at::Tensor& blocks, const at::Tensor& buffer) {
