@@ -3,6 +3,7 @@
 simulate   the scheduler on a virtual clock, or an exact replay of a flight log
 fleet      several engines on one queue, on a virtual clock: what prefix locality does
 claim-cost what choosing by prefix costs Redis
+redis-load what requests, exchanges and tokens cost Redis
 oracle     the best on-time share of a burst: with perfect knowledge, and as an upper bound
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
@@ -22,6 +23,7 @@ NAMES = {
     "simulate": "simulate",
     "fleet": "fleet",
     "claim-cost": "claim_cost",
+    "redis-load": "redis_load",
     "oracle": "oracle",
     "bench": "bench",
     "gpu-idle": "gpu_idle",

@@ -1,15 +1,17 @@
 """`python -m engine.tools fleet WORKLOAD`: several engines on one queue, on a virtual clock.
 
-It shows what prefix locality does to hit rate, requests per second and waiting.
+It shows what prefix locality does to hit rate, requests per second and waiting, and what the fleet asks of Redis.
 
     sessions --> GatewaySide --> Redis, the real scripts --> EngineSide --> the real scheduler and prefix cache
                                       ^ virtual time                          steps take what StepTime says
 
 Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the model, the time that steps take,
-and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  Every arrival rings every engine.
+and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  Every arrival rings every engine that has
+room; rings during an exchange (`--exchange-ms`) count as one.
 
 Workloads, each after a warm-up that is not counted:
-  prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request
+  prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request (--prefixes, --own,
+             --output)
   chats      conversations of 6 turns: a system prompt of 256 tokens, then 200 tokens and an answer of 64 a turn
   unique     prompts of 1,000 tokens that share nothing
   mix        half prefixes, half unique
@@ -55,7 +57,6 @@ from engine.wire.records import QueueBounds
 STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
 TARGET_MS = 1600  # in the on-time lane
-OUTPUT = 64
 WARM_RATE = 0.3  # of the rate, in the warm-up: caches fill before the queue does
 TIME = "local now = call('TIME')\n  return now[1] * 1000 + math.floor(now[2] / 1000)"
 
@@ -64,7 +65,6 @@ class Turn(msgspec.Struct):
     """One request of a session.  The next one follows when it has been answered."""
 
     tokens: list[int]
-    output: int = OUTPUT
     then: Callable[[], tuple[float, Turn] | None] = lambda: None  # seconds after the answer, and the next turn
     tenant: str = ""
 
@@ -72,38 +72,76 @@ class Turn(msgspec.Struct):
 Sessions = Iterator[Turn]
 
 
-def prefixes(rng: random.Random, *, count: int = 600, length: int = 1000, own: int = 100, tenant: str = "") -> Sessions:
-    shared = [rng.choices(range(2, VOCAB), k=length) for _ in range(count)]
+class Shape(msgspec.Struct, frozen=True):
+    """How large a workload is."""
+
+    prefixes: int = 600  # that requests share
+    own: int = 100  # tokens after the prefix
+    output: int = 64  # tokens of each answer
+
+
+DEFAULT = Shape()
+
+
+def prefixes(rng: random.Random, shape: Shape = DEFAULT, *, length: int = 1000) -> Sessions:
+    shared = [rng.choices(range(2, VOCAB), k=length) for _ in range(shape.prefixes)]
     while True:
-        yield Turn(rng.choice(shared) + rng.choices(range(2, VOCAB), k=own), tenant=tenant)
+        yield Turn(rng.choice(shared) + rng.choices(range(2, VOCAB), k=shape.own))
 
 
-def unique(rng: random.Random, *, length: int = 1000, tenant: str = "") -> Sessions:
+def unique(rng: random.Random, shape: Shape = DEFAULT, *, length: int = 1000, tenant: str = "") -> Sessions:
     while True:
         yield Turn(rng.choices(range(2, VOCAB), k=length), tenant=tenant)
 
 
-def mix(rng: random.Random) -> Sessions:
-    both = prefixes(rng), unique(rng)
+def mix(rng: random.Random, shape: Shape) -> Sessions:
+    both = prefixes(rng, shape), unique(rng)
     while True:
         yield next(rng.choice(both))
 
 
-def chats(rng: random.Random, *, turns: int = 6, message: int = 200) -> Sessions:
+def chats(rng: random.Random, shape: Shape, *, turns: int = 6, message: int = 200) -> Sessions:
     system = rng.choices(range(2, VOCAB), k=256)
 
     def turn(history: list[int], left: int) -> Turn:
         tokens = history + rng.choices(range(2, VOCAB), k=message)
-        said = [*tokens, *[1] * (OUTPUT - 1), EOS]
+        said = [*tokens, *[1] * shape.output]
         return Turn(tokens, then=lambda: (rng.expovariate(1 / 3.0), turn(said, left - 1)) if left else None)
 
     while True:
         yield turn(system, turns - 1)
 
 
-WORKLOADS: Mapping[str, Callable[[random.Random], Sessions]] = MappingProxyType(
+WORKLOADS: Mapping[str, Callable[[random.Random, Shape], Sessions]] = MappingProxyType(
     {"prefixes": prefixes, "chats": chats, "unique": unique, "mix": mix}
 )
+
+
+class _Count(msgspec.Struct):
+    """Sums since the start, at one moment of virtual time."""
+
+    at: float
+    scripts: int
+    cpu_us: float  # of Redis
+    exchanges: int
+    steps: int
+    requests: int
+
+    def load(self, before: _Count) -> dict[str, float]:
+        """Return what the fleet has asked of Redis since `before`."""
+        seconds, exchanges = self.at - before.at, self.exchanges - before.exchanges
+        requests, steps = self.requests - before.requests, self.steps - before.steps
+        cpu_us = self.cpu_us - before.cpu_us
+        return {
+            "scripts_per_s": (self.scripts - before.scripts) / seconds,
+            "exchanges_per_s": exchanges / seconds,
+            "exchanges_per_request": exchanges / requests,
+            "exchanges_per_step": exchanges / max(1, steps),
+            "steps_per_s": steps / seconds,  # of all engines
+            # Redis' CPU time, which depends on the machine.
+            "cpu_us_per_request": cpu_us / requests,
+            "cores": cpu_us / 1e6 / seconds,  # above 1, one Redis is not enough
+        }
 
 
 class Figures(msgspec.Struct):
@@ -118,13 +156,15 @@ class Figures(msgspec.Struct):
     claims: dict[str, int]  # by Claim.reason
     busiest: float  # requests of the engine that began most / mean
     exchange_us: float  # Redis' mean time for one exchange
+    waiting: int  # requests in the queue when the last session arrived
+    redis: dict[str, float]  # see _Count.load; until the last session arrived
 
 
 class _Texts(ScriptedExecutor):
-    """Ends each output at its max_tokens; all engines emit the same tokens."""
+    """All engines emit the same tokens; outputs end at their max_tokens."""
 
     def token(self, sampler: Any, position: int) -> int:
-        return EOS if position + 1 == OUTPUT else 1
+        return 1
 
 
 class _Engine:
@@ -141,7 +181,9 @@ class _Engine:
         self.deltas: list[Delta] = []
         self.finished: list[str] = []
         self.running: float = 0.0  # seconds that the step in flight takes; 0: none is
-        self.steps = self.begun = 0
+        self.steps = self.begun = self.exchanges = 0
+        self.silent_until = 0.0  # rings before this time count as one, which `rung` remembers
+        self.rung = False
         self.claims: Counter[str] = Counter()
         self.load = EngineLoad(name, "sim", "sim", FAR, VOCAB, BLOCK, blocks, blocks, 0, 0, 0, 0, 0)
 
@@ -189,6 +231,7 @@ class _Engine:
             report = PrefixReport(gained, lost, 1e6 * costs.token_s, step_us, self.backlog.tokens)
         batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
         finished, self.finished, self.deltas = self.finished, [], []
+        self.exchanges += 1
         reply = await self.side.exchange(batches, finished, self.load, *self.core.room(), report)
         for request in reply.generates:
             claim = reply.claim(request.id)
@@ -203,8 +246,19 @@ class Run:
     """One simulation of a fleet."""
 
     def __init__(
-        self, server: EmbeddedRedis, engines: int, blocks: int, step: StepTime, *, locality: bool, seed: int
+        self,
+        server: EmbeddedRedis,
+        engines: int,
+        blocks: int,
+        step: StepTime,
+        *,
+        locality: bool,
+        seed: int,
+        output: int,
+        exchange_s: float,
     ) -> None:
+        """`output`: tokens of each answer.  `exchange_s`: from an exchange's start until rings lead to another one."""
+        self.output, self.exchange_s = output, exchange_s
         self.url = server.url
         self.client = redis.Redis.from_url(server.url)
         self.client.flushall()
@@ -213,37 +267,59 @@ class Run:
         self.rng = random.Random(seed)
         self.events: list[tuple[float, int, Callable[[], Any]]] = []
         self.numbers = itertools.count()
-        self.now, self.base_ms = 0.0, int(time.time() * 1000)
+        self.now, self.base_ms, self.ticked_ms = 0.0, int(time.time() * 1000), 0
         self.open: dict[str, tuple[float, Turn, bool]] = {}  # id -> arrival, turn, whether it counts
         self.ttft: dict[str, list[float]] = {}
         self.ended: deque[float] = deque()  # times at which counted requests ended
+        self.arrived = 0
 
     def at(self, seconds: float, what: Callable[[], Any]) -> None:
         heapq.heappush(self.events, (seconds, next(self.numbers), what))
 
     def tick(self) -> None:
-        self.client.set("{fleet}:virtual_ms", self.base_ms + int(1000 * self.now))
+        if (now_ms := self.base_ms + int(1000 * self.now)) != self.ticked_ms:
+            self.ticked_ms = now_ms
+            self.client.set("{fleet}:virtual_ms", now_ms)
 
     async def arrive(self, turn: Turn, *, counts: bool) -> None:
         name = f"r{next(self.numbers)}"
+        self.arrived += 1
         self.open[name] = self.now, turn, counts
         request = Generate(
-            name, "g", turn.tokens, turn.output, Sampling(ignore_eos=True), self.base_ms + 86_400_000, turn.tenant,
+            name, "g", turn.tokens, self.output, Sampling(ignore_eos=True), self.base_ms + 86_400_000, turn.tenant,
             tenant=turn.tenant, prefixes=prefix_digests(turn.tokens, turn.tenant),
         )  # fmt: skip
         self.tick()
         await self.gateway.submit(request, bounds=QueueBounds(target_ms=TARGET_MS))
         for engine in self.rng.sample(self.engines, len(self.engines)):
             if engine.core.room()[1] > 0:
-                await self.talk(engine)
+                await self.ring(engine)
+
+    async def start_session(self, sessions: Sessions, *, counts: bool) -> None:
+        await self.arrive(next(sessions), counts=counts)
+
+    async def ring(self, engine: _Engine) -> None:
+        if engine.rung:
+            return
+        if engine.silent_until > self.now:
+            engine.rung = True
+            self.at(engine.silent_until, lambda: self.talk(engine))
+        else:
+            await self.talk(engine)
 
     async def talk(self, engine: _Engine) -> None:
+        engine.rung, engine.silent_until = False, self.now + self.exchange_s
         self.tick()
-        retry = await engine.exchange()
-        if retry:
-            self.at(self.now + retry, lambda: self.talk(engine))
+        await self.exchange(engine)
         if not engine.running:
             self.start(engine)
+
+    async def exchange(self, engine: _Engine) -> None:
+        """Exchange with Redis; ask again when the reply says so, unless another exchange comes first."""
+        retry = await engine.exchange()
+        if retry:
+            number = engine.exchanges
+            self.at(self.now + retry, lambda: self.talk(engine) if engine.exchanges == number else None)
 
     def start(self, engine: _Engine) -> None:
         if seconds := engine.submit():
@@ -263,9 +339,7 @@ class Run:
                     self.at(self.now + pause, partial(self.arrive, after, counts=counts))
         if engine.due:
             self.tick()
-            retry = await engine.exchange()
-            if retry:
-                self.at(self.now + retry, lambda: self.talk(engine))
+            await self.exchange(engine)
         self.start(engine)
 
     async def serve(self, streams: list[tuple[Sessions, float]], warm: int, count: int) -> Figures:
@@ -280,10 +354,10 @@ class Run:
         for number in range(warm + count):
             at += self.rng.expovariate(total if number >= warm else WARM_RATE * total)
             sessions = self.rng.choices([s for s, _ in streams], [rate for _, rate in streams])[0]
-            turn, counts = next(sessions), number >= warm
             if number == warm:
                 self.at(at, self.begin)
-            self.at(at, partial(self.arrive, turn, counts=counts))
+            self.at(at, partial(self.start_session, sessions, counts=number >= warm))
+        self.at(at, self.stop_counting)
         done = 0
         while self.events:
             self.now, _, what = heapq.heappop(self.events)
@@ -304,6 +378,16 @@ class Run:
         for engine in self.engines:
             engine.claims.clear()
         self.client.config_resetstat()
+        self.count_before = self.count()
+
+    def stop_counting(self) -> None:
+        self.count_after, self.waiting = self.count(), int(self.client.hlen("{fleet}:waiting"))
+
+    def count(self) -> _Count:
+        info: Any = self.client.info("everything")
+        scripts, cpu_us = info.get("cmdstat_evalsha", {"calls": 0})["calls"], 1e6 * redis_cpu_s(info)
+        exchanges, steps = (sum(getattr(one, name) for one in self.engines) for name in ("exchanges", "steps"))
+        return _Count(self.now, scripts, cpu_us, exchanges, steps, self.arrived)
 
     def figures(self, offered: float) -> Figures:
         totals = [(engine.core.report.totals, before) for engine, before in zip(self.engines, self.before, strict=True)]
@@ -326,7 +410,14 @@ class Run:
             claims=dict(claims),
             busiest=max(begun) / (sum(begun) / len(begun)),
             exchange_us=calls["usec_per_call"],
+            waiting=self.waiting,
+            redis=self.count_after.load(self.count_before),
         )
+
+
+def redis_cpu_s(info: Mapping[str, Any]) -> float:
+    """Return the seconds of CPU that Redis has used since its start, by its INFO."""
+    return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
 def use_virtual_clock() -> None:
@@ -349,6 +440,18 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", type=float, default=0.0, help="requests a second of a second tenant (default: 0)")
     parser.add_argument("--warm", type=int, default=1500, help="sessions before the figures begin (default: 1500)")
     parser.add_argument("--requests", type=int, default=2000, help="sessions that count (default: 2000)")
+    parser.add_argument(
+        "--prefixes", type=int, default=DEFAULT.prefixes, help="prefixes that requests share (default: 600)"
+    )
+    parser.add_argument("--own", type=int, default=DEFAULT.own, help="tokens after the prefix (default: 100)")
+    parser.add_argument("--output", type=int, default=DEFAULT.output, help="tokens of each answer (default: 64)")
+    parser.add_argument(
+        "--exchange-ms",
+        type=float,
+        default=0.0,
+        help="how long an engine's exchange takes in which "
+        "further rings of its bell count as one (default: 0, each ring is an exchange)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=["locality", "order", "one"], default="locality",
                         help="order: engines claim the queue in its order; one: one engine with all blocks, as fast as "
@@ -361,7 +464,8 @@ def main(argv: list[str]) -> int:
     args = options().parse_args(argv)
     use_virtual_clock()
     rng = random.Random(args.seed)
-    streams = [(WORKLOADS[args.workload](rng), args.rate)]
+    shape = Shape(args.prefixes, args.own, args.output)
+    streams = [(WORKLOADS[args.workload](rng, shape), args.rate)]
     if args.quiet:
         streams.append((unique(random.Random(args.seed + 1), length=200, tenant="quiet"), args.quiet))
     engines, blocks, step = args.engines, args.blocks, STEP
@@ -369,7 +473,8 @@ def main(argv: list[str]) -> int:
         engines, blocks = 1, args.blocks * args.engines
         step = StepTime(*(seconds / args.engines for seconds in msgspec.structs.astuple(STEP)))
     with EmbeddedRedis() as server:
-        run = Run(server, engines, blocks, step, locality=args.mode == "locality", seed=args.seed)
+        modes = {"locality": args.mode == "locality", "output": args.output, "exchange_s": args.exchange_ms / 1000}
+        run = Run(server, engines, blocks, step, seed=args.seed, **modes)
         figures = asyncio.run(run.serve(streams, args.warm, args.requests))
     print(json.dumps(vars(args) | msgspec.to_builtins(figures)))
     return 0

@@ -76,9 +76,9 @@ class GatewaySide:
         self._gateway = gateway
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         self.clock = RedisClock()  # every fleet() adds a sample
-        # Blocking reads have a connection of their own: one that waits for seconds must not count as dead after two.
-        self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000)
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
+        # Blocking reads have a connection of their own: one that waits for seconds must not count as dead after two.
+        self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000, nodes=self._link.nodes)
         self.quotas = QuotaStore(self._link.run_script)
         self.responses = ResponseStore(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)

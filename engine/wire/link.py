@@ -22,13 +22,15 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import MovedError, NoScriptError, RedisError
 
 from engine.common.errors import OperatorError
 from engine.wire.layout import LAYOUT_VERSION
 from engine.wire.messages import WIRE_VERSION
+from engine.wire.nodes import Address, Nodes, has_hash_tag
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import MEET, Script
 
@@ -41,6 +43,7 @@ REPLY_S = 3.0  # an engine's exchange takes a silent connection for dead after t
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two attempts; half of each is random
 GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this much of one error that time may never mend
 BLOCK_MS = 5_000  # longest wait in one command: a gateway's for the next batch, and an engine's for the bell
+LOST = ("", "CLUSTERDOWN")  # codes of errors after which another node of a cluster is asked; "": no reply
 CONNECTIONS = 8  # commands that one side has in flight at once; further commands wait
 
 
@@ -53,19 +56,27 @@ class VersionMismatch(BusDown):
 
 
 class Link:
-    """Connections to one Redis, and the only place that decides to retry."""
+    """Connections to one Redis, or to the node of a cluster that serves the namespace; alone decides to retry."""
 
     def __init__(
-        self, url: str, namespace: str, *, reply_s: float, returned: Callable[[], None] = lambda: None
+        self,
+        url: str,
+        namespace: str,
+        *,
+        reply_s: float,
+        returned: Callable[[], None] = lambda: None,
+        nodes: Nodes | None = None,
     ) -> None:
         """Connect to nothing yet.  Raises BusDown: malformed URL.
 
         A connection counts as dead after `reply_s` seconds of silence.  `returned` is called at the first success after
-        an error of the kind RECONNECT: another server may have answered.
+        an error of the kind RECONNECT: another server may have answered.  `nodes`: those of another link of this
+        process to the same URL.
         """
+        self._namespace = namespace
         self.prefix = f"{{{namespace}}}:"
         parts = urlsplit(url)
-        self._name = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        self._url = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
         try:
             # Retries are ours: redis-py would repeat what is not safe to repeat.  Protocol 2 keeps replies of one shape
             # over the supported versions of redis-py.
@@ -80,7 +91,8 @@ class Link:
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:
-            raise BusDown(f"{self._name}: {error}") from None
+            raise BusDown(f"{self._url}: {error}") from None
+        self.nodes = self._pool.nodes = nodes or Nodes(self._pool.connection_kwargs)
         self.redis = aioredis.Redis.from_pool(self._pool)
         self._stale = False  # the next attempt replaces all idle connections
         self._away = False  # the last attempt that ended met an error of the kind RECONNECT
@@ -90,6 +102,12 @@ class Link:
     async def close(self) -> None:
         await self.redis.aclose()
 
+    @property
+    def _name(self) -> str:
+        """The URL without its password, and the node if another one than the URL's is asked."""
+        at, seed = self.nodes.current, self.nodes.seed
+        return self._url if at is None or at == seed else f"{self._url} (node {at.host}:{at.port})"
+
     async def check(self) -> str:
         """Check the server's version and the versions of layout and wire; return the id of its data's history.
 
@@ -98,6 +116,8 @@ class Link:
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
             raise BusDown(f"Redis at {self._name} is version {version}; Quire needs 6.2 or later")
+        if info.get("cluster_enabled"):
+            await self._join_cluster()
         if info.get("maxmemory_policy") != "noeviction":
             log.warning("Redis at %s may evict requests: set maxmemory-policy noeviction", self._name)
         found = [int(number) for number in await self.run_script(MEET, LAYOUT_VERSION, WIRE_VERSION)]
@@ -107,13 +127,30 @@ class Link:
                 f"layout {LAYOUT_VERSION} and wire {WIRE_VERSION}: give it a namespace of its own, or drain the other "
                 f"processes and delete the key {self.prefix}layout"
             )
-        return str(info.get("master_replid", ""))
+        return await self.history()
+
+    async def _join_cluster(self) -> None:
+        """Learn the cluster's nodes.  Raises BusDown where this URL or namespace cannot be served by a cluster."""
+        if not has_hash_tag(self._namespace):
+            raise BusDown(
+                f"Redis at {self._name} is a cluster, and keys of the namespace {self._namespace!r} lie in many of its "
+                "slots: give a namespace that is not empty and does not begin with '}'"
+            )
+        if self.nodes.seed is None:
+            raise BusDown(f"Redis at {self._name} is a node of a cluster: give the TCP address of a node")
+        slots = await self.retry(partial(self.redis.execute_command, "CLUSTER SLOTS"), PATIENCE_S)
+        self.nodes.learn(slots)
 
     async def history(self) -> str:
         """Return the id of the data's history; a promoted replica and a restarted server have another one.
 
         Raises BusDown after PATIENCE_S."""
-        info = await self.retry(partial(self.redis.info, "replication"), PATIENCE_S)
+
+        async def once() -> Any:
+            await self.redis.exists(f"{self.prefix}layout")  # a cluster redirects this, and answers INFO at any node
+            return await self.redis.info("replication")
+
+        info = await self.retry(once, PATIENCE_S)
         return str(info.get("master_replid", ""))
 
     async def run_script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
@@ -151,6 +188,7 @@ class Link:
         doubt = _Doubt(self._name, GIVE_UP_S if patience_s == math.inf else patience_s)
         cause: Exception | None = None
         while True:
+            node = self.nodes.current
             try:
                 result = await self._attempt(command, None if patience_s == math.inf else began + patience_s)
             except (RedisError, OSError) as error:
@@ -158,7 +196,7 @@ class Link:
                 if mend is Remedy.NONE:
                     raise
                 if mend is Remedy.RECONNECT:
-                    self._stale = self._away = True
+                    self._leave(node, error, renewed=isinstance(error, TimeoutError) and patience_s == math.inf)
                 if cause is None or not isinstance(error, TimeoutError):  # our own deadline names no cause
                     cause = error
                 left = began + patience_s - clock()
@@ -179,6 +217,17 @@ class Link:
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, longest)
             tries += 1
+
+    def _leave(self, node: Address | None, error: Exception, *, renewed: bool) -> None:
+        """Use new connections from now on, on a cluster perhaps to another node.
+
+        `error`: what an attempt at `node` met.  `renewed`: renew() has interrupted it, which says nothing about the
+        node."""
+        self._stale = self._away = True
+        if isinstance(error, MovedError):
+            self.nodes.redirect(error)
+        elif code_of(error) in LOST and not renewed:
+            self.nodes.lost(node)
 
     async def _attempt(self, command: Callable[[], Awaitable[T]], until: float | None) -> T:
         """Await command() once, until this time of the loop's clock, on new connections if the old ones are stale."""
@@ -219,6 +268,16 @@ class _Doubt:
 
 
 class _Pool(aioredis.BlockingConnectionPool):
+    nodes: Nodes  # set by its Link
+
+    async def ensure_connection(self, connection: AbstractConnection) -> None:
+        """Lead the connection to the node that is asked at present, then check it as redis-py does."""
+        at = self.nodes.current
+        if at is not None and isinstance(connection, aioredis.Connection) and at != (connection.host, connection.port):
+            await connection.disconnect(nowait=True)
+            connection.host, connection.port = at
+        await super().ensure_connection(connection)
+
     async def drop_idle(self) -> None:
         """Close the connections that no command uses now.
 

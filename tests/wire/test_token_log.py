@@ -14,9 +14,10 @@ from engine.wire import token_log
 from engine.wire.engine_side import EngineSide
 from engine.wire.layout import OUTPUT_COST, TAIL, TAIL_BYTES
 from engine.wire.messages import Beams, Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from engine.wire.quotas import Quota
 from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, QueueBounds, Usage
 from engine.wire.token_log import LoggedOutput
-from tests.wire.sides import PLENTY, Bus, generate, ids, load, read, take, within
+from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -261,6 +262,49 @@ async def test_each_token_delivered_is_counted_once_and_each_generated(bus: Bus)
     with redis.Redis.from_url(bus.url, decode_responses=True) as client:
         usage = client.hgetall(f"{{{bus.namespace}}}:usage:t")
     assert usage == {"requests": "2", "prompt_tokens": "20", "generated": "7", "delivered": "6"}
+
+
+@pytest.mark.parametrize("what", ["settle", "attach", "quota"])
+async def test_an_ended_request_costs_no_other_request_anything(bus: Bus, what: str) -> None:
+    """Its log is whole.  So neither its settlement nor a reader decodes what engines have still to enter for others."""
+    gateway, engine, other = await bus.gateway(), await bus.engine(), await bus.engine("e2")
+    quota = Quota(max_requests=1)
+    await gateway.quotas.take("t", quota, "a", generate("a").deadline_ms, [(10, 5)])
+    await gateway.submit(generate("a.0", tenant="t"))
+    await take(engine)
+    await gateway.submit(generate("b"))
+    await take(other, "e2")
+    await other.exchange([("g1", batch("b", 0, "e2"))], [], load("e2"), 0, 0)
+    await say(engine, Delta("a.0", 0, [1, 2]))
+    await say(engine, Delta("a.0", 2, [3], Finish("length")))
+    await engine.exchange([], ["a.0"], load("e1"), 0, 0)
+    if what == "settle":
+        assert await gateway.settle([("a.0", "t", [3])]) == [Usage("a.0", "t", 3, 3, 3)]
+    elif what == "attach":
+        found = await gateway.attach("a.0")
+        assert found is not None
+        assert found.continuations == [LoggedOutput([1, 2, 3], Finish("length"))]
+    else:  # another request takes the place that it still had
+        taken = await gateway.quotas.take("t", quota, "c", generate("c").deadline_ms, [(10, 5)])
+        assert taken.used_up is None
+    with redis.Redis.from_url(bus.url) as client:
+        assert client.llen(f"{{{bus.namespace}}}:tail:e2") == 1
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "for all"])
+async def test_what_a_tail_has_of_a_withdrawn_request_counts_and_is_read(bus: Bus, how: str) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine()
+    await gateway.submit(generate("a", tenant="t"))
+    await take(engine)
+    await say(engine, Delta("a", 0, [1, 2, 3]))
+    await (gateway.cancel("a") if how == "withdrawn" else gateway.cancel_for_all(["a"]))
+    with redis.Redis.from_url(bus.url) as client:
+        assert client.strlen(f"{{{bus.namespace}}}:log:a:0") == 0
+    found = await gateway.attach("a")
+    assert found is not None
+    assert found.continuations == [LoggedOutput([1, 2, 3], Finish("cancelled"))]
+    await say(engine, Delta("a", 3, [4]))
+    assert await gateway.settle([("a", "t", [3])]) == [Usage("a", "t", 4, 3, 3)]
 
 
 async def test_a_beam_search_is_charged_for_all_its_beams(bus: Bus) -> None:

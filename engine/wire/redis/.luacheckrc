@@ -13,7 +13,7 @@ local constants = {
 }
 local shared = {
   "P", "call", "now_ms", "alive", "order",
-  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_all", "logged_tokens",
+  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",
   "move_to_late", "lane_tokens", "lane_state", "queue_state",
@@ -21,7 +21,7 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",
-  "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window",
+  "prefix_tokens", "prefix_digest", "each_part", "held_counts", "engines_with_room", "tokens_to_compute", "start_cost", "read_window", "held_elsewhere",
   "next_place", "patience_end", "left_until", "choose", "add_prefixes", "note_claim", "note_passed", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "forget_response", "keep_response",

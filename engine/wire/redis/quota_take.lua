@@ -22,10 +22,12 @@ local function is_open(id)  -- whether a request counts: a prompt is not over, o
 end
 
 local function end_finished()  -- do now for requests that are over what settle.lua would do a moment later
-  fold_all()
   for _, id in ipairs(call('ZRANGE', open, 0, -1)) do
     if not is_open(id) then
-      for prompt in prompts_of(tenant, id) do settle_quota(tenant, prompt) end
+      for prompt in prompts_of(tenant, id) do
+        fold_for(prompt)
+        settle_quota(tenant, prompt)
+      end
       forget_request(tenant, id)
     end
   end

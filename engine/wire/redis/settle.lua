@@ -3,11 +3,11 @@
 -- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
 local words = ARGV
 
-fold_all()
 local found, i = {}, 1
 while i <= #words do
   local id, tenant, n = unpack(words, i, i + 2)
   local log, delivered, new = P .. 'log:' .. id, 0, 0
+  fold_for(id)
   for index = 0, n - 1 do
     local before = tonumber(call('HGET', log, 'delivered:' .. index) or 0)
     local now = math.max(before, words[i + 3 + index])

@@ -16,7 +16,10 @@ local function withdraw(id)  -- end the request as cancelled, and abort it at it
   local waited = dequeue(id)
   bury(id)
   finish_open(id, cmsgpack.pack({'cancelled'}))
-  if engine and not waited then order(engine, id) end
+  if engine and not waited then
+    call('HSET', P .. 'req:' .. id, 'from', engine)  -- whose tail may have tokens of it: see fold_for
+    order(engine, id)
+  end
 end
 
 local function unlisten(id, gateway, grace)  -- a request without a listener waits `grace` ms for one, then it ends

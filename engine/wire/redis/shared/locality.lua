@@ -82,7 +82,8 @@ local function start_cost(engine, request, held)
 end
 
 -- The first requests of a tenant's queue, of the priority class of its head: {ids, prefixes, passed, held, skip}, each
--- an array in their order.  nil where none has a prefix that could be held.
+-- an array in their order, and `elsewhere`: engine -> what it holds of each.  nil where none has a prefix that could be
+-- held.
 local function read_window(me, lane, tenant)
   local found = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, 0, WINDOW - 1, 'WITHSCORES')
   local ids, class = {}, math.floor(found[2] / PLACES)
@@ -97,7 +98,14 @@ local function read_window(me, lane, tenant)
   end
   if not any then return nil end
   return {ids = ids, prefixes = prefixes, passed = call('HMGET', P .. 'passed', unpack(ids)),
-          held = held_counts(me.name, prefixes), skip = {}}
+          held = held_counts(me.name, prefixes), skip = {}, elsewhere = {}}
+end
+
+-- How many digests of the request at this place another engine holds.  Asked once for the whole window: with many
+-- engines, asking for one request at a time is what a claim would cost.
+local function held_elsewhere(window, at, name)
+  window.elsewhere[name] = window.elsewhere[name] or held_counts(name, window.prefixes)
+  return window.elsewhere[name][at]
 end
 
 -- The place in a window of the request to claim: the first one that was passed over for too long, else the one of
@@ -124,19 +132,20 @@ end
 
 -- Until when (unix ms) the engine leaves a request to another one, which has less to do for it; nil: it does not.  No
 -- longer than the other is ahead, nor than this engine would need for what it does not hold of the prompt.
-local function left_until(me, lane, request, now)
+local function left_until(me, lane, window, at, request, now)
   if request.urgent or request.prefixes == '' or me.token_us == 0 then return nil end
   me.others = me.others or engines_with_room(me.name, now)
   if #me.others == 0 then return nil end
   local mine, ahead = start_cost(me, request, request.held), 0
+  local most = tokens_to_compute(request, request.held) * me.token_us
   for _, other in ipairs(me.others) do
+    if ahead >= most then break end
     if other.room >= request.size then
-      local held = held_counts(other.name, {request.prefixes})[1]
-      ahead = math.max(ahead, mine - start_cost(other, request, held))
+      ahead = math.max(ahead, mine - start_cost(other, request, held_elsewhere(window, at, other.name)))
     end
   end
   if ahead == 0 then return nil end
-  ahead = math.min(ahead, tokens_to_compute(request, request.held) * me.token_us)
+  ahead = math.min(ahead, most)
   local latest, since = string.match(request.passed or '', '^(%d+) (%d+)$')
   local age = latest or call('ZSCORE', P .. 'ages:' .. lane, request.id)
   latest = latest or patience_end(me, request.size, age, request.due, now)
@@ -166,7 +175,7 @@ local function choose(me, lane, tenant, first, most, now)
     if size and size <= most and (lane == 'late' or not due or due > now or id == first.id) then
       local request = {id = id, size = size, due = lane == 'on_time' and due, prefixes = window.prefixes[at],
                        held = window.held[at], passed = window.passed[at], urgent = urgent}
-      local limit = left_until(me, lane, request, now)
+      local limit = left_until(me, lane, window, at, request, now)
       if limit then
         me.retry = math.min(me.retry or limit, limit)
         if not request.passed then me.passed[lane][id] = true end

@@ -49,8 +49,11 @@ local function fold(engine)  -- enter the engine's tail in the logs
   end
 end
 
-local function fold_all()  -- enter the tails of all engines in the logs
-  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do fold(engine) end
+-- Enter in the logs what a tail may have of the request: that of the engine which holds it, or held it when it was
+-- withdrawn.  The log of a request that its engine has ended is whole.
+local function fold_for(id)
+  local engine, gone, from = unpack(call('HMGET', P .. 'req:' .. id, 'engine', 'gone', 'from'))
+  if engine or gone and from then fold(engine or from) end
 end
 
 local function logged_tokens(id)  -- tokens in the log, of all continuations together; those in a tail do not count

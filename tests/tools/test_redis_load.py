@@ -1,0 +1,57 @@
+"""The commands that measure and simulate what a fleet asks of Redis."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tools import redis_load
+from engine.tools.redis_load import Spent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert redis_load.main(["--engines=2", "--sequences=3", "--prompt-tokens=500"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["configurations"]
+    assert (found["engines"], found["sequences"]) == (2, 3)
+    for name in ("ring", "submit", "step", "request", "fleet"):
+        assert found[name]["cpu_us"] > 0, name
+    # A prompt's tokens take 2 bytes or more each, and are sent once by the gateway and once to the engine.
+    assert found["queued_bytes"] > 1000
+    assert found["submit"]["in_bytes"] > found["step"]["in_bytes"] > found["ring"]["in_bytes"]
+    assert found["request"]["in_bytes"] > 1000
+    assert found["request"]["out_bytes"] > 1000
+
+
+def test_what_one_part_costs_is_the_rest_after_the_known_parts() -> None:
+    spent = Spent({"cpu_us": 900.0, "in_bytes": 90}) - Spent({"cpu_us": 100.0, "in_bytes": 10})
+    assert spent.each(4) == {"cpu_us": 200.0, "in_bytes": 20.0}
+    assert spent.each(4, {"cpu_us": 150.0}, 4) == {"cpu_us": 50.0, "in_bytes": 20.0}
+
+
+def simulated(*options: str) -> dict[str, Any]:
+    """Run it in a process of its own: it changes the scripts' clock."""
+    sizes = ["--engines=3", "--rate=300", "--prefixes=10", "--own=20", "--output=8", "--warm=20", "--requests=60"]
+    command = [sys.executable, "-m", "engine.tools", "fleet", "prefixes", *sizes, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_fleet_counts_what_it_asks_of_redis() -> None:
+    """Each ring of an idle engine is an exchange, unless rings during an exchange count as one."""
+    every, merged = simulated(), simulated("--exchange-ms=20")
+    for found in (every, merged):
+        load = found["redis"]
+        assert found["requests"] == 60
+        assert load["scripts_per_s"] > load["exchanges_per_s"] > load["steps_per_s"] > 0
+        requests_per_s = load["exchanges_per_s"] / load["exchanges_per_request"]
+        assert load["cores"] == pytest.approx(load["cpu_us_per_request"] * requests_per_s / 1e6)
+        assert load["scripts_per_s"] == pytest.approx(load["exchanges_per_s"] + requests_per_s, rel=0.05)
+    assert every["redis"]["exchanges_per_request"] > 1.5 * merged["redis"]["exchanges_per_request"]
