@@ -30,13 +30,13 @@ CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
 serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
-# Most tests wait for processes, so two files run at a time.  Those marked `alone` compare times of one load with those of
-# another, and run before.  What ARGS names runs one by one.
+# Most tests wait for processes, so three files run at a time on two cores.  Those marked `alone` compare times of one load
+# with those of another, and run before.  What ARGS names runs one by one.
 HERE := not gpu and not multi_gpu and not perf
 test: $(INSTALLED) $(KERNELS)
 ifeq ($(ARGS),)
 	@$(RUN) -m pytest -q -m "alone and $(HERE)"
-	@$(RUN) -m pytest -m "not alone and $(HERE)" -n 2 --dist loadfile
+	@$(RUN) -m pytest -m "not alone and $(HERE)" -n 3 --dist loadfile
 else
 	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
 endif
