@@ -13,6 +13,9 @@
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
 
 SHELL := /bin/bash
+# Packages are installed without bytecode.  Were it not written at the first import either, as some shells and images ask
+# for, each start would take ten seconds longer.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 RUN := .venv/bin/python
