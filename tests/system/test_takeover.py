@@ -85,6 +85,7 @@ async def test_two_deaths_in_quick_succession_cost_no_token(
         starts = served.process.said().count("started: ")
         engines(served)[0].kill()
         await until(lambda: served.process.said().count("started: ") > starts, [])
+        await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)  # the gateway has not read its first report yet
         changed = await Answer(bodies()[0]).read(client, served.url)
         assert changed.tokens != undisturbed[0].tokens
         fingerprints = re.findall(r"ready: .* fingerprint (\w+)", served.process.said())
