@@ -355,6 +355,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             ge=0, le=1, description="Fraction of requests to trace, 0 to 1, among those without a trace of their own."
         ),
     ] = 1.0
+    canary_every_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds between two runs of the canary: an idle engine computes a fixed prompt and compares "
+            "the likeliest tokens with those of its first run, which notices weights, KV memory or a device that went "
+            "wrong. A difference is logged, counted and alerted. A run takes two short steps, and all runs together "
+            "at most 0.5 % of the time, so runs of a slow model are further apart. 0: no canary.",
+        ),
+    ] = 60.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN, which reveals use after free. For tests; slow.")
     ] = False

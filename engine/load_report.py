@@ -61,12 +61,22 @@ class Pace:
         self._last = None
 
 
+FILLED_S = 1.0  # shortest time between two counts of filled slots, which look at every sequence
+
+
+def slots_filled(core: Scheduler) -> float:
+    """Return the fraction of the token slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
+    slots = (core.pool.total - core.pool.available) * core.pool.block_size
+    return 1 - core.wasted_positions() / slots if slots else 0.0
+
+
 class LoadReport:
     """Measures rates from turn to turn and describes the engine as an EngineLoad."""
 
     def __init__(self, engine_id: str, info: ModelInfo) -> None:
         self._engine_id, self._info = engine_id, info
         self._tokens_rate, self._blocks_rate = Rate(), Rate()
+        self._slots_filled, self._filled_at = 0.0, -math.inf
         self.pace = Pace()
 
     def describe(self, core: Scheduler, now: float, *, draining: bool, queued: bool) -> EngineLoad:
@@ -74,6 +84,8 @@ class LoadReport:
 
         `queued`: requests wait in the queue."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
+        if now - self._filled_at >= FILLED_S:
+            self._slots_filled, self._filled_at = slots_filled(core), now
         crowd, yield_tokens = ([], 0) if draining else core.yielding()
         return EngineLoad(
             engine=self._engine_id,
@@ -117,5 +129,7 @@ class LoadReport:
             yield_tokens=yield_tokens,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
+            static_blocks=core.static_blocks,
+            slots_filled=self._slots_filled,
             beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
         )

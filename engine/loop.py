@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 
 from engine.accounting_checks import AccountingChecks
+from engine.canary import Canary
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
 from engine.core.blocks import BlockPool, HostPool
@@ -104,6 +105,7 @@ class Engine:
         self.core = core or build_scheduler(config, executor)
         self.observers = list(observers)
         self.checks = AccountingChecks(self.core, config)
+        self.canary = Canary(config, self.core, executor)
         self.draining = False  # set by another thread: claim nothing more, and leave once no token would be lost
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
@@ -121,6 +123,7 @@ class Engine:
         while not (draining and self._may_leave()):
             draining = self.draining  # read before the turn, so that one turn reports it at least
             at_once = self._idle and (draining or self.executor.catch_up())
+            self._run_canary(idle=self._idle and not at_once)
             self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
 
     def turn(self, wait_s: float = 0.0) -> None:
@@ -150,6 +153,7 @@ class Engine:
             was_idle=self._idle,
             orders=orders,
             totals=self.core.report.totals,
+            canary=self.canary.counts,
             count_wasted_slots=self.core.wasted_positions,
             measure_sharing=self.core.shared_fraction,
         )
@@ -218,6 +222,13 @@ class Engine:
             # The gateways must learn of the alarm before the engine ends; the record stays as the observers saw it.
             self._publish(copy(record))
             raise self.checks.fatal
+
+    def _run_canary(self, *, idle: bool) -> None:
+        """Run the canary where it is due, between two turns of an idle engine.  Raises ExecutorLost."""
+        if self.canary.due(idle=idle):
+            self.busy_since = time.monotonic()  # the watchdog ends an engine whose device hangs
+            self.canary.run()
+            self.busy_since = 0.0
 
     def _may_leave(self) -> bool:
         now = time.monotonic()

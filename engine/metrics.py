@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.canary import CanaryCounts
 from engine.common import histograms
 from engine.common.histograms import Tally
 from engine.common.tracing import Tracing
@@ -76,6 +77,7 @@ class Telemetry(Collector):
         self.steps = StepTimes()
         self.load = NO_LOAD
         self.totals = Totals()
+        self.canary = CanaryCounts()
         self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
         self.warm_prefixes, self.warm_tokens, self.warm_s = 0, 0, 0.0
@@ -116,7 +118,7 @@ class Telemetry(Collector):
         self.requests.observe(record)
         self.steps.observe(record)
         assert record.load is not None
-        self.load, self.totals = record.load, record.totals
+        self.load, self.totals, self.canary = record.load, record.totals, record.canary
         marks, phases = record.marks, self.phases_s
         for i, phase in enumerate(PHASES):
             phases[phase] += marks[i + 1] - marks[i]
@@ -258,6 +260,13 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "quire_kv_wasted_slots", "gauge", "Token slots in used KV blocks that hold no token.", lambda t: t.wasted_slots
+    ),
+    Row(
+        "quire_kv_static_blocks",
+        "gauge",
+        "KV blocks that static allocation would hold for the sequences that run or are paused: each one's for its "
+        "prompt and max_tokens.  The blocks used, divided by these, are what paging needs of that.",
+        lambda t: t.load.static_blocks,
     ),
     Row(
         "quire_kv_shared_fraction",
@@ -454,6 +463,21 @@ TABLE: tuple[Row, ...] = (
         lambda t: {"leak": t.totals.leaks, "double_free": t.totals.double_frees, "other": t.totals.other_alarms},
         "kind",
     ),
+    # canary
+    Row(
+        "quire_canary_runs",
+        "counter",
+        "Runs of the canary on an idle engine, by outcome: equal to the first run, different from it, or a failed step.",
+        lambda t: {"equal": t.canary.equal, "different": t.canary.different, "failed": t.canary.failed},
+        "outcome",
+    ),
+    Row(
+        "quire_canary_difference",
+        "gauge",
+        "Greatest difference of a log-probability between the canary's last run and its first, nats.",
+        lambda t: t.canary.difference,
+    ),
+    Row("quire_canary_seconds", "counter", "Seconds that the canary's runs took.", lambda t: t.canary.seconds),
     # requests
     Row(
         "quire_queue_seconds",

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.canary import CanaryCounts
 from engine.core.limits import Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
 from engine.orders import Order
@@ -39,6 +40,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     idle: bool = False  # no request is here after this turn
     draining: bool = False
     resumed_s: float = 0.0  # > 0: seconds until all requests of an earlier engine were computed again, just now
+    canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # the canary's own object, like `totals`
     # These look at every sequence, so they are not to be called in every turn.
     count_wasted_slots: Callable[[], int]
     measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables

@@ -61,6 +61,7 @@ def part(of: str, whole: str) -> str:
 TTFT, ITL = "quire_time_to_first_token_seconds", "quire_inter_token_latency_seconds"
 REFUSED = rate("quire_admission_decisions_total", where='decision="refused"')
 IN_TIME = rate("quire_request_starts_total", where='start="in_time"')
+GOODPUT = part(rate("quire_goodput_requests_total", where='targets="met"'), rate("quire_goodput_requests_total"))
 HIT_RATE = part(rate("quire_prefix_hit_tokens_total"), rate("quire_prefix_query_tokens_total"))
 # Labels of an engine's model, on series that only name the engine.
 OF_MODEL = (
@@ -109,6 +110,7 @@ overview = Board(
             Panel("KV used", {"": "max(quire_kv_utilization)"}, "percentunit", "stat"),
             Panel("Refused", {"": part(REFUSED, rate("quire_admission_decisions_total"))}, "percentunit", "stat"),
             Panel("Oldest in the queue", {"": "max(quire_queue_oldest_seconds)"}, "s", "stat"),
+            Panel("Goodput", {"": GOODPUT}, "percentunit", "stat", "Answered within --ttft-target-s and --itl-target-s."),
             Panel("In time", {"": part(IN_TIME, rate("quire_request_starts_total"))}, "percentunit", "stat"),
             Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Must stay 0."),
         ],
@@ -122,6 +124,14 @@ overview = Board(
             latency,
             gaps,
             Panel("From arrival to the last byte", quantiles("quire_request_latency_seconds"), "s"),
+            Panel(
+                "Requests by whether they met their targets",
+                {"{{targets}}": rate("quire_goodput_requests_total", "targets")},
+                "reqps",
+                "stack",
+                "met: answered, the first token within --ttft-target-s and the mean time between tokens within "
+                "--itl-target-s. missed: slower, failed, or refused for want of room.",
+            ),
         ],
         "Who is refused, and why?": [
             refused_why,
@@ -135,6 +145,16 @@ overview = Board(
                 "Tokens by tenant",
                 {"{{tenant}} {{kind}}": rate("quire_tenant_tokens_total", "tenant, kind")},
                 "cps",
+            ),
+            Panel(
+                "Queued prompt tokens by tenant",
+                {"{{tenant}}": "max by (tenant) (quire_tenant_queued_tokens)"},
+                text="Only tenants that wait have a series.",
+            ),
+            Panel(
+                "Virtual tokens served to the tenants that wait",
+                {"{{tenant}}": "max by (tenant) (quire_tenant_service)"},
+                text="Tokens over the tenant's weight. The tenant with the fewest is next.",
             ),
             Panel(
                 "Announced Retry-After",
@@ -203,6 +223,14 @@ engine = Board(
                 text="Paging wastes half a block a sequence on average: 4 % at 190 tokens a sequence.",
             ),
             Panel(
+                "Blocks used, of those that static allocation would hold",
+                {"{{engine}}": part('sum by (engine) (quire_kv_blocks{state="used"})',
+                                    "sum by (engine) (quire_kv_static_blocks)")},
+                "percentunit",
+                text="Static allocation holds blocks for each running sequence's prompt and max_tokens from its start. "
+                "The lower, the more sequences fit at once because of paging.",
+            ),
+            Panel(
                 "Shared blocks, of all entries of block tables",
                 {"{{engine}}": "max by (engine) (quire_kv_shared_fraction)"},
                 "percentunit",
@@ -244,6 +272,10 @@ engine = Board(
                 "prefix was hot, or requests were already waiting.",
             ),
             Panel(
+                "Hot prefixes computed by the prefix warm-up",
+                {"{{engine}}": "sum by (engine) (quire_warmed_prefixes)"},
+            ),
+            Panel(
                 "Duration of the prefix warm-up",
                 {"{{engine}}": "sum by (engine) (quire_warmed_seconds)"},
                 "s",
@@ -263,6 +295,11 @@ engine = Board(
                 },
             ),
             Panel("Requests claimed", {"{{engine}}": rate("quire_requests_claimed_total", "engine")}, "reqps"),
+            Panel(
+                "Engines that drain",
+                {"{{engine}}": "sum by (engine) (quire_draining)"},
+                text="1 while an engine takes no new requests: it was told to end.",
+            ),
         ],
         "Preemption": [
             preemptions,
@@ -318,6 +355,27 @@ engine = Board(
                 {"audits": rate("quire_audits_total"), "error: {{kind}}": rate("quire_audit_alarms_total", "kind")},
                 "cps",
                 text="An accounting error is a bug: a block leaked, or two sequences own it. Errors must stay 0.",
+            ),
+        ],
+        "Canary": [
+            Panel(
+                "Canary runs, by outcome",
+                {"{{outcome}}": rate("quire_canary_runs_total", "outcome")},
+                "cps",
+                text="An idle engine computes a fixed prompt and compares it with its first run. Only equal may grow. "
+                "A busy engine has no runs.",
+            ),
+            Panel(
+                "Difference of the canary's last run",
+                {"{{engine}}": "max by (engine) (quire_canary_difference)"},
+                text="Greatest difference of a log-probability from the first run, nats. More than 0.25 counts as "
+                "different. On a CPU it is 0.",
+            ),
+            Panel(
+                "Time of the canary",
+                {"{{engine}}": rate("quire_canary_seconds_total", "engine")},
+                "percentunit",
+                text="Of the loop thread. At most 0.5 %.",
             ),
         ],
         "Steps and kernels": [
@@ -401,6 +459,17 @@ gateway = Board(
                 {"{{gateway}}": "sum by (gateway) (quire_backlog_bytes)"},
                 "bytes",
                 text="Tokens that clients have not read yet. --backlog-mib limits it; the rest stays in Redis.",
+            ),
+        ],
+        "Event loop": [
+            Panel(
+                "Delays of the event loop, p99",
+                {
+                    "late": quantile(0.99, "quire_gateway_loop_stall_seconds"),
+                    "of that, this process computed": quantile(0.99, "quire_gateway_loop_busy_seconds"),
+                },
+                "s",
+                text="Nothing moves in a gateway meanwhile. What it did not compute itself, other processes took.",
             ),
         ],
         "Answers and refusals": [

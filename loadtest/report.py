@@ -58,6 +58,8 @@ SHOWN = (
     Judged("attempts per success", "refusals.attempts_per_success", "", 0, 0),
     Judged("KV in use, mean", "server.kv_mean", "%", 0, 0),
     Judged("KV in use while requests wait, mean", "server.kv_mean_while_queueing", "%", 0, 0),
+    Judged("slots that hold a token, mean", "server.slots_filled_mean", "%", 0, 0),
+    Judged("eta: blocks held, of static allocation's, mean", "server.eta_mean", "%", 0, 0),
     Judged("recomputed tokens", "server.recomputed_tokens", "", 0, 0),
     Judged("recovery after the burst", "recovery_s", "s", 0, 0),
     Judged("send lag of the client p99", "send_lag_s.p99", "ms", 0, 0),
@@ -243,7 +245,8 @@ def _plots(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str]
         for name, colour, result in zip(names, "ab", results, strict=False):
             source = result["series"]["samples"] if sampled else result["series"]
             for (field, label), shade in reversed(list(zip(pairs, ("", "2"), strict=False))):
-                ys = [None if value is None else value * scale for value in source[field]]
+                values = source.get(field) or [None] * len(source["t"])  # results of earlier versions lack some
+                ys = [None if value is None else value * scale for value in values]
                 found.append(Line(f"{name} {label}".strip(), colour + shade, source["t"], ys))
         return found
 
@@ -261,6 +264,11 @@ def _plots(names: Sequence[str], results: Sequence[dict[str, Any]]) -> list[str]
         plot("Time to first token, ms", lines([("ttft_p99", "p99"), ("ttft_p50", "p50")], scale=1000), log=True),
         plot("Time between tokens, ms", lines([("itl_p99", "p99"), ("itl_p50", "p50")], scale=1000), log=True),
         plot("KV cache in use, %", lines([("kv", "in use")], sampled=True, scale=100), top=100),
+        plot(
+            "Slots that hold a token, and eta: blocks held of those that static allocation would hold, %",
+            lines([("filled", "slots filled"), ("eta", "eta")], sampled=True, scale=100),
+            top=100,
+        ),
         plot("Requests in the server", lines([("waiting", "waiting"), ("running", "running")], sampled=True)),
         plot(
             "Preemptions since the start of the run", _from_zero(lines([("preemptions", "preemptions")], sampled=True))

@@ -24,7 +24,10 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 _UTILISATION = ("vllm:kv_cache_usage_perc", "sglang:token_usage")  # fractions of 1, despite the name
 _POOL, _FREE = "quire_engine_kv_blocks", "quire_engine_kv_blocks_free"
-_WANTED = {name for kinds in _NAMES.values() for names in kinds for name in names} | {*_UTILISATION, _POOL, _FREE}
+_STATIC, _FILLED = "quire_engine_kv_static_blocks", "quire_engine_kv_slots_filled"
+_WANTED = {name for kinds in _NAMES.values() for names in kinds for name in names} | {
+    *(*_UTILISATION, _POOL, _FREE, _STATIC, _FILLED),
+}
 
 
 def values(page: str) -> dict[str, list[float]]:
@@ -56,4 +59,11 @@ def sample(page: str, at_s: float) -> Sample:
     for name in _UTILISATION:
         if fractions := found.get(name):
             kv = sum(fractions) / len(fractions)
-    return Sample(at_s, kv, **{name: total(kinds) for name, kinds in _NAMES.items()})
+    static, filled = sum(found.get(_STATIC, ())), [value for value in found.get(_FILLED, ()) if value]
+    return Sample(
+        at_s,
+        kv,
+        **{name: total(kinds) for name, kinds in _NAMES.items()},
+        filled=sum(filled) / len(filled) if filled else None,
+        eta=(pool - sum(found.get(_FREE, ()))) / static if static else None,
+    )

@@ -82,6 +82,8 @@ class Sample:
     waiting: float | None = None
     preemptions: float | None = None  # since the server started
     recomputed: float | None = None  # tokens, since the server started
+    filled: float | None = None  # token slots with a token, of those in held blocks, 0 to 1; None where none is held
+    eta: float | None = None  # held blocks over those of static allocation; None where no sequence runs
 
 
 @dataclass(frozen=True)
@@ -323,10 +325,13 @@ def server(samples: list[Sample], earlier: Sequence[Sample] = ()) -> dict[str, A
 
     kv, queueing = seen(lambda s: s.kv), seen(lambda s: s.kv, (s for s in samples if s.waiting))
     running, waiting = seen(lambda s: s.running), seen(lambda s: s.waiting)
+    filled, eta = seen(lambda s: s.filled), seen(lambda s: s.eta)
     return {
         "kv_mean": round(statistics.fmean(kv), 4) if kv else None,
         "kv_max": round(max(kv), 4) if kv else None,
         "kv_mean_while_queueing": round(statistics.fmean(queueing), 4) if queueing else None,
+        "slots_filled_mean": round(statistics.fmean(filled), 4) if filled else None,
+        "eta_mean": round(statistics.fmean(eta), 4) if eta else None,
         "running_max": max(running, default=None),
         "waiting_max": max(waiting, default=None),
         "preemptions": grown(lambda s: s.preemptions),
@@ -367,6 +372,8 @@ def series(records: list[Record], samples: list[Sample], slo: Slo) -> dict[str, 
         "samples": {
             "t": [round(sample.at_s, 2) for sample in samples],
             "kv": [None if sample.kv is None else round(sample.kv, 4) for sample in samples],
+            "filled": [None if sample.filled is None else round(sample.filled, 4) for sample in samples],
+            "eta": [None if sample.eta is None else round(sample.eta, 4) for sample in samples],
             "running": [sample.running for sample in samples],
             "waiting": [sample.waiting for sample in samples],
             "preemptions": [sample.preemptions for sample in samples],

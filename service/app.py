@@ -282,6 +282,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
         tracing=tracing,
         trace_prompts=config.trace_prompts,
         target_s=config.ttft_target_s,
+        itl_target_s=config.itl_target_s,
     )
     streams = Streams(bus, config, telemetry)
     await streams.start()

@@ -57,7 +57,7 @@ class Meter:
         self._context = "", ""  # the traceparent that its work belongs to, and its tracestate
         self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
         self._tenant, self._lane = "", ""
-        self._admitted = self._resumed = False
+        self._admitted = self._resumed = self._no_room = False
         self.unknown_fields: tuple[str, ...] = ()
         self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
 
@@ -155,6 +155,7 @@ class Meter:
         self._code, self._retry_after_s = refusal.code, refusal.retry_after_s
         self._telemetry.count(metrics.REFUSALS, 1, refusal.code)
         if not self._admitted and refusal.status in NO_ROOM and not isinstance(refusal, OverQuota):
+            self._no_room = True
             self._telemetry.count(metrics.DECISIONS, 1, "refused", refusal.code)
             if refusal.retry_after_s is not None:
                 self._telemetry.observe(metrics.RETRY_AFTER, refusal.retry_after_s)
@@ -174,6 +175,9 @@ class Meter:
         if self._admitted:
             self._record_answer(seconds)
         outcome = self._outcome(status)
+        if self._no_room or (self._admitted and not self._resumed and outcome in ("ok", "failed")):
+            first_s = seconds if self._first_s is None else self._first_s
+            telemetry.count_goodput(first_s, self.seconds_per_token, answered=outcome == "ok")
         if self._answer_id:
             tenant = telemetry.tenant_label(self._tenant)
             telemetry.count(metrics.TENANT_REQUESTS, 1, tenant, outcome)

@@ -76,8 +76,8 @@ def _row(metric: Metric) -> Metric:
     return metric
 
 
-def _counter(name: str, text: str, *labels: str) -> Metric:
-    return _row(Metric(Counter, name, text, labels))
+def _counter(name: str, text: str, *labels: str, series: tuple[Labels, ...] = ()) -> Metric:
+    return _row(Metric(Counter, name, text, labels, series=series))
 
 
 def _gauge(name: str, text: str, *labels: str, of_fleet: Callable[[Fleet], float] | None = None) -> Metric:
@@ -118,6 +118,14 @@ STARTS = _counter(
     "arrival), late or never.",
     "lane",
     "start",
+)
+GOODPUT = _counter(
+    "quire_goodput_requests",
+    "Requests by whether they met their targets: met (answered, the first token within --ttft-target-s of arrival and "
+    "the mean time between tokens within --itl-target-s) or missed (slower, failed, or refused for want of room).  "
+    "Requests whose client left, invalid ones and those over a quota are in neither.",
+    "targets",
+    series=(("met",), ("missed",)),
 )
 PROMPT_TOKENS = _counter("quire_prompt_tokens", "Prompt tokens of admitted requests.")
 OUTPUT_TOKENS = _counter("quire_output_tokens", "Output tokens sent to clients.")
@@ -185,6 +193,16 @@ ENGINE_CACHED = _engine_gauge(
     "quire_engine_kv_blocks_cached",
     "Idle KV blocks that hold a reusable prefix; free ones, too.",
     lambda load: load.cached_blocks,
+)
+_engine_gauge(
+    "quire_engine_kv_static_blocks",
+    "KV blocks that static allocation would hold for the sequences in the batch.",
+    lambda load: load.static_blocks,
+)
+_engine_gauge(
+    "quire_engine_kv_slots_filled",
+    "Token slots with a token, of those in KV blocks that sequences hold, 0 to 1; 0 where none is held.",
+    lambda load: load.slots_filled,
 )
 ENGINE_RUNNING = _engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)
 ENGINE_WAITING = _engine_gauge(
@@ -284,13 +302,14 @@ class Telemetry(Collector):
         tracing: Tracing | None = None,
         trace_prompts: bool = False,
         target_s: float = 2.0,
+        itl_target_s: float = 0.2,
     ) -> None:
         """`vllm`: repeat histograms under vLLM's names.  `trace_prompts`: spans carry prompts and answers.
 
-        `target_s`: the target for the time to first token."""
+        `target_s`: the target for the time to first token.  `itl_target_s`: for a request's mean time between tokens."""
         self.tracing = tracing or Tracing()
         self.trace_prompts = trace_prompts
-        self.model, self._target_s = model, target_s
+        self.model, self._target_s, self._itl_target_s = model, target_s, itl_target_s
         self._gateway, self._vllm = gateway, vllm
         self._registry = CollectorRegistry()
         self._objects: dict[Metric, Counter | Gauge] = {}
@@ -346,6 +365,14 @@ class Telemetry(Collector):
                 del tallies[next(iter(tallies))]  # the oldest deploy
             tallies[self._fingerprint,] = Tally(TIME_TO_FIRST_TOKEN.bounds)
         self.observe(TIME_TO_FIRST_TOKEN, seconds, self._fingerprint)
+
+    def count_goodput(self, first_s: float, token_s: float | None, *, answered: bool) -> None:
+        """Count a request that has ended, by whether it met both targets.
+
+        `first_s`: seconds from its arrival to the first token, or to the end of an answer without tokens.  `token_s`:
+        mean seconds between tokens; None: it has fewer than two.  `answered`: to its end, without an error."""
+        met = answered and first_s <= self._target_s and (token_s or 0.0) <= self._itl_target_s
+        self.count(GOODPUT, 1, "met" if met else "missed")
 
     def tenant_label(self, tenant: str) -> str:
         """Return the label of a tenant.

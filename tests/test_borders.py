@@ -113,6 +113,28 @@ def test_every_metric_of_a_dashboard_exists() -> None:
         assert named <= known, f"{path.name}: {sorted(named - known)}"
 
 
+def test_every_metric_is_used() -> None:
+    """By a dashboard, `quire top`, an alert, the load test or a test: one that nothing reads can rot, and is removed."""
+    named: dict[str, str] = {}  # metric -> its constant in service/metrics.py; "": it has none
+    for table in ("service/metrics.py", "engine/metrics.py"):
+        for node in ast.walk(ast.parse((ROOT / table).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"quire_\w+", str(node.value)):
+                named.setdefault(str(node.value), "")
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+                first, target = node.value.args[0], node.targets[0]
+                if isinstance(first, ast.Constant) and isinstance(target, ast.Name):
+                    named[str(first.value)] = target.id
+    assert len(named) > 80
+    read = [ROOT / "grafana" / "alerts.yaml", *(ROOT / "grafana").glob("dashboards/*.json")]
+    read += [ROOT / "loadtest" / "scrape.py", *(ROOT / "tests").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in read)
+    words = {re.sub(r"_(total|bucket|sum|count)$", "", word) for word in re.findall(r"\bquire_\w+", text)}
+    words |= set(re.findall(r"\bquire_\w+", text))
+    top = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "service" / "terminal").glob("*.py"))
+    words |= {name for name, constant in named.items() if constant and re.search(rf"metrics\.{constant}\b", top)}
+    assert {name for name in named if name.startswith("quire_")} - words == set()
+
+
 def test_only_the_tables_name_metrics() -> None:
     for module, path in modules():
         if module.startswith(("service", "engine")) and module not in {"service.metrics", "engine.metrics"}:

@@ -295,6 +295,11 @@ class Scheduler:
         joins.  A few steps old when many run."""
         return self.admission.predicted_peak() if self.requests else 0
 
+    @property
+    def static_blocks(self) -> int:
+        """Blocks that static allocation would hold for the sequences that run or are paused."""
+        return self.batch.reserved_blocks
+
     def used_positions(self) -> tuple[int, int]:
         """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""
         return used_positions(self.live(), self.batch.step + 1, self.pool.block_size)

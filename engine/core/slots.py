@@ -60,6 +60,11 @@ class Slots:
             self.occupants[slot] = None
             self._free.append(slot)
 
+    @property
+    def vacated(self) -> list[int]:
+        """The slots that the next plan will free, as a copy."""
+        return list(self._vacated)
+
     def take_vacated(self) -> list[int]:
         """Return the slots that the plan has to free, once."""
         vacated, self._vacated = self._vacated, []

@@ -189,6 +189,9 @@ class EngineLoad(msgspec.Struct, frozen=True):
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
     grammars: bool = False  # it honours Sampling.grammar
     beams: int = 0  # greatest Beams.width that it honours; 0: it has no beam search
+    # Blocks that static allocation would hold for the sequences in the batch: each one's for its greatest length.
+    static_blocks: int = 0
+    slots_filled: float = 0.0  # token slots with a token, of those in held blocks, 0 to 1; counted once a second
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

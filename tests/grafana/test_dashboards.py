@@ -37,11 +37,18 @@ MAY_STAY_ZERO = {
     ("QuireTokensLost", "quire:tokens_lost:increase5m > 0"),
     ("QuireStepFailures", "quire:step_failures:increase5m > 0"),
     ("QuireBooksWrong", "quire:audit_alarms:increase5m > 0"),
+    ("QuireCanary", "quire:canary_alarms:increase15m > 0"),
     # The accounting is checked when an engine is idle, and under this load none is.
     ("Audits, and accounting errors found", "audits"),
+    # The canary runs on an idle engine, and the scripted executor has no logits to compare.
+    ("Canary runs, by outcome", "{{outcome}}"),
+    ("Difference of the canary's last run", "{{engine}}"),
+    ("Time of the canary", "{{engine}}"),
     # No prefix was hot before the start, and the scripted executor has no memory to swap.
     ("Tokens computed by the prefix warm-up", "{{engine}}"),
     ("Duration of the prefix warm-up", "{{engine}}"),
+    ("Hot prefixes computed by the prefix warm-up", "{{engine}}"),
+    ("Engines that drain", "{{engine}}"),
     ("Preemptions and what they cost", "of them, to the host's memory"),
     ("KV blocks to the host's memory and back", "{{direction}}"),
     # One engine alone claims the queue in its order.

@@ -29,7 +29,10 @@ def result(slowness: float = 1.0, preemptions: float = 0.0) -> dict[str, Any]:
         due = i / 2
         times = [due + 0.1 * slowness + n * 0.01 * slowness for n in range(20)]
         records.append(Record(due, "x", 10, 20, 0.0, [Attempt(due, 200)], times, times[-1], 20, "ok"))
-    samples = [Sample(float(i), min(1.0, i / 20), i % 5, i % 3, preemptions * i) for i in range(31)]
+    samples = [
+        Sample(float(i), min(1.0, i / 20), i % 5, i % 3, preemptions * i, filled=0.96 if i else None, eta=0.5)
+        for i in range(31)
+    ]
     work = {"workload": "sharegpt", "phases": [["base", 5, 10]], "burstiness": 1.0, "scale": 1.0, "seed": 0}
     return {
         "kind": "replay",
@@ -53,7 +56,7 @@ def worse(a: dict[str, Any], b: dict[str, Any], tolerance: float = 0.1) -> set[s
 
 def test_page_of_one_and_of_two() -> None:
     one, two = page([result()], 0.1), page([result(), result(2.0, 1.0)], 0.1)
-    for html, plots in ((one, 6), (two, 7)):
+    for html, plots in ((one, 7), (two, 8)):
         svgs = [part.split("</svg>")[0] for part in html.split("<svg")[1:]]
         assert len(svgs) == plots
         for svg in svgs:
@@ -65,6 +68,20 @@ def test_page_of_one_and_of_two() -> None:
         assert "inf" not in html
     assert "B is worse than A by more than 10%" in two
     assert "nowhere worse" in page([result(), result()], 0.1)
+
+
+def test_the_page_shows_filled_slots_and_eta_over_time() -> None:
+    made = result()
+    assert (made["figures"]["server"]["slots_filled_mean"], made["figures"]["server"]["eta_mean"]) == (0.96, 0.5)
+    assert made["series"]["samples"]["filled"][:2] == [None, 0.96]
+    html = page([made], 0.1)
+    assert "eta: blocks held of those that static allocation would hold" in html
+    assert "<td>slots that hold a token, mean</td><td>96.0%</td>" in html
+    for name in ("filled", "eta"):  # a result of an earlier version
+        del made["series"]["samples"][name]
+    for name in ("slots_filled_mean", "eta_mean"):
+        del made["figures"]["server"][name]
+    assert "slots that hold a token, mean" not in page([made], 0.1)
 
 
 def test_what_is_worse() -> None:

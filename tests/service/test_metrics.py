@@ -24,6 +24,7 @@ from service.format import Piece
 from service.meter import Meter
 from service.metrics import REFUSALS, REQUESTS, Telemetry
 from service.queue_updates import Waiting
+from service.tenants import OverQuota
 from service.usage_ledger import record_usage
 from tests.service.fakes import a_load
 
@@ -89,6 +90,53 @@ async def test_starts_are_counted_by_lane_and_by_whether_they_met_the_target() -
     }
     assert counts == {"on_time in_time": 1, "on_time late": 1, "late late": 1, "late never": 1}
     assert got["quire_admission_decisions_total", "admitted late"] == 2
+
+
+@pytest.mark.parametrize(
+    ("first_s", "gap_s", "status", "code", "expected"),
+    [
+        (1.0, 0.1, 200, "", (1, 0)),
+        (3.0, 0.1, 200, "", (0, 1)),  # the first token is late
+        (1.0, 0.3, 200, "", (0, 1)),  # the others are slow
+        (1.0, 0.1, 200, "engine_error", (0, 1)),  # it broke off
+        (1.0, 0.1, 499, "", (0, 0)),  # its client left
+    ],
+)
+def test_goodput_is_what_was_answered_within_both_targets(
+    first_s: float, gap_s: float, status: int, code: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry, now = Telemetry("g", target_s=2.0, itl_target_s=0.2), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    meter = Meter(telemetry, now)
+    meter.admit()
+    now += first_s
+    meter.record_piece(Piece(0, "a", [1]))
+    for _ in range(5):
+        now += gap_s
+        meter.record_piece(Piece(0, "b", [2]))
+    if code:
+        meter.fail(Refusal(500, code, "the engine failed"))
+    meter.close("/v1/completions", status)
+    got = samples(telemetry)
+    assert (got["quire_goodput_requests_total", "met"], got["quire_goodput_requests_total", "missed"]) == expected
+
+
+def test_what_has_no_room_misses_its_targets_and_what_is_invalid_has_none() -> None:
+    telemetry = Telemetry("g")
+    for refusal in (
+        Refusal(429, "rate_limit_exceeded", "the queue is full"),
+        Refusal(400, "invalid_value", "n is -1"),
+        OverQuota(429, "rate_limit_exceeded", "60 requests a minute"),
+    ):
+        meter = Meter(telemetry, time.monotonic())
+        meter.fail(refusal)
+        meter.close("/v1/completions", refusal.status)
+    Meter(telemetry, time.monotonic()).close("/health", 200)
+    resumed = Meter(telemetry, time.monotonic())
+    resumed.resume("cmpl-1", asked(), 1, "acme")  # counted where it began, as its client left
+    resumed.close("/v1/completions", 200)
+    got = samples(telemetry)
+    assert (got["quire_goodput_requests_total", "met"], got["quire_goodput_requests_total", "missed"]) == (0, 1)
 
 
 def test_engines_come_and_go() -> None:

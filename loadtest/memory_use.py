@@ -1,0 +1,90 @@
+"""What paging makes of memory: filled slots, eta and the pool's use over time, for three mixes of lengths.
+
+    python -m loadtest memory-use DIR [--seconds 40] [--sharegpt 1.5] [--alpaca 6] [--uniform-50 6]
+
+The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its own
+rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
+
+    slots filled   token slots with a token, of those in blocks that sequences hold
+    eta            blocks held, of those that static allocation would hold for the same sequences (prompt and max_tokens)
+    pool           blocks held, of all
+
+`--server` adds options of the server, as one string.  Writes loadtest/results/memory_use_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from loadtest import command_line, machine, replay
+from loadtest.checkpoint import make_llama_42m
+from loadtest.server import MODEL_NAME, serve
+
+RATES = {"sharegpt": 1.5, "alpaca": 6.0, "uniform-50": 6.0}  # requests a second: two slow cores keep up
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
+    parser.add_argument("--seconds", type=float, default=40.0, help="how long requests of each workload arrive")
+    for name, rate in RATES.items():
+        parser.add_argument(f"--{name}", type=float, default=rate, help=f"requests a second; default {rate:g}")
+    parser.add_argument("--block-size", default="16", help="tokens of a block; default 16")
+    parser.add_argument("--server", default="", help="more options of the server, in one string")
+
+
+def figures_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what a result of replay says of memory.  Raises SystemExit where the server has no such metrics."""
+    server, work = result["figures"]["server"], result["config"]["work"]
+    if server["slots_filled_mean"] is None or server["eta_mean"] is None:
+        raise SystemExit("no sample shows filled slots and static blocks: did no sequence run, or is it another server?")
+    samples = result["series"]["samples"]
+    return {
+        "requests": work["requests"],
+        "mean_prompt": round(work["prompt_tokens"] / work["requests"], 1),
+        "mean_output": round(work["output_tokens"] / work["requests"], 1),
+        "completed": result["figures"]["completed"],
+        "slots_filled": server["slots_filled_mean"],
+        "eta": server["eta_mean"],
+        "pool_mean": server["kv_mean"],
+        "pool_max": server["kv_max"],
+        "preemptions": server["preemptions"],
+        "samples": {name: samples[name] for name in ("t", "filled", "eta", "kv")},
+    }
+
+
+def main(args: argparse.Namespace, command: str) -> int:
+    if not (args.directory / "config.json").exists():
+        make_llama_42m(args.directory)
+    vocab = json.loads((args.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    figures: dict[str, Any] = {}
+    flags = ["--block-size", args.block_size, "--no-spare", *args.server.split()]
+    with serve(str(args.directory), *flags) as server:
+        for workload in RATES:
+            rate = getattr(args, workload.replace("-", "_"))
+            words = [server.url, "--model", MODEL_NAME, "--vocab-size", str(vocab), "--workload", workload]
+            words += ["--rate", f"{rate:g}", "--seconds", f"{args.seconds:g}"]
+            result, _ = replay.run(words, {}, command)
+            figures[workload] = figures_of(result)
+            show(workload, figures[workload])
+    command = command.replace(str(args.directory), "DIRECTORY")
+    path = machine.write(f"memory_use_{machine.device()}", command, figures)
+    print(f"written to {path.relative_to(machine.ROOT)}")
+    return 0
+
+
+def show(workload: str, found: dict[str, Any]) -> None:
+    lengths = f"{found['mean_prompt']:g} in, {found['mean_output']:g} out"
+    print(
+        f"{workload} ({lengths}): slots filled {found['slots_filled']:.1%}, eta {found['eta']:.3f}, "
+        f"pool mean {found['pool_mean']:.1%}, most {found['pool_max']:.1%}, {found['completed']} of "
+        f"{found['requests']} completed",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run("memory-use", __doc__, add_arguments, main))
