@@ -1,0 +1,123 @@
+"""Where paging does not help: one request at a time, and short jobs of equal length, against contiguous allocation.
+
+    python -m loadtest contiguous DIR [--pairs 7] [--alone 6] [--jobs 48]
+
+The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--allocation static` (each
+sequence has one run of blocks for its greatest length from its start, as an engine without block tables has), one with
+`--allocation paged`.  The pool holds every sequence of either, so memory limits neither, and both are without a prefix
+cache.  They take turns, and the first of a pair alternates:
+
+    alone     `--alone` requests, one after the other, 128 tokens in, 128 out: milliseconds a token
+    uniform   `--jobs` requests at once, 50 tokens in, 50 out: output tokens a second
+
+Each pair gives a ratio, paged over static; the figure is the median of the ratios.  Paging costs nothing where both are
+1.  Writes loadtest/results/contiguous_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from loadtest import command_line, machine
+from loadtest.checkpoint import make_llama_42m
+from loadtest.replay import Options, replay
+from loadtest.server import MODEL_NAME, Server, serve
+from loadtest.stats import Record
+from loadtest.trace import Job
+from loadtest.workloads import Arrival
+
+ALONE, UNIFORM = (128, 128), (50, 50)  # tokens in and out
+MODES = ("static", "paged")
+FLAGS = ("--no-prefix-cache", "--no-spare", "--kv-blocks", "2048", "--max-seqs", "64", "--threads", "1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of each load; default 7")
+    parser.add_argument("--alone", type=int, default=6, help="requests of a run one after the other; default 6")
+    parser.add_argument("--jobs", type=int, default=48, help="requests of a run at once; default 48")
+    parser.add_argument("--server", default="", help="more options of both servers, in one string")
+
+
+def send(options: Options, jobs: Sequence[Job]) -> list[Record]:
+    """Send all jobs at once and return their records.  Raises RuntimeError when one does not complete."""
+    records, _ = asyncio.run(replay([Arrival(0.0, "all", job) for job in jobs], options))
+    if failed := [record for record in records if record.outcome != "ok" or record.tokens != record.output_len]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].outcome} {failed[0].error}")
+    return records
+
+
+def alone_ms(options: Options, count: int, seed: int) -> float:
+    """Return the median of the requests' mean milliseconds a token, each sent when the one before has ended."""
+    means = [send(options, [Job(*ALONE, seed + at)])[0].mean_itl_s for at in range(count)]
+    return statistics.median(means) * 1e3
+
+
+def uniform_tokens_per_s(options: Options, count: int, seed: int) -> float:
+    """Return the output tokens a second of jobs of equal length that arrive together."""
+    records = send(options, [Job(*UNIFORM, seed + at) for at in range(count)])
+    return sum(record.tokens for record in records) / max(record.end_s for record in records)
+
+
+def pairs(measure: Callable[[str, int], float], count: int) -> dict[str, Any]:
+    """Measure both modes `count` times in turn, as `measure(mode, seed)`; the first of a pair alternates.
+
+    Returns all values, and the ratios paged / static: their median, least and greatest."""
+    values: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for pair in range(count):
+        for mode in MODES if pair % 2 == 0 else reversed(MODES):
+            values[mode].append(measure(mode, pair * 1000))
+    ratios = [paged / static for static, paged in zip(values["static"], values["paged"], strict=True)]
+    return {
+        **{mode: [round(value, 3) for value in values[mode]] for mode in MODES},
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_least": round(min(ratios), 4),
+        "ratio_most": round(max(ratios), 4),
+    }
+
+
+def main(args: argparse.Namespace, command: str) -> int:
+    if not (args.directory / "config.json").exists():
+        make_llama_42m(args.directory)
+    vocab = json.loads((args.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+
+    def options(server: Server) -> Options:
+        return Options(url=server.url, model=MODEL_NAME, metrics_url=f"{server.url}/metrics", vocab_size=vocab)
+
+    with ExitStack() as stack:
+        flags = [*FLAGS, *args.server.split()]
+        servers = {
+            mode: options(stack.enter_context(serve(str(args.directory), "--allocation", mode, *flags)))
+            for mode in MODES
+        }
+        for each in servers.values():  # the first steps load kernels
+            alone_ms(each, 1, -1)
+            uniform_tokens_per_s(each, args.jobs, -1000)
+        figures = {
+            "alone_ms_per_token": pairs(lambda mode, seed: alone_ms(servers[mode], args.alone, seed), args.pairs),
+            "uniform_tokens_per_s": pairs(
+                lambda mode, seed: uniform_tokens_per_s(servers[mode], args.jobs, seed), args.pairs
+            ),
+        }
+    for name, found in figures.items():
+        middle = {mode: statistics.median(found[mode]) for mode in MODES}
+        print(
+            f"{name}: static {middle['static']:.2f}, paged {middle['paged']:.2f}; paged / static "
+            f"{found['ratio_median']:.3f}, from {found['ratio_least']:.3f} to {found['ratio_most']:.3f}"
+        )
+    command = command.replace(str(args.directory), "DIRECTORY")
+    path = machine.write(f"contiguous_{machine.device()}", command, figures)
+    print(f"written to {path.relative_to(machine.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run("contiguous", __doc__, add_arguments, main))

@@ -1,0 +1,47 @@
+"""Where paging does not help: the pairs, and what must stay true of it without a clock."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.executor.base import ModelInfo, ScriptedExecutor
+from engine.llm import LLM
+from engine.wire.messages import Sampling
+from loadtest.contiguous import ALONE, UNIFORM, pairs
+
+
+def test_pairs_take_turns_and_their_ratios_forgive_a_machine_that_slows_down() -> None:
+    order: list[str] = []
+
+    def measure(mode: str, seed: int) -> float:
+        order.append(mode)
+        pair = seed // 1000
+        return (10.0 if mode == "static" else 10.5) * (1 + pair)  # each pair on a slower machine
+
+    found = pairs(measure, 4)
+    assert order == ["static", "paged", "paged", "static"] * 2
+    assert found["ratio_median"] == found["ratio_least"] == found["ratio_most"] == 1.05
+    assert found["static"] == [10.0, 20.0, 30.0, 40.0]
+
+
+@pytest.mark.parametrize(("load", "count"), [(ALONE, 1), (UNIFORM, 48)])
+def test_paging_takes_no_step_more_than_contiguous_allocation(load: tuple[int, int], count: int) -> None:
+    """Batch 1, and uniform short jobs in a pool that holds all of them: the same steps give the same tokens."""
+    steps, texts, copied = {}, {}, {}
+    for mode in ("static", "paged"):
+        config = msgspec.convert(
+            {"allocation": mode, "prefix_cache": False, "max_seqs": 64, "step_tokens": 1024, "itl_stretch": 0.0},
+            EngineConfig,
+        )
+        llm = LLM.over(config, ScriptedExecutor(ModelInfo("scripted", "f00d", 1000, 4096, [0], 64), 2048))
+        prompts = [[5 + number] * load[0] for number in range(count)]
+        samplings = [Sampling(seed=number, ignore_eos=True) for number in range(count)]
+        done = llm.generate(prompts, samplings, max_new_tokens=load[1])
+        steps[mode], texts[mode] = llm.engine.core.step, [one.outputs[0].token_ids for one in done]
+        totals = llm.engine.core.report.totals
+        copied[mode] = totals.copied_blocks + totals.preemptions + totals.pauses
+    assert texts["paged"] == texts["static"]
+    assert steps["paged"] <= steps["static"]
+    assert copied == {"static": 0, "paged": 0}
