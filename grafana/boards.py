@@ -110,7 +110,9 @@ overview = Board(
             Panel("KV used", {"": "max(quire_kv_utilization)"}, "percentunit", "stat"),
             Panel("Refused", {"": part(REFUSED, rate("quire_admission_decisions_total"))}, "percentunit", "stat"),
             Panel("Oldest in the queue", {"": "max(quire_queue_oldest_seconds)"}, "s", "stat"),
-            Panel("Goodput", {"": GOODPUT}, "percentunit", "stat", "Answered within --ttft-target-s and --itl-target-s."),
+            Panel(
+                "Goodput", {"": GOODPUT}, "percentunit", "stat", "Answered within --ttft-target-s and --itl-target-s."
+            ),
             Panel("In time", {"": part(IN_TIME, rate("quire_request_starts_total"))}, "percentunit", "stat"),
             Panel("Tokens lost", {"": "sum(quire_tokens_lost_total)"}, "short", "stat", "Must stay 0."),
         ],
@@ -224,8 +226,11 @@ engine = Board(
             ),
             Panel(
                 "Blocks used, of those that static allocation would hold",
-                {"{{engine}}": part('sum by (engine) (quire_kv_blocks{state="used"})',
-                                    "sum by (engine) (quire_kv_static_blocks)")},
+                {
+                    "{{engine}}": part(
+                        'sum by (engine) (quire_kv_blocks{state="used"})', "sum by (engine) (quire_kv_static_blocks)"
+                    )
+                },
                 "percentunit",
                 text="Static allocation holds blocks for each running sequence's prompt and max_tokens from its start. "
                 "The lower, the more sequences fit at once because of paging.",

@@ -1,6 +1,6 @@
-"""What paging makes of memory: filled slots, eta and the pool's use over time, for three mixes of lengths.
+"""What paging and the prefix cache make of memory: filled slots, eta, pool use over time and hit rate, by workload.
 
-    python -m loadtest memory-use DIR [--seconds 40] [--sharegpt 1.5] [--alpaca 6] [--uniform-50 6]
+    python -m loadtest memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
 The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its own
 rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
@@ -8,6 +8,7 @@ rate; between two of them it becomes idle.  The server's own metrics are read fo
     slots filled   token slots with a token, of those in blocks that sequences hold
     eta            blocks held, of those that static allocation would hold for the same sequences (prompt and max_tokens)
     pool           blocks held, of all
+    hit rate       prompt tokens that the prefix cache had, of all
 
 `--server` adds options of the server, as one string.  Writes loadtest/results/memory_use_<device>.json.
 """
@@ -22,25 +23,37 @@ from typing import Any
 
 from loadtest import command_line, machine, replay
 from loadtest.checkpoint import make_llama_42m
+from loadtest.clients import ProfileError, parse_shares
 from loadtest.server import MODEL_NAME, serve
+from loadtest.workloads import WORKLOADS
 
-RATES = {"sharegpt": 1.5, "alpaca": 6.0, "uniform-50": 6.0}  # requests a second: two slow cores keep up
+# Workload -> requests a second: two slow cores keep up.
+RATES = "sharegpt=1.2,alpaca=5,uniform-50=5,chat=1.2,rag=2,agents=2,translation=6"
+SEEDS = 1_000_000  # between the seeds of two workloads: no prompt of one begins like one of another
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
-    parser.add_argument("--seconds", type=float, default=40.0, help="how long requests of each workload arrive")
-    for name, rate in RATES.items():
-        parser.add_argument(f"--{name}", type=float, default=rate, help=f"requests a second; default {rate:g}")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long requests of each workload arrive")
+    parser.add_argument("--rates", default=RATES, help="workloads, and requests a second of each")
     parser.add_argument("--block-size", default="16", help="tokens of a block; default 16")
     parser.add_argument("--server", default="", help="more options of the server, in one string")
+
+
+def workload_name(text: str) -> str:
+    """Return a workload's name.  Raises ProfileError for another word."""
+    if text not in WORKLOADS:
+        raise ProfileError(f"{text} is no workload; there are {', '.join(WORKLOADS)}")
+    return text
 
 
 def figures_of(result: dict[str, Any]) -> dict[str, Any]:
     """Return what a result of replay says of memory.  Raises SystemExit where the server has no such metrics."""
     server, work = result["figures"]["server"], result["config"]["work"]
     if server["slots_filled_mean"] is None or server["eta_mean"] is None:
-        raise SystemExit("no sample shows filled slots and static blocks: did no sequence run, or is it another server?")
+        raise SystemExit(
+            "no sample shows filled slots and static blocks: did no sequence run, or is it another server?"
+        )
     samples = result["series"]["samples"]
     return {
         "requests": work["requests"],
@@ -51,22 +64,26 @@ def figures_of(result: dict[str, Any]) -> dict[str, Any]:
         "eta": server["eta_mean"],
         "pool_mean": server["kv_mean"],
         "pool_max": server["kv_max"],
+        "hit_rate": result["figures"]["prefix_hits"]["rate"],
         "preemptions": server["preemptions"],
         "samples": {name: samples[name] for name in ("t", "filled", "eta", "kv")},
     }
 
 
 def main(args: argparse.Namespace, command: str) -> int:
+    try:
+        rates = parse_shares(args.rates, workload_name)
+    except ProfileError as error:
+        raise SystemExit(f"--rates: {error}") from None
     if not (args.directory / "config.json").exists():
         make_llama_42m(args.directory)
     vocab = json.loads((args.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     figures: dict[str, Any] = {}
     flags = ["--block-size", args.block_size, "--no-spare", *args.server.split()]
     with serve(str(args.directory), *flags) as server:
-        for workload in RATES:
-            rate = getattr(args, workload.replace("-", "_"))
+        for number, (workload, rate) in enumerate(rates.items(), 1):
             words = [server.url, "--model", MODEL_NAME, "--vocab-size", str(vocab), "--workload", workload]
-            words += ["--rate", f"{rate:g}", "--seconds", f"{args.seconds:g}"]
+            words += ["--rate", f"{rate:g}", "--seconds", f"{args.seconds:g}", "--seed", str(number * SEEDS)]
             result, _ = replay.run(words, {}, command)
             figures[workload] = figures_of(result)
             show(workload, figures[workload])
@@ -80,8 +97,8 @@ def show(workload: str, found: dict[str, Any]) -> None:
     lengths = f"{found['mean_prompt']:g} in, {found['mean_output']:g} out"
     print(
         f"{workload} ({lengths}): slots filled {found['slots_filled']:.1%}, eta {found['eta']:.3f}, "
-        f"pool mean {found['pool_mean']:.1%}, most {found['pool_max']:.1%}, {found['completed']} of "
-        f"{found['requests']} completed",
+        f"pool mean {found['pool_mean']:.1%}, most {found['pool_max']:.1%}, hit rate {found['hit_rate']:.1%}, "
+        f"{found['completed']} of {found['requests']} completed",
         flush=True,
     )
 

@@ -76,7 +76,9 @@ class Idle:
 
     def metric(self, name: str, **labels: str) -> float:
         self.engine.turn()
-        value = self.telemetry.registry.get_sample_value(name, {"engine": "e0", "model_name": self.telemetry.model} | labels)
+        value = self.telemetry.registry.get_sample_value(
+            name, {"engine": "e0", "model_name": self.telemetry.model} | labels
+        )
         assert value is not None
         return value
 

@@ -157,7 +157,9 @@ def figures(runs: list[Answers]) -> dict[str, Any]:
 
 def equal(runs: list[Answers]) -> bool:
     """Whether all runs have one digest, and each kill met a stream."""
-    return len({run.sha256 for run in runs}) == 1 and all(0 not in run.met and len(run.met) == run.kills for run in runs)
+    return len({run.sha256 for run in runs}) == 1 and all(
+        0 not in run.met and len(run.met) == run.kills for run in runs
+    )
 
 
 def main(words: list[str]) -> int:
@@ -172,12 +174,19 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         runs = asyncio.run(
             same_tokens(
-                Path(folder), options.requests, batches, options.kills, options.seed, lambda said: print(said, flush=True)
+                Path(folder),
+                options.requests,
+                batches,
+                options.kills,
+                options.seed,
+                lambda said: print(said, flush=True),
             )
         )
     print("one digest" if equal(runs) else "the digests differ, or a kill met no open stream")
     if options.result:
-        machine.write(options.result, shlex.join(["python", "-m", "tests.system.chaos", "same-tokens", *words]), figures(runs))
+        machine.write(
+            options.result, shlex.join(["python", "-m", "tests.system.chaos", "same-tokens", *words]), figures(runs)
+        )
     return 0 if equal(runs) else 1
 
 
