@@ -65,7 +65,7 @@ FILLED_S = 1.0  # shortest time between two counts of filled slots, which look a
 
 
 def slots_filled(core: Scheduler) -> float:
-    """Return the fraction of the token slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
+    """Return the fraction of the slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
     slots = (core.pool.total - core.pool.available) * core.pool.block_size
     return 1 - core.wasted_positions() / slots if slots else 0.0
 

@@ -467,7 +467,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_canary_runs",
         "counter",
-        "Runs of the canary on an idle engine, by outcome: equal to the first run, different from it, or a failed step.",
+        "Runs of the canary on an idle engine, by outcome: equal to the first run, different, or failed.",
         lambda t: {"equal": t.canary.equal, "different": t.canary.different, "failed": t.canary.failed},
         "outcome",
     ),

@@ -2,11 +2,11 @@
 
     python -m loadtest memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
-The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its own
-rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
+The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its
+own rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
 
     slots filled   token slots with a token, of those in blocks that sequences hold
-    eta            blocks held, of those that static allocation would hold for the same sequences (prompt and max_tokens)
+    eta            blocks held, of those that static allocation would hold: prompt and max_tokens of each sequence
     pool           blocks held, of all
     hit rate       prompt tokens that the prefix cache had, of all
 

@@ -306,7 +306,7 @@ class Telemetry(Collector):
     ) -> None:
         """`vllm`: repeat histograms under vLLM's names.  `trace_prompts`: spans carry prompts and answers.
 
-        `target_s`: the target for the time to first token.  `itl_target_s`: for a request's mean time between tokens."""
+        `target_s`: the target for the time to first token.  `itl_target_s`: that for the mean between tokens."""
         self.tracing = tracing or Tracing()
         self.trace_prompts = trace_prompts
         self.model, self._target_s, self._itl_target_s = model, target_s, itl_target_s

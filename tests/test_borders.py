@@ -114,7 +114,7 @@ def test_every_metric_of_a_dashboard_exists() -> None:
 
 
 def test_every_metric_is_used() -> None:
-    """By a dashboard, `quire top`, an alert, the load test or a test: one that nothing reads can rot, and is removed."""
+    """By a dashboard, `quire top`, an alert, the load test or a test: one that nothing reads rots."""
     named: dict[str, str] = {}  # metric -> its constant in service/metrics.py; "": it has none
     for table in ("service/metrics.py", "engine/metrics.py"):
         for node in ast.walk(ast.parse((ROOT / table).read_text(encoding="utf-8"))):

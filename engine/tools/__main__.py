@@ -11,6 +11,7 @@ structured what grammars cost: tokens a second with and without them, in pairs
 quantized  perplexity, agreement and speed of --quantize, in pairs with the plain model
 rates      normalised latency by request rate: static allocation, paged, admission, prefix cache
 sharing    how many KV blocks parallel sampling and beam search share
+canary     what the canary of an idle engine costs, and how equal its runs are
 models     which model families are served, proved against transformers; writes docs/models.md
 """
 
@@ -31,6 +32,7 @@ NAMES = {
     "quantized": "quantized",
     "rates": "rates",
     "sharing": "sharing",
+    "canary": "canary",
     "models": "models",
 }
 

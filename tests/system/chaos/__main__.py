@@ -5,7 +5,7 @@
                                  [--result NAME]
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
-    python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one SHA-256 of all tokens: see same_tokens.py
+    python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """

@@ -1,4 +1,4 @@
-"""The small case of 500 requests, 1 and 64 at a time, with and without kill -9; and what would make its digest differ."""
+"""The small case of `same-tokens`: one digest, with and without kill -9; and what would make it differ."""
 
 from __future__ import annotations
 
