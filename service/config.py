@@ -312,7 +312,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             gt=0,
             description="Target for the mean time between the tokens of a request, in seconds. With ttft_target_s it "
-            "defines goodput (quire_goodput_requests_total): a request counts as met if it was answered within both. "
+            "defines goodput, a metric: a request counts as met if it was answered within both. "
             "It decides nothing else. Set it to what your users accept.",
         ),
     ] = 0.2

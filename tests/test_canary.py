@@ -29,19 +29,28 @@ CONFIG = EngineConfig(
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoint: Callable[[str], Path]) -> Iterator[LocalExecutor]:
+def shared(checkpoint: Callable[[str], Path]) -> Iterator[LocalExecutor]:
     made = load(msgspec.structs.replace(CONFIG, model=str(checkpoint("llama"))))
     assert isinstance(made, LocalExecutor)
     yield made
     made.close()
 
 
+@pytest.fixture
+def loaded(shared: LocalExecutor) -> LocalExecutor:
+    """Without the slots of an earlier engine, which would go on decoding in blocks of the next one."""
+    assert shared._worker is not None
+    shared._worker.reset()
+    return shared
+
+
 class Clock:
-    """Seconds that a test sets."""
+    """Seconds that a test sets; a millisecond passes between two readings."""
 
     now = 100.0
 
     def __call__(self) -> float:
+        self.now += 0.001
         return self.now
 
 
@@ -122,26 +131,28 @@ def test_the_counts_of_clients_do_not_show_it(idle: Idle) -> None:
     assert idle.engine.core.idle
 
 
-def some_weight(executor: LocalExecutor) -> torch.Tensor:
-    """The largest matrix of the last layer: a fault there changes nothing before it."""
+def weights(executor: LocalExecutor) -> list[torch.Tensor]:
+    """The weights of all products, flat, in the layout in which the model reads them; the head is the last."""
     worker = executor._worker
     assert worker is not None
-    layers = [one for one in worker._model.parameters() if one.dim() == 2]
-    return layers[-1]
+    packed = [each.packed for each in worker._model.modules() if getattr(each, "packed", None) is not None]
+    assert len(packed) == 9  # four of each layer and the head
+    return [each.numbers.view(-1) for each in packed]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 3e4])
+@pytest.mark.parametrize("layer", [0, 4, -1])
 def test_a_corrupted_weight_is_noticed(
-    idle: Idle, loaded: LocalExecutor, value: float, caplog: pytest.LogCaptureFixture
+    idle: Idle, loaded: LocalExecutor, layer: int, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One number of a row of the head, or of the layer before it, as a bit that flipped in its exponent."""
+    """One number, as a bit that flipped in its exponent: in the first layer, in the second, in the head."""
     idle.canary.run()
-    weight = some_weight(loaded)
+    weight = weights(loaded)[layer]
+    sound = weight[99].clone()
     with torch.inference_mode():
-        sound = weight[7].clone()
-        weight[7, 3] = value
+        weight[99] = value
         idle.canary.run()
-        weight[7] = sound
+        weight[99] = sound
     assert idle.outcomes() == (1, 1, 0)
     assert idle.canary.counts.difference > TOLERANCE
     assert idle.metric("quire_canary_runs_total", outcome="different") == 1
@@ -294,7 +305,7 @@ class Orders(LocalBox):
         return []
 
 
-@pytest.mark.parametrize(("busy", "runs"), [(200, 0), (0, 3), (140, 1)])
+@pytest.mark.parametrize(("busy", "runs"), [(200, 0), (0, 4), (140, 1)])
 def test_an_idle_engine_runs_it_and_a_busy_one_does_not(loaded: LocalExecutor, busy: int, runs: int) -> None:
     """A second a turn, 200 turns, a minute between runs; a busy engine has a request in each turn."""
     clock = Clock()

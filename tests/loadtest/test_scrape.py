@@ -11,9 +11,9 @@ from loadtest.stats import Sample
 
 FILLED = """quire_engine_kv_blocks{engine="e0",gateway="g"} 100.0
 quire_engine_kv_blocks{engine="e1",gateway="g"} 100.0
-quire_engine_kv_blocks_free{engine="e0",gateway="g"} 40.0
+quire_engine_kv_blocks_free{engine="e0",gateway="g"} 50.0
 quire_engine_kv_blocks_free{engine="e1",gateway="g"} 100.0
-quire_engine_kv_static_blocks{engine="e0",gateway="g"} 150.0
+quire_engine_kv_static_blocks{engine="e0",gateway="g"} 125.0
 quire_engine_kv_static_blocks{engine="e1",gateway="g"} 0.0
 quire_engine_kv_slots_filled{engine="e0",gateway="g"} 0.98
 quire_engine_kv_slots_filled{engine="e1",gateway="g"} 0.0
@@ -46,7 +46,7 @@ SGLANG = 'sglang:num_running_reqs{m="x"} 2\nsglang:num_queue_reqs 3\nsglang:toke
     ("page", "expected"),
     [
         (QUIRE, Sample(1.0, 0.75, 7.0, 7.0, 1.0, 1500.0)),
-        (FILLED, Sample(1.0, 0.3, filled=0.98, eta=0.4)),  # an engine that holds no block has no filled slots
+        (FILLED, Sample(1.0, 0.25, filled=0.98, eta=0.4)),  # an engine that holds no block has no filled slots
         (VLLM, Sample(1.0, 0.75, 11.0, 6.0, 582.0)),
         (SGLANG, Sample(1.0, 0.5, 2.0, 3.0)),
         ("", Sample(1.0)),
