@@ -1,17 +1,19 @@
 """Where paging does not help: one request at a time, and short jobs of equal length, against contiguous allocation.
 
-    python -m loadtest contiguous DIR [--pairs 7] [--alone 6] [--jobs 48]
+    python -m loadtest contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
 The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--allocation static` (each
 sequence has one run of blocks for its greatest length from its start, as an engine without block tables has), one with
 `--allocation paged`.  The pool holds every sequence of either, so memory limits neither, and both are without a prefix
 cache.  They take turns, and the first of a pair alternates:
 
-    alone     `--alone` requests, one after the other, 128 tokens in, 128 out: milliseconds a token
-    uniform   `--jobs` requests at once, 50 tokens in, 50 out: output tokens a second
+    alone     `--alone` requests, one after the other, 128 tokens in, 128 out
+    uniform   `--jobs` requests at once, 50 tokens in, 50 out
 
-Each pair gives a ratio, paged over static; the figure is the median of the ratios.  Paging costs nothing where both are
-1.  Writes loadtest/results/contiguous_<device>.json.
+For each, milliseconds a token on the clock (alone: between two tokens; uniform: until the last token, over all tokens),
+and CPU milliseconds of the engine's process a token, which other programs on the machine disturb less.  Each pair gives
+a ratio, paged over static; the figure is the median of the ratios.  Paging costs nothing where it is 1.  Writes
+loadtest/results/contiguous_<device>.json.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 from loadtest import command_line, machine
 from loadtest.checkpoint import make_llama_42m
 from loadtest.replay import Options, replay
-from loadtest.server import MODEL_NAME, Server, serve
+from loadtest.server import MODEL_NAME, engine_processes, serve
 from loadtest.stats import Record
 from loadtest.trace import Job
 from loadtest.workloads import Arrival
@@ -42,8 +44,8 @@ FLAGS = ("--no-prefix-cache", "--no-spare", "--kv-blocks", "2048", "--max-seqs",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="directory of the model; the 42M model is made there if empty")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each load; default 7")
-    parser.add_argument("--alone", type=int, default=6, help="requests of a run one after the other; default 6")
-    parser.add_argument("--jobs", type=int, default=48, help="requests of a run at once; default 48")
+    parser.add_argument("--alone", type=int, default=4, help="requests of a run one after the other; default 4")
+    parser.add_argument("--jobs", type=int, default=32, help="requests of a run at once; default 32")
     parser.add_argument("--server", default="", help="more options of both servers, in one string")
 
 
@@ -61,27 +63,32 @@ def alone_ms(options: Options, count: int, seed: int) -> float:
     return statistics.median(means) * 1e3
 
 
-def uniform_tokens_per_s(options: Options, count: int, seed: int) -> float:
-    """Return the output tokens a second of jobs of equal length that arrive together."""
+def uniform_ms(options: Options, count: int, seed: int) -> float:
+    """Return the milliseconds until the last token, over all tokens, of jobs of equal length that arrive together."""
     records = send(options, [Job(*UNIFORM, seed + at) for at in range(count)])
-    return sum(record.tokens for record in records) / max(record.end_s for record in records)
+    return max(record.end_s for record in records) * 1e3 / sum(record.tokens for record in records)
 
 
-def pairs(measure: Callable[[str, int], float], count: int) -> dict[str, Any]:
+def pairs(measure: Callable[[str, int], Sequence[float]], names: Sequence[str], count: int) -> dict[str, Any]:
     """Measure both modes `count` times in turn, as `measure(mode, seed)`; the first of a pair alternates.
 
-    Returns all values, and the ratios paged / static: their median, least and greatest."""
-    values: dict[str, list[float]] = {mode: [] for mode in MODES}
+    `names` of the values that it returns.  Returns for each name all values, and the ratios paged / static: their
+    median, least and greatest."""
+    rows: dict[str, list[Sequence[float]]] = {mode: [] for mode in MODES}
     for pair in range(count):
         for mode in MODES if pair % 2 == 0 else reversed(MODES):
-            values[mode].append(measure(mode, pair * 1000))
-    ratios = [paged / static for static, paged in zip(values["static"], values["paged"], strict=True)]
-    return {
-        **{mode: [round(value, 3) for value in values[mode]] for mode in MODES},
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_least": round(min(ratios), 4),
-        "ratio_most": round(max(ratios), 4),
-    }
+            rows[mode].append(measure(mode, pair * 1000))
+    found = {}
+    for at, name in enumerate(names):
+        values = {mode: [row[at] for row in rows[mode]] for mode in MODES}
+        ratios = [paged / static for static, paged in zip(values["static"], values["paged"], strict=True)]
+        found[name] = {
+            **{mode: [round(value, 3) for value in values[mode]] for mode in MODES},
+            "ratio_median": round(statistics.median(ratios), 4),
+            "ratio_least": round(min(ratios), 4),
+            "ratio_most": round(max(ratios), 4),
+        }
+    return found
 
 
 def main(args: argparse.Namespace, command: str) -> int:
@@ -89,30 +96,38 @@ def main(args: argparse.Namespace, command: str) -> int:
         make_llama_42m(args.directory)
     vocab = json.loads((args.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
-    def options(server: Server) -> Options:
-        return Options(url=server.url, model=MODEL_NAME, metrics_url=f"{server.url}/metrics", vocab_size=vocab)
-
     with ExitStack() as stack:
         flags = [*FLAGS, *args.server.split()]
         servers = {
-            mode: options(stack.enter_context(serve(str(args.directory), "--allocation", mode, *flags)))
-            for mode in MODES
+            mode: stack.enter_context(serve(str(args.directory), "--allocation", mode, *flags)) for mode in MODES
         }
-        for each in servers.values():  # the first steps load kernels
-            alone_ms(each, 1, -1)
-            uniform_tokens_per_s(each, args.jobs, -1000)
+
+        def measured(load: Callable[[Options, int, int], float], count: int, tokens: int) -> dict[str, Any]:
+            def once(mode: str, seed: int) -> tuple[float, float]:
+                server = servers[mode]
+                options = Options(
+                    url=server.url, model=MODEL_NAME, metrics_url=f"{server.url}/metrics", vocab_size=vocab
+                )
+                engine = engine_processes(server.process)[0]
+                before = sum(engine.cpu_times()[:2])
+                clock_ms = load(options, count, seed)
+                return clock_ms, (sum(engine.cpu_times()[:2]) - before) * 1e3 / (count * tokens)
+
+            for mode in MODES:  # the first steps load kernels
+                once(mode, -1000)
+            return pairs(once, ("clock_ms", "engine_cpu_ms"), args.pairs)
+
         figures = {
-            "alone_ms_per_token": pairs(lambda mode, seed: alone_ms(servers[mode], args.alone, seed), args.pairs),
-            "uniform_tokens_per_s": pairs(
-                lambda mode, seed: uniform_tokens_per_s(servers[mode], args.jobs, seed), args.pairs
-            ),
+            "alone": measured(alone_ms, args.alone, ALONE[1]),
+            "uniform": measured(uniform_ms, args.jobs, UNIFORM[1]),
         }
-    for name, found in figures.items():
-        middle = {mode: statistics.median(found[mode]) for mode in MODES}
-        print(
-            f"{name}: static {middle['static']:.2f}, paged {middle['paged']:.2f}; paged / static "
-            f"{found['ratio_median']:.3f}, from {found['ratio_least']:.3f} to {found['ratio_most']:.3f}"
-        )
+    for load, values in figures.items():
+        for name, found in values.items():
+            middle = {mode: statistics.median(found[mode]) for mode in MODES}
+            print(
+                f"{load}, {name} a token: static {middle['static']:.2f}, paged {middle['paged']:.2f}; paged / static "
+                f"{found['ratio_median']:.3f}, from {found['ratio_least']:.3f} to {found['ratio_most']:.3f}"
+            )
     command = command.replace(str(args.directory), "DIRECTORY")
     path = machine.write(f"contiguous_{machine.device()}", command, figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
