@@ -97,14 +97,17 @@ async def one_run(server: Server, bodies: list[dict[str, Any]], batch: int, kill
                     answers.open.add(number)
             answers.open.discard(number)
 
+    async def kill_at(tokens: int) -> None:
+        await until(lambda: answers.tokens >= tokens and bool(answers.open))
+        engine = engine_processes(server.process)[0]
+        answers.met.append(len(answers.open))
+        engine.kill()
+        answers.kills += 1
+        await until(lambda: engine not in engine_processes(server.process), poll_s=0.05)
+
     async def killer() -> None:
         for tokens in due:
-            await until(lambda tokens=tokens: answers.tokens >= tokens and bool(answers.open))
-            engine = engine_processes(server.process)[0]
-            answers.met.append(len(answers.open))
-            engine.kill()
-            answers.kills += 1
-            await until(lambda old=engine: old not in engine_processes(server.process), poll_s=0.05)
+            await kill_at(tokens)
 
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
