@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "canary": ("canary", "time the canary of an idle engine, and compare its runs"),
     "contiguous": ("contiguous", "compare paged with contiguous allocation where paging cannot help, in pairs"),
     "block-size": ("block_size", "compare block sizes: throughput, filled slots, swap against recompute"),
+    "beams": ("beams", "compare beam search with resubmission by a client, and with transformers"),
     "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
     "long-prompt": ("long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
