@@ -132,6 +132,17 @@ def test_beams(one: LLM, two: LLM) -> None:
     assert len(token_ids(mine)) == 6
 
 
+def test_the_canary_runs_on_all_ranks(two: LLM) -> None:
+    canary = two.engine.canary
+    texts = []
+    for _ in range(3):
+        texts.append(token_ids(two.generate(prompts(4), max_new_tokens=8)))
+        canary.run()
+    assert (canary.counts.equal, canary.counts.different, canary.counts.difference) == (3, 0, 0.0)
+    assert texts[0] == texts[1] == texts[2]
+    assert two.engine.core.pool.available == two.engine.core.pool.total
+
+
 def test_a_step_that_fails_on_all_ranks_is_void_and_the_next_one_runs(checkpoint: Checkpoint, two: LLM) -> None:
     """The checksum of a step is compared, so that a rank which computes other tokens ends the engine."""
     executor = two_of(two)
