@@ -7,7 +7,7 @@ import math
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo
 from engine.wire.clock import steady_ms
-from engine.wire.messages import EngineLoad
+from engine.wire.messages import LATER_FIELDS, EngineLoad
 
 
 class Rate:
@@ -117,5 +117,6 @@ class LoadReport:
             yield_tokens=yield_tokens,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
+            honours=list(LATER_FIELDS),
             beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
         )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.plan import Sampler
+from engine.executor import followers
 from engine.executor.base import ScriptedExecutor, scripted_token
 from engine.executor.grammars import FAILED, Grammars
 from engine.executor.local import LocalExecutor
@@ -343,11 +344,11 @@ def allowed(found: Grammars, slot: int) -> set[int]:
 
 
 def advance(found: Grammars, slot: int, tokens: list[int]) -> None:
-    found.advance(found.followers([slot]), tokens)
+    followers.advance(found.followers([slot]), tokens)
 
 
 def errors(found: Grammars) -> dict[int, str]:
-    return found.advance(found.followers(range(4)), [0] * 4)
+    return followers.advance(found.followers(range(4)), [0] * 4)
 
 
 def begin(found: Grammars, slot: int, grammar: str, history: list[int], **sampling: Any) -> None:
