@@ -5,6 +5,7 @@
                                  [--result NAME]
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
+    python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtest import machine
-from tests.system.chaos import fuzz, soak
+from tests.system.chaos import fuzz, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
@@ -32,6 +33,8 @@ def main() -> int:
         return soak.main(sys.argv[2:])
     if sys.argv[1:2] == ["fuzz"]:
         return fuzz.main(sys.argv[2:])
+    if sys.argv[1:2] == ["schemas"]:
+        return schemas.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of faults, at most")
     parser.add_argument("--rounds", type=int, help="of faults, at most; any number without")
