@@ -240,6 +240,40 @@ def asked(llm: LLM) -> list[Sampling]:
     ]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_no_answer_completes_one_on_a_gpu(checkpoint: Callable[[str], Path], preempt: str) -> None:
+    """Slots change hands while the step before, in which another sequence had them, has not been collected.
+
+    Logits depend there on how many rows a step has, so nothing is said about which tokens come instead."""
+    made = LLM(
+        str(checkpoint("llama")),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=512,
+        kv_blocks=40,
+        max_seqs=24,
+        admission="none",
+        preempt=preempt,
+        swap_memory_gib=0.01,
+    )
+    plain = [Sampling(seed=i, ignore_eos=True) for i in range(60)]
+    found = [one.outputs[0].token_ids for one in made.generate([PROMPT] * 60, plain, max_new_tokens=150)]
+    often = [[ids[at : at + 2] for at in range(0, 148, 7)] for ids in found]
+    wanted = [
+        Sampling(seed=i, ignore_eos=True, bad_words=often[i] if i % 3 else [], logprobs=0, logprob_token_ids=[i])
+        for i in range(60)
+    ]
+    held = [one.outputs[0] for one in made.generate([PROMPT] * 60, wanted, max_new_tokens=150)]
+    totals = made.engine.core.report.totals
+    made.close()
+    assert totals.preemptions
+    for i, one in enumerate(held):
+        assert len(one.token_ids) == 150
+        assert not any(holds(one.token_ids, sequence) for sequence in wanted[i].bad_words)
+        assert [[token for token, _ in at.top] for at in one.logprobs] == [[i]] * 150
+
+
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_a_preemption_changes_no_token(checkpoint: Callable[[str], Path], preempt: str) -> None:
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "block_size": 8, "max_model_len": 192}

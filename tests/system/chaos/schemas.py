@@ -3,8 +3,8 @@
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1] [--at-once 16]
 
 A gateway and an engine with random weights.  Draws take turns between the two endpoints, whole and streamed answers.
-Each answer that ends by itself must be JSON of its schema, as `jsonschema` sees it.  One that is cut must have all of its
-tokens.  Exit status 1 otherwise, with the draws that failed.
+Each answer that ends by itself must be JSON of its schema, as `jsonschema` sees it.  One that is cut must have all of
+its tokens.  Exit status 1 otherwise, with the draws that failed.
 """
 
 from __future__ import annotations
