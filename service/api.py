@@ -382,7 +382,8 @@ def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampli
 def _require_logprobs(sampling: Sampling, needed: str) -> None:
     """Raise Refusal for tokens whose log probabilities the answer would not show without the field `needed`."""
     if sampling.logprob_token_ids and sampling.logprobs < 0:
-        raise _bad("invalid_value", f"logprob_token_ids: only with {needed}", "logprob_token_ids")
+        limit, given = "absent without it", len(sampling.logprob_token_ids)
+        raise _bad("invalid_value", f"logprob_token_ids: only with {needed}", "logprob_token_ids", limit, given)
 
 
 def not_served(error: NotServed) -> Refusal:

@@ -189,7 +189,7 @@ def test_a_long_template_is_read_once_whatever_comes_with_it(kind: str, tokenize
     """Outside the process with limits a gateway only looks for names: 2,000 at the end of 64,000 characters."""
     names = [f"a{at}" for at in range(2000)]
     spoken = " ".join(f"'{name}'" for name in names)
-    template = "{# " + "'x' " * 11_000 + spoken + " #}{{ messages[-1].role }}"
+    template = "{# " + "'x' " * 12_000 + spoken + " #}{{ messages[-1].role }}"
     assert 60_000 < len(template) <= CLIENT_TEMPLATE_CHARS
     reader = {"arguments": names_in, "roles": roles_in}[kind]
     before = reader.cache_info().misses
