@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
     "memory-limit": ("memory_limit", "compare static and paged allocation, admission, prefix cache in 12 GB on a GPU"),
     "block-size": ("block_size", "compare block sizes: throughput, filled slots, swap against recompute"),
+    "beams": ("beams", "compare beam search with resubmission by a client, and with transformers"),
     "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
     "long-prompt": ("long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import statistics
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
@@ -94,6 +95,7 @@ class Piece(msgspec.Struct):
     reasoning_tokens: int = 0  # of the choice so far
     score: float | None = None  # of an answer that beam search found, with `finish`
     searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
+    shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
 
     def ordered(self) -> list[Part]:
@@ -187,6 +189,7 @@ class Format:
         self._cached = [0] * len(prompts)
         self._reasoning = [0] * choices  # tokens of it
         self._searched = 0  # tokens of beams that are in no answer
+        self._shared = [0.0] * len(prompts)  # fractions of the KV cache that its beams shared
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -245,11 +248,12 @@ class Format:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
-        details = {}
+        details: dict[str, float] = {}
         if self._valid.reading is not None:
             details["reasoning_tokens"] = sum(self._reasoning)
         if self._valid.beams is not None:
             details["searched_tokens"] = self._searched
+            details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)
         return {**found, "completion_tokens_details": details} if details else found
 
     @property
@@ -260,6 +264,8 @@ class Format:
     def _count(self, piece: Piece) -> None:
         self._tokens[piece.choice] += len(piece.token_ids)
         self._searched += piece.searched
+        if piece.shared:
+            self._shared[piece.choice // self._valid.n] = piece.shared
         if piece.reasoning_tokens:
             self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:

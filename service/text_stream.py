@@ -321,7 +321,7 @@ def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest) -> None:
 def _add_search(piece: Piece, finish: Finish | None, valid: ValidRequest) -> None:
     """Add what beam search says of an answer."""
     if valid.beams is not None and finish is not None:
-        piece.score, piece.searched = finish.score, finish.searched
+        piece.score, piece.searched, piece.shared = finish.score, finish.searched, finish.shared
 
 
 def _drop_output(piece: Piece) -> None:

@@ -36,6 +36,8 @@ from engine.core.limits import Limits
 from engine.core.sequence import Sequence, State
 from engine.wire.messages import LENGTH_PENALTIES, Generate, Sampling
 
+SHARING_EVERY = 8  # tokens of output between two counts of a group's blocks, which take a microsecond for 30 entries
+
 
 class BeamGroup:
     """The beams of one request."""
@@ -48,6 +50,7 @@ class BeamGroup:
         self.withdrawn: set[int] = set()  # of these, answers that it has cancelled
         self.order = list(members)  # as in `search.running`
         self._computed = 0  # beams' tokens that no Finish has reported
+        self._entries = self._blocks = 0  # of all tables, and blocks among them: see `count_blocks`
         self.rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
         # Sequences whose tables the executor does not know, with the tables that it does; None: the slot has none.
         self.moved: dict[int, list[int] | None] = {}
@@ -84,6 +87,21 @@ class BeamGroup:
         """Return the tokens computed in all beams since the last call.  Their tenant is charged once."""
         computed, self._computed = self._computed, 0
         return computed
+
+    def count_blocks(self) -> None:
+        """Count what the beams share after a step, every SHARING_EVERY tokens.  O(entries of their tables)."""
+        if (
+            self.leader.known - self.leader.prompt_len
+        ) % SHARING_EVERY == 2:  # with one token only the prompt is stored
+            self._entries += sum(len(seq.table) for seq in self.members)
+            self._blocks += len({block for seq in self.members for block in seq.table})
+
+    @property
+    def shared(self) -> float:
+        """1 - blocks / entries of the beams' tables, over the search so far; 0.0 before its second token.
+
+        Source: as `occupancy.shared_fraction`.  A block counts once, whatever other requests share it."""
+        return 1 - self._blocks / self._entries if self._entries else 0.0
 
 
 class BeamGroups:
@@ -254,6 +272,7 @@ class BeamGroups:
 
     def refork(self, group: BeamGroup, children: Iterable[Child]) -> None:
         """Give every member the table and the tokens of its new beam.  The first child of a beam stays in its slot."""
+        group.count_blocks()
         parents, leader = group.order, group.leader
         children = list(children)
         stays: dict[int, Sequence] = {}  # child -> the member that it stays in

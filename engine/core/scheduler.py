@@ -360,7 +360,7 @@ class Scheduler:
         for index, answer in found.items():
             seq, (tokens, logprobs) = group.members[index], paths[index]
             reason: FinishReason = "stop" if answer.stopped else "length"
-            finish = Finish(reason, tokens[-1] if answer.stopped else -1, score=answer.score, searched=searched)
+            finish = Finish(reason, tokens[-1] if answer.stopped else -1, "", answer.score, searched, group.shared)
             searched = 0
             scored = [TokenLogprob(logprob) for logprob in logprobs] if request.sampling.logprobs >= 0 else None
             delta = Delta(request.id, 0, tokens, finish, index, scored, leader.cached_tokens)

@@ -134,6 +134,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     score: float = 0.0  # of an answer that beam search found, as Beams has it
     # Tokens that a beam search computed besides those of its answers; on one Finish of each of its requests.
     searched: int = 0
+    # 1 - blocks / entries of the block tables of all beams of the request, over the search: what their sharing saved.
+    shared: float = 0.0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -143,6 +143,30 @@ def test_all_tokens_of_all_beams_are_charged(withdrawn: bool) -> None:
     assert searched + returned == rig.core.report.totals.generated_tokens == 4 * 6
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_finish_says_what_the_beams_shared(preempted: bool) -> None:
+    rig = Rig()
+    request = rig.add(PROMPT, 20, n=2, beams=Beams(4), ignore_eos=True)
+    blocks: list[int] = []
+    entries = 0
+    while (request, 0) not in rig.finishes:
+        rig.submit()
+        group = rig.core.beams.find(request)
+        assert group is not None
+        if group.search.started and (group.leader.known - len(PROMPT)) in (2, 10, 18):
+            tables = [seq.table for seq in group.members]
+            entries += sum(map(len, tables))
+            blocks.append(len(set(itertools.chain(*tables))))
+        rig.commit()
+        if preempted and len(blocks) == 1:
+            preempted = False
+            rig.core.preemption.preempt(group.leader)
+    assert len(blocks) == 3
+    shared = 1 - sum(blocks) / entries
+    assert 0 < shared < 1
+    assert [rig.finishes[request, index].shared for index in range(2)] == [pytest.approx(shared)] * 2
+
+
 def test_a_group_that_waits_counts_the_blocks_of_its_beams() -> None:
     """What the engine would claim is less by them, so a gateway does not fill the pool twice."""
     room = []

@@ -136,7 +136,9 @@ async def test_several_prompts_and_chats_are_searched_too(served: Served, client
     alone = await ask(client, served, prompt=PROMPT[:9], **how)
     assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in both["choices"][2:]] == [choice["text"] for choice in alone["choices"]]
-    assert alone["usage"]["completion_tokens_details"] == {"searched_tokens": 20}
+    details = alone["usage"]["completion_tokens_details"]
+    assert details.pop("shared_kv_fraction") > 0.2  # three tables of 5 or 6 blocks have at least a full block in common
+    assert details == {"searched_tokens": 20}
     chat = await ask(client, served, messages=[{"role": "user", "content": "Say it."}], **how)
     assert [choice["message"]["role"] for choice in chat["choices"]] == ["assistant"] * 2
     scores = [choice["score"] for choice in chat["choices"]]
@@ -215,7 +217,7 @@ async def test_a_killed_engine_loses_and_repeats_nothing(
         del usage["prompt_tokens_details"]  # the next engine's prefix cache is empty
     assert found["usage"] == undisturbed["usage"]
     assert found["usage"]["completion_tokens"] == 3 * 400
-    assert found["usage"]["completion_tokens_details"] == {"searched_tokens": 5 * 400}
+    assert found["usage"]["completion_tokens_details"]["searched_tokens"] == 5 * 400
     await rest(redis_server)
     assert generated(redis_server) - before == 8 * 400
     again = await ask(client, served, **LONG, **SHOWN, n=3, key="one")

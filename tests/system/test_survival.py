@@ -106,7 +106,7 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, a schema, bad words: each resumes where it stopped."""
+    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words: each resumes where it stopped."""
     ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(8)]
     signs = "~^@`"  # no two of them are one token: what comes next depends on the two before
     pairs = [a + b for a in signs for b in signs]
