@@ -99,7 +99,7 @@ class ScriptedExecutor:
     ) -> None:
         """`constraints`: None: no request has a grammar, and `max_seqs` is not more than by default."""
         self.info = info
-        self._constraints = constraints or Constraints(_mask(self.max_seqs, info.vocab_size), info.vocab_size)
+        self._constraints = constraints  # None: made for the first request with bad_words
         self.blocks = blocks
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}
@@ -141,7 +141,8 @@ class ScriptedExecutor:
             time.sleep(self.step_seconds)
         for slot in plan.freed_slots:
             self._decoding.pop(slot, None)
-            self._constraints.free(slot)
+            if self._constraints is not None:
+                self._constraints.free(slot)
         for piece in plan.slices:
             if piece.sampler is not None:
                 end = piece.start + len(piece.token_ids)
@@ -153,17 +154,23 @@ class ScriptedExecutor:
             slots.append(slot)
             tokens.append(self.token(sampler, position))
             self._decoding[slot] = sampler, position + 1
-        impossible = self._constrain(slots, tokens) if self._constraints.active else {}
+        constraints = self._constraints
+        impossible = self._constrain(constraints, slots, tokens) if constraints and constraints.active else {}
         return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible)
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
         self._decoding[slot] = sampler, position
-        self._constraints.free(slot)
-        self._constraints.assign(slot, sampler)
+        if self._constraints is not None:
+            self._constraints.free(slot)
+        if Constraints.wanted(sampler.sampling):
+            vocab_size = self.info.vocab_size
+            self._constraints = self._constraints or Constraints(_mask(self.max_seqs, vocab_size), vocab_size)
+            self._constraints.assign(slot, sampler)
 
-    def _constrain(self, slots: list[int], tokens: list[int]) -> dict[int, str]:
+    @staticmethod
+    def _constrain(constraints: Constraints, slots: list[int], tokens: list[int]) -> dict[int, str]:
         """Replace the tokens that are forbidden.  Returns why a slot has no token, by slot."""
-        constraints, impossible = self._constraints, {}
+        impossible = {}
         constraints.fill()
         followers = constraints.followers(slots)
         for at, slot in {follower.at: follower.slot for follower in followers}.items():
@@ -177,7 +184,7 @@ class ScriptedExecutor:
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     def grammar_ready(self, grammar: str) -> bool:
-        grammars = self._constraints.grammars
+        grammars = self._constraints.grammars if self._constraints is not None else None
         return grammars is None or grammars.ready(grammar)
 
     def catch_up(self) -> bool:
