@@ -8,7 +8,8 @@ All three search for the same answers: --requests prompts at once, as many token
     resubmission  a client keeps the beams and, for each token, sends all of them as prompts of one request for a token
                   and the log probabilities of 2 x width.  The engine's prefix cache holds what they share.  So vLLM
                   searches, inside its front end.
-    transformers  `generate` on all prompts as one batch, on all cores
+    transformers  `generate` on all prompts as one batch, on all cores.  On a CPU without bf16 instructions torch
+                  computes faster in float32 (--peer-dtype), this engine in bf16
 
 The model is the 42M one of loadtest/checkpoint.py on a CPU, or a checkpoint DIR.  No answer ends before its length, and
 prompts are equally long, so transformers computes no padding.  The first two run on one server, each on an empty prefix
@@ -120,7 +121,7 @@ def in_transformers(
         json.dump(prompts, file)
         file.flush()
         words = [str(checkpoint), file.name, f"--width={width}", f"--length={length}"]
-        where = [f"--device={'cuda' if args.shape else 'cpu'}", f"--dtype={args.dtype}"]
+        where = [f"--device={'cuda' if args.shape else 'cpu'}", f"--dtype={args.peer_dtype or args.dtype}"]
         done = subprocess.run(
             [sys.executable, str(PEER), *words, *where], stdout=subprocess.PIPE, text=True, check=True
         )
@@ -196,6 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, medians are reported; default 3")
     parser.add_argument("--threads", type=int, default=1, help="cores that the engine computes on; default 1")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights; default bfloat16")
+    parser.add_argument("--peer-dtype", help="of transformers' weights; default as --dtype")
     parser.add_argument("--kv-blocks", type=int, default=4096, help="blocks of the engine; default 4096")
     parser.add_argument("--max-seqs", type=int, default=256, help="beams of the engine at once; default 256")
     parser.add_argument("--server", type=str.split, default=[], help="more options of `quire serve`, in one word")

@@ -298,6 +298,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     fleet_s: Annotated[
         float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
     ] = 0.25
+    takeover_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a new request waits where no engine takes requests, counted from when one last "
+            "did: a spare or a restarted engine takes over meanwhile. After them, and with 0 at once, it is refused. "
+            "X-Max-Queue-Wait shortens it.",
+        ),
+    ] = 5.0
     ttft_target_s: Annotated[
         float,
         Meta(

@@ -68,6 +68,11 @@ class FleetView:
         )
 
     @property
+    def serving(self) -> bool:
+        """Whether a live engine takes new requests."""
+        return not all(load.draining for _, load in self._loads.values())
+
+    @property
     def fingerprint(self) -> str | None:
         """What answers carry as `system_fingerprint`; it changes when the weights do.  None: no engine is known."""
         return next((f"fp_{load.fingerprint[:16]}" for _, load in self._loads.values()), None)

@@ -270,6 +270,11 @@ class Handlers:
             return await self.resume(request, response_id, None)
         return await self._work.write(request, [queued])
 
+    async def _limits(self, valid: api.ValidRequest, longest_wait_s: float) -> api.EngineLimits:
+        """Return what every engine can serve.  Waits for an engine that takes over.  Raises Refusal."""
+        await self._streams.wait_for_engine(min(longest_wait_s, valid.timeout_s))
+        return admission.limits(self._streams.fleet, valid.beams)
+
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
         config, streams, size = self._config, self._streams, len(body.data)
@@ -289,7 +294,7 @@ class Handlers:
             priority=valid.priority if priority is None else priority,
             unknown=(),
         )
-        limits = admission.limits(streams.fleet, valid.beams)
+        limits = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])

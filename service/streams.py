@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -66,6 +67,8 @@ class Streams:
         self.orders = Orders(bus, config, telemetry, self._ledger)
         self._submits = asyncio.Semaphore(SUBMITS)
         self._looks = 0  # readings of the fleet so far
+        self._serving = asyncio.Event()  # set while an engine takes new requests
+        self._served_at = -math.inf  # when one last did, on the monotonic clock
         self.supervisor = Supervisor(
             Task("the token reader", self._read, lambda: self._bus.rounds),
             Task("the watch over the engines", self._watch, lambda: self._looks),
@@ -260,8 +263,27 @@ class Streams:
         self.orders.deliver(batch.deltas)
         if batch.load is not None:
             self._view.record_load(batch.load)
+            self._record_serving()
 
     # -- the fleet
+
+    def _record_serving(self) -> None:
+        if self._view.serving:
+            self._served_at = time.monotonic()
+            self._serving.set()
+        else:
+            self._serving.clear()
+
+    async def wait_for_engine(self, longest_s: float) -> None:
+        """Wait while no engine takes new requests but one did until a moment ago: another one is about to take over.
+
+        Returns when an engine is there, or `takeover_wait_s` after the last one was, or after `longest_s` seconds.
+        Then admission decides as ever."""
+        left_s = min(self._served_at + self._config.takeover_wait_s - time.monotonic(), longest_s)
+        if not self._serving.is_set() and left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._serving.wait()
 
     async def _watch(self) -> None:
         while True:
@@ -279,6 +301,7 @@ class Streams:
             return
         self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
         self._view.record_reading(fleet)
+        self._record_serving()
         await self._updates.refresh(steady_ms())
         self._troubles.pop("fleet", None)
         self._telemetry.record_fleet(self.fleet)
