@@ -9,6 +9,7 @@
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
 #   make chaos ARGS='same-tokens --requests 500'                one digest of all tokens: alone, in a crowd, through kill -9
+#   make chaos ARGS='schemas --draws 2000'                      structured output: do answers to random schemas validate?
 #   make images [ARGS='--folder ./dir']                         the Docker images, built with buildah, started and asked (root)
 #
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
@@ -27,8 +28,10 @@ MODEL ?=
 ARGS ?=
 
 CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
+FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched
 
-.PHONY: serve test clients lint bench chaos images
+.PHONY: serve test clients fetch-clients lint bench chaos images
+.SECONDARY: $(FETCHED)
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
@@ -47,6 +50,8 @@ endif
 
 clients: $(INSTALLED) $(KERNELS) $(CLIENTS)
 	@$(RUN) -m tests.clients $(ARGS)
+
+fetch-clients: $(FETCHED)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
@@ -85,11 +90,18 @@ $(INSTALLED): $(SERVING)
 
 # Two environments: clients differ in the version of the official one that they take.  Every package is pinned, so none is
 # installed because another one asks for it; pip's check tells whether one is missing.
-.venv-clients/%/.installed: .ci/clients/%.txt | $(INSTALLED)
-	@echo "Installing the clients of $<, as pinned there (a minute)"
+.venv-clients/%/.installed: .ci/clients/%.txt .venv-clients/%.fetched | $(INSTALLED)
+	@echo "Installing the clients of $<"
 	@$(RUN) -m venv --clear .venv-clients/$*
-	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
+	  --find-links .venv-clients/$*-wheels -r $<
 	@.venv-clients/$*/bin/python -m pip check --quiet --disable-pip-version-check
+	@touch $@
+
+# A step of its own, so that .ci/run can tell a package index that is not reached from clients that do not fit together.
+.venv-clients/%.fetched: .ci/clients/%.txt | $(INSTALLED)
+	@echo "Fetching the clients of $<, as pinned there (a minute)"
+	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv-clients/$*-wheels -r $<
 	@touch $@
 
 $(KERNELS): $(SERVING) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)

@@ -7,7 +7,7 @@ import math
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo
 from engine.wire.clock import steady_ms
-from engine.wire.messages import EngineLoad
+from engine.wire.messages import LATER_FIELDS, EngineLoad
 
 
 class Rate:
@@ -131,5 +131,6 @@ class LoadReport:
             grammars=info.grammars,
             static_blocks=core.static_blocks,
             slots_filled=self._slots_filled,
+            honours=list(LATER_FIELDS),
             beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
         )

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from engine.wire.layout import STALE_MS
-from engine.wire.messages import Beams, EngineLoad
+from engine.wire.messages import LATER_FIELDS, Beams, EngineLoad, Sampling
 from engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
 from service.api import EngineLimits, Refusal
 from service.beams import require_beams
@@ -90,16 +91,33 @@ def grammars(fleet: Fleet) -> bool:
 
 
 def require_grammars(fleet: Fleet, param: str) -> None:
-    """Raise Refusal unless every engine that may claim the request can hold its answer to a grammar.
+    """Raise Refusal unless every engine that may claim the request can hold its answer to a grammar."""
+    _require(fleet, lambda load: load.grammars, param, "structured output")
 
-    400 where none can: to ask again would not help.  503 where some can, as during an upgrade."""
+
+def require_fields(fleet: Fleet, sampling: Sampling) -> None:
+    """Raise Refusal unless every engine that may claim the request honours its fields of LATER_FIELDS."""
+    for name in LATER_FIELDS:
+        if getattr(sampling, name):
+            feature = "words of several tokens" if name == "bad_words" else "this field"
+            _require(fleet, partial(_honours, name), name, feature)
+
+
+def _honours(name: str, load: EngineLoad) -> bool:
+    return name in load.honours
+
+
+def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, feature: str) -> None:
+    """Raise Refusal unless every engine that may claim a request is able to serve a feature.
+
+    400 where none is: to ask again would not help.  503 where some are, as during an upgrade."""
     claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
-    unable = sum(not load.grammars for load in claiming)
+    unable = sum(not able(load) for load in claiming)
     if unable == len(claiming):
-        message = f"{param}: structured output is not served by the engines of this deployment"
+        message = f"{param}: {feature} is not served by the engines of this deployment"
         raise Refusal(400, "unsupported", message, param=param)
     if unable:
-        message = f"{param}: {unable} of {len(claiming)} engines cannot serve structured output, and any may take this"
+        message = f"{param}: {unable} of {len(claiming)} engines cannot serve {feature}, and any may take this"
         raise Refusal(503, "no_engine", message, param=param, retry_after_s=5.0)
 
 

@@ -95,6 +95,7 @@ class _Common(BeamFields, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
 
 
 class CompletionBody(_Common, kw_only=True):
@@ -161,7 +162,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
-    bad_words: tuple[str, ...] = ()  # until `sampling.logit_bias` forbids them
+    bad_words: tuple[str, ...] = ()  # until `sampling` forbids them
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
     beams: Beams | None = None  # the answers are searched, not sampled
@@ -355,7 +356,7 @@ def check_model(given: str | None, served_name: str, served: Served) -> None:
 
 def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampling:
     """Return the checked sampling parameters.  Raises Refusal."""
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check(name, len(getattr(body, name) or ()), config)
     return Sampling(
         temperature=_float("temperature", body.temperature, default.temperature, config),
@@ -374,7 +375,15 @@ def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampli
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
         prompt_logprobs=_int("prompt_logprobs", body.prompt_logprobs, -1, config),
+        logprob_token_ids=list(dict.fromkeys(body.logprob_token_ids or ())),
     )
+
+
+def _require_logprobs(sampling: Sampling, needed: str) -> None:
+    """Raise Refusal for tokens whose log probabilities the answer would not show without the field `needed`."""
+    if sampling.logprob_token_ids and sampling.logprobs < 0:
+        limit, given = "absent without it", len(sampling.logprob_token_ids)
+        raise _bad("invalid_value", f"logprob_token_ids: only with {needed}", "logprob_token_ids", limit, given)
 
 
 def not_served(error: NotServed) -> Refusal:
@@ -492,6 +501,7 @@ def parse_completion(
         fields["sampling"] = msgspec.structs.replace(
             fields["sampling"], logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
+    _require_logprobs(fields["sampling"], "logprobs")
     return ValidRequest(
         prompts=prompts,
         messages=[],
@@ -550,6 +560,7 @@ def chat_request(
             raise _bad("invalid_value", "top_logprobs: only with logprobs=true", "top_logprobs")
     if asked.logprobs:
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
+    _require_logprobs(fields["sampling"], "logprobs=true")
     messages = plain_messages(asked.messages, config)
     options = chat_options(asked, messages, config)
     if fields["beams"] is not None:
@@ -603,6 +614,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         ("stop_token_ids", sampling.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("logprob_token_ids", sampling.logprob_token_ids),
+        *(("bad_words", ids) for ids in sampling.bad_words),
         *(("prompt", ids) for ids in encoded),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
@@ -657,7 +670,7 @@ def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[in
     One entry is one token or one alternative.  It takes about 12 bytes in Redis.  In an answer that is not streamed, it
     takes 200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
     sampling, key = valid.sampling, "logprob entries"
-    width = sampling.logprobs + 1
+    width = sampling.alternatives + 1
     if not width and sampling.prompt_logprobs < 0:
         return rooms
     fixed = sum(map(len, encoded)) * (sampling.prompt_logprobs + 1) * valid.n

@@ -59,6 +59,7 @@ NOT_WITH: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "logprobs": (0,),
     "top_logprobs": (0,),
+    "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "thinking_token_budget": (),
 }

@@ -72,7 +72,6 @@ UNSERVED: dict[str, Unserved] = {
     "mirostat": Unserved("Mirostat sampling", (0,)),
     "mirostat_mode": Unserved("Mirostat sampling", (0,)),
     "dynatemp_range": Unserved("dynamic temperature", (0,)),
-    "logprob_token_ids": Unserved("log probabilities of chosen tokens", ([],)),
     "repetition_detection": Unserved("ending an answer that repeats itself"),
     "prompt_embeds": Unserved("a prompt of embeddings"),
     "kv_transfer_params": Unserved("KV cache of another server", ({},)),

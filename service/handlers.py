@@ -296,7 +296,7 @@ class Handlers:
         )
         limits = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
-        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
+        valid = await self._forbid(valid, size)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
         valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
@@ -335,6 +335,12 @@ class Handlers:
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._work.offload(size, record.encode))
+
+    async def _forbid(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
+        """Return a request whose sampling forbids its bad words.  Raises Refusal, also for fields that engines lack."""
+        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
+        admission.require_fields(self._streams.fleet, valid.sampling)
+        return valid
 
     async def _constrain(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
         """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from service.limits import ROLE_CHARS
 from service.refusal import bad_request, check
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of OpenAI's API; a template may know more
+ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # what a role of a template may be
+TEMPLATES_KEPT = 4  # that were read last: the model's, and those of clients
 PROBE = "quireprobe"
 
 
@@ -61,7 +64,7 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
 
 
 def _plain(name: str, message: Message) -> dict[str, Any]:
-    if message.role not in ROLES and not re.fullmatch(rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}", message.role):
+    if message.role not in ROLES and not re.fullmatch(ROLE, message.role):
         raise unknown_role(name, message.role)
     entry: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if isinstance(message.content, list):
@@ -85,6 +88,20 @@ def unknown_role(name: str, role: str) -> Exception:
     return bad_request("invalid_value", message, f"{name}.role", allowed, given)
 
 
+@lru_cache(maxsize=TEMPLATES_KEPT)
+def names_in(template: str) -> frozenset[str]:
+    """Return the words of a template's source: all variables that it can read.
+
+    A client may send thousands of arguments with a long template of its own, so this is read once, not once each."""
+    return frozenset(re.findall(r"\w+", template))
+
+
+@lru_cache(maxsize=TEMPLATES_KEPT)
+def roles_in(template: str) -> frozenset[str]:
+    """Return what a template's source has in quotes and may be a role, for the same reason."""
+    return frozenset(re.findall(rf"(?=['\"]({ROLE})['\"])", template))
+
+
 def for_template(messages: list[dict[str, Any]], dialect: Dialect, template: str) -> list[dict[str, Any]]:
     """Return messages in the form that the chat template reads.  Raises Refusal for a role that it does not know."""
     return [_form(f"messages[{at}]", message, dialect, template) for at, message in enumerate(messages)]
@@ -92,7 +109,7 @@ def for_template(messages: list[dict[str, Any]], dialect: Dialect, template: str
 
 def _form(name: str, message: dict[str, Any], dialect: Dialect, template: str) -> dict[str, Any]:
     role, content = message["role"], message["content"]
-    if role not in ROLES and not re.search(rf"['\"]{role}['\"]", template):
+    if role not in ROLES and role not in roles_in(template):
         raise unknown_role(name, role)
     found = {**message, "content": content}
     if isinstance(content, list) and not dialect.parts:

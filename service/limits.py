@@ -18,7 +18,9 @@ from engine.wire.messages import LENGTH_PENALTIES, PRIORITIES
 from service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
-WORD_CHARS = 256  # of each of bad_words; one of so many is never one token
+WORD_CHARS = 256  # of each of bad_words
+WORD_TOKENS = 4096  # of all bad_words; an engine reads them when an answer starts: 3 ms for so many
+NAMED_TOKENS = 128  # of logprob_token_ids, as at vLLM
 SALT_CHARS = 256  # of cache_salt; only its digest travels
 KEY_CHARS = 255  # of Idempotency-Key
 DIGITS = 10  # of a token id that is a key of logit_bias
@@ -148,7 +150,7 @@ LIMITS: dict[str, Limit] = {
         code="kv_cache_exceeded",
     ),
     "token_id": Limit(
-        "prompt, stop_token_ids, allowed_token_ids, logit_bias, tokens",
+        "prompt, stop_token_ids, allowed_token_ids, logit_bias, logprob_token_ids, tokens",
         "each token id",
         set_by="the model's vocabulary",
         code="invalid_token_id",
@@ -178,6 +180,13 @@ LIMITS: dict[str, Limit] = {
     "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
     "bad_words": Limit("bad_words", "entries", option="max_token_list", entries=True, code="too_many"),
     "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
+    "bad_words tokens": Limit(
+        "bad_words",
+        "tokens of all words, with and without a blank; those of one token do not count",
+        high=WORD_TOKENS,
+        entries=True,
+        code="too_long",
+    ),
     "grammar": Limit(
         "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
         "bytes of JSON of the schema, regex, choices or grammar",
@@ -211,6 +220,7 @@ LIMITS: dict[str, Limit] = {
     "cache_salt": Limit("cache_salt", "characters", high=SALT_CHARS, entries=True, code="too_long"),
     "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
     "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "logprob_token_ids": Limit("logprob_token_ids", "entries", high=NAMED_TOKENS, entries=True, code="too_many"),
     "prompt_logprobs": Limit("prompt_logprobs", "alternatives of each prompt token", 0, option="max_logprobs"),
     "logprob entries": Limit(
         "logprobs",

@@ -33,7 +33,8 @@ class LogprobFormat:
 
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._chat, self._names_are_ids, self._vocabulary = valid.chat, valid.names_are_ids, vocabulary
-        self._step = max(1, TURN_ALTERNATIVES // (2 + max(0, valid.sampling.logprobs)))
+        self._named = bool(valid.sampling.logprob_token_ids)
+        self._step = max(1, TURN_ALTERNATIVES // (2 + max(0, valid.sampling.alternatives)))
         self._prompt_step = max(1, TURN_ALTERNATIVES // (2 + valid.sampling.prompt_logprobs))
 
     def entries(self, columns: Columns) -> dict[str, list[Any]]:
@@ -89,7 +90,8 @@ class LogprobFormat:
         return top
 
     def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
-        top = [self._alternative(i, p) for i, p in at.top]
+        alternatives = {token: at.logprob, **dict(at.top)}.items() if self._named else at.top  # as vLLM has them
+        top = [self._alternative(i, p) for i, p in alternatives]
         return {**self._alternative(token, at.logprob), "top_logprobs": top}
 
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:

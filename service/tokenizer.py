@@ -31,8 +31,10 @@ from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.grammar import Constraint
-from service.history import Dialect, dialect_of, for_template
+from service.history import Dialect, dialect_of, for_template, names_in
+from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
+from service.refusal import limit_refusal
 from service.regions import Reading, find
 from service.thinking_budget import thinking_rules, unserved
 from service.tools import ChatOptions, reduced
@@ -258,7 +260,7 @@ class Template(NamedTuple):
 
     def reads(self, name: str) -> bool:
         """Return whether the template names a variable."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+        return name in names_in(self.text)
 
 
 class Tokenizer:
@@ -619,30 +621,25 @@ class Tokenizer:
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
 
     def forbid(self, valid: ValidRequest) -> ValidRequest:
-        """Return a request whose sampling never draws its `bad_words`, with and without a blank before each.
+        """Return a request whose sampling never completes its `bad_words`, with and without a blank before each.
 
-        Raises Refusal for a word that the tokenizer may write with several tokens of which none is forbidden: engines
-        do not look at the tokens before the next one."""
+        A token that is a word gets a bias, which engines of every release honour.  Raises Refusal for too many tokens
+        of longer words."""
         if not valid.bad_words:
             return valid
-        never: set[int] = set()
-        longer: list[tuple[int, list[int]]] = []  # (place of the word, tokens)
-        for at, word in enumerate(valid.bad_words):
+        spellings: dict[tuple[int, ...], None] = {}  # each once, in order
+        for word in valid.bad_words:
             bare = word.lstrip()
             for text in (bare, f" {bare}") if bare else (word,):
-                ids = self._encode(text, special=False)
-                if len(ids) == 1:
-                    never.update(ids)
-                else:
-                    longer.append((at, ids))
-        for at, ids in longer:
-            if never.isdisjoint(ids):
-                field, blank = f"bad_words[{at}]", "with or without a blank before it, "
-                reason = f"{blank}this model's tokenizer writes it with {len(ids)} tokens; only words of one are served"
-                raise _unsupported(field, reason)
+                spellings[tuple(self._encode(text, special=False))] = None
+        never = {ids[0] for ids in spellings if len(ids) == 1}
+        longer = [list(ids) for ids in spellings if len(ids) > 1 and never.isdisjoint(ids)]
+        if (count := sum(map(len, longer))) > WORD_TOKENS:
+            message = f"bad_words: at most {WORD_TOKENS} tokens of all words, with and without a blank, got {count}"
+            raise limit_refusal("bad_words tokens", message, WORD_TOKENS, param="bad_words", given=count)
         bias = [(token, added) for token, added in valid.sampling.logit_bias if token not in never]
         bias += [(token, -math.inf) for token in sorted(never)]
-        sampling = msgspec.structs.replace(valid.sampling, logit_bias=bias)
+        sampling = msgspec.structs.replace(valid.sampling, logit_bias=bias, bad_words=longer)
         return msgspec.structs.replace(valid, sampling=sampling, bad_words=())
 
     def token_strs(self, ids: list[int]) -> list[str]:

@@ -96,7 +96,8 @@ def test_a_step_does_not_wait_for_a_grammar(checkpoint: Callable[[str], Path]) -
     """While one request's grammar is compiled, another one runs to its end."""
     config = EngineConfig(model=str(checkpoint("llama")), executor="scripted", kv_blocks=64)
     executor = ScriptedExecutor.load(config)
-    grammars, may_compile = executor._grammars, threading.Event()
+    assert executor._constraints is not None
+    grammars, may_compile = executor._constraints.grammars, threading.Event()
     assert isinstance(grammars, Grammars)
     compile_now = grammars._compile
 

@@ -318,7 +318,9 @@ def unsupported(sampling: Sampling) -> str:
         f"repetition_penalty {sampling.repetition_penalty}": sampling.repetition_penalty != 1,
         "logit_bias": bool(sampling.logit_bias),
         "allowed_token_ids": bool(sampling.allowed_token_ids),
+        "bad_words": bool(sampling.bad_words),
         f"logprobs {sampling.logprobs}": sampling.logprobs > 0,
+        "logprob_token_ids": bool(sampling.logprob_token_ids),
         f"prompt_logprobs {sampling.prompt_logprobs}": sampling.prompt_logprobs >= 0,
     }
     return next((name for name, is_set in asked.items() if is_set), "")

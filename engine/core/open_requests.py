@@ -108,6 +108,9 @@ def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: in
         return f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
     if request.sampling.grammar and not limits.grammars:
         return "the answer must match a grammar, and this engine cannot enforce one"
+    for ids in (*request.sampling.bad_words, request.sampling.logprob_token_ids or [0]):
+        if not ids or max(ids) >= limits.vocab_size or min(ids) < 0:
+            return f"bad_words and logprob_token_ids must hold token ids from 0 to {limits.vocab_size - 1}"
     if request.n > limits.max_seqs:
         return f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
     return ""

@@ -49,7 +49,7 @@ class Sampler(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     prompt_len: int  # output position of a sample = its position in the sequence - prompt_len
     stop_ids: list[int]  # end-of-sequence and stop tokens, masked while fewer than min_tokens are out; else empty
-    history: list[int] = []  # every known token, prompt first; only when a penalty or a grammar reads it
+    history: list[int] = []  # every known token, prompt first; only when a penalty, a grammar or bad_words read it
     sibling: int = 0  # mixed into the seed, so that n continuations differ
 
 

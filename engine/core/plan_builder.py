@@ -291,6 +291,7 @@ def sampler_of(seq: Sequence) -> Sampler:
         or sampling.frequency_penalty != 0
         or sampling.repetition_penalty != 1
         or sampling.grammar != ""
+        or bool(sampling.bad_words)
     )
     return Sampler(
         sampling,

@@ -9,10 +9,13 @@ from typing import Protocol, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
-from engine.executor.grammars import FAILED, Grammars
+from engine.executor.constraints import IMPOSSIBLE, Constraints
+from engine.executor.followers import advance
+from engine.executor.grammars import Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -72,10 +75,14 @@ def scripted_token(seed: int, sibling: int, position: int, vocab_size: int) -> i
     return 2 + (seed * 31 + sibling * 7 + position) % (vocab_size - 2)
 
 
+def _mask(max_seqs: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    return np.zeros((max_seqs, -(-vocab_size // 32)), np.int32)
+
+
 class ScriptedExecutor:
     """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else.
 
-    Where a grammar forbids the next token of that text, the first token that it allows takes its place."""
+    Where a grammar or bad_words forbid the next token of that text, the first token that they allow takes its place."""
 
     depth = 2
     max_seqs, step_tokens = 256, 1024
@@ -88,10 +95,11 @@ class ScriptedExecutor:
         *,
         step_seconds: float = 0.0,
         host_blocks: int = 0,
-        grammars: Grammars | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
+        """`constraints`: None: no request has a grammar, and `max_seqs` is not more than by default."""
         self.info = info
-        self._grammars = grammars
+        self._constraints = constraints  # None: made for the first request with bad_words
         self.blocks = blocks
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}
@@ -106,9 +114,8 @@ class ScriptedExecutor:
         path = directory / "config.json"
         shape = msgspec.json.decode(path.read_bytes()) if config.model and path.is_file() else {}
         eos_ids, vocab_size = [0], shape.get("vocab_size", 1000)
-        grammars = None
+        grammars, mask = None, _mask(config.max_seqs or cls.max_seqs, vocab_size)
         if config.model and Grammars.supported(directory, eos_ids):
-            mask = np.zeros((config.max_seqs or cls.max_seqs, -(-vocab_size // 32)), np.int32)
             grammars = Grammars(directory, vocab_size=vocab_size, eos_ids=eos_ids, mask=mask)
         info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
@@ -122,7 +129,8 @@ class ScriptedExecutor:
         blocks = config.kv_blocks or 4096
         host_blocks = blocks if config.swap_memory_gib > 0 else 0  # a block is nothing here, so all fit
         step_seconds = config.scripted_step_ms / 1000
-        return cls(info, blocks, step_seconds=step_seconds, host_blocks=host_blocks, grammars=grammars)
+        constraints = Constraints(mask, vocab_size, grammars)
+        return cls(info, blocks, step_seconds=step_seconds, host_blocks=host_blocks, constraints=constraints)
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
@@ -133,8 +141,8 @@ class ScriptedExecutor:
             time.sleep(self.step_seconds)
         for slot in plan.freed_slots:
             self._decoding.pop(slot, None)
-            if self._grammars is not None:
-                self._grammars.free(slot)
+            if self._constraints is not None:
+                self._constraints.free(slot)
         for piece in plan.slices:
             if piece.sampler is not None:
                 end = piece.start + len(piece.token_ids)
@@ -146,37 +154,38 @@ class ScriptedExecutor:
             slots.append(slot)
             tokens.append(self.token(sampler, position))
             self._decoding[slot] = sampler, position + 1
-        impossible = self._follow_grammars(slots, tokens)
+        constraints = self._constraints
+        impossible = self._constrain(constraints, slots, tokens) if constraints and constraints.active else {}
         return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible)
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
         self._decoding[slot] = sampler, position
-        if self._grammars is None:
-            return
-        self._grammars.free(slot)
-        if sampler.sampling.grammar:
-            self._grammars.assign(slot, sampler)
+        if self._constraints is not None:
+            self._constraints.free(slot)
+        if Constraints.wanted(sampler.sampling):
+            vocab_size = self.info.vocab_size
+            self._constraints = self._constraints or Constraints(_mask(self.max_seqs, vocab_size), vocab_size)
+            self._constraints.assign(slot, sampler)
 
-    def _follow_grammars(self, slots: list[int], tokens: list[int]) -> dict[int, str]:
-        """Replace the tokens that a grammar forbids.  Returns why a slot has no token, by slot."""
-        grammars = self._grammars
-        if grammars is None or not grammars.active:
-            return {}
-        grammars.fill()
+    @staticmethod
+    def _constrain(constraints: Constraints, slots: list[int], tokens: list[int]) -> dict[int, str]:
+        """Replace the tokens that are forbidden.  Returns why a slot has no token, by slot."""
         impossible = {}
-        for at, slot in enumerate(slots):
-            if grammars.constrains(slot):
-                tokens[at] = grammars.choose(slot, tokens[at])
-                if tokens[at] < 0:
-                    tokens[at], impossible[slot] = 0, FAILED
-        return impossible | grammars.advance(grammars.followers(slots), tokens)
+        constraints.fill()
+        followers = constraints.followers(slots)
+        for at, slot in {follower.at: follower.slot for follower in followers}.items():
+            tokens[at] = constraints.choose(slot, tokens[at])
+            if tokens[at] < 0:
+                tokens[at], impossible[slot] = 0, IMPOSSIBLE
+        return impossible | advance(followers, tokens)
 
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     def grammar_ready(self, grammar: str) -> bool:
-        return self._grammars is None or self._grammars.ready(grammar)
+        grammars = self._constraints.grammars if self._constraints is not None else None
+        return grammars is None or grammars.ready(grammar)
 
     def catch_up(self) -> bool:
         return False

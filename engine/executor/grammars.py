@@ -1,11 +1,11 @@
 """Grammars: which tokens each slot with a grammar may sample next.
 
     ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
-    a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ advance: its token
+    a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ take: its token
 
-On a GPU the model of step N+1 is launched before step N is collected.  Then `advance` takes in the tokens of step N,
+On a GPU the model of step N+1 is launched before step N is collected.  Then matchers take in the tokens of step N,
 and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
-followed a grammar when it was launched (`followers`).
+followed a grammar when it was launched (followers.py).
 
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core.plan import Sampler
+from engine.executor.followers import Follower, following
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +67,11 @@ class _Row:
     error: str = ""
     sampled: int = -1  # the token that the matcher takes in before its next mask; -1: none
 
-
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """A sequence with a grammar, in one step."""
-
-    at: int  # its place among the slots that sample in the step
-    slot: int
-    row: _Row
+    def take(self, token: int) -> None:
+        """Note the token that was sampled, for the next `fill`."""
+        if self.matcher is not None:
+            self.sampled = token
+            self.early -= 1
 
 
 class Grammars:
@@ -177,18 +175,7 @@ class Grammars:
 
     def followers(self, slots: Iterable[int]) -> list[Follower]:
         """Return those of a step's slots that follow a grammar now."""
-        rows = self._rows
-        return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
-
-    @staticmethod
-    def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, str]:
-        """Note the tokens that a step sampled, for the next `fill`.  Returns why slots allowed no token, by slot."""
-        for follower in followers:
-            row = follower.row
-            if row.matcher is not None:
-                row.sampled = tokens[follower.at]
-                row.early -= 1
-        return {follower.slot: follower.row.error for follower in followers if follower.row.error}
+        return following(self._rows, slots)
 
     def begin_fill(self) -> None:
         """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
@@ -225,14 +212,3 @@ class Grammars:
                 others = self.mask[slot] & ~row.held
                 if others.any():  # else the grammar allows the end only, and min_tokens cannot hold it back
                     self.mask[slot] = others
-
-    def constrains(self, slot: int) -> bool:
-        """Return whether a slot has a grammar."""
-        return slot in self._rows
-
-    def choose(self, slot: int, wanted: int) -> int:
-        """Return `wanted` if the mask of a slot allows it, else the first token that it allows; -1: none."""
-        bits = np.unpackbits(self.mask[slot].view(np.uint8), bitorder="little")[: self._vocab_size]
-        if bits[wanted]:
-            return wanted
-        return int(bits.argmax()) if bits.any() else -1

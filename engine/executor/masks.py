@@ -1,7 +1,7 @@
-"""Masks of grammars, where the sampling kernels read them: a row for each slot, at an address that never changes.
+"""Masks of tokens, where the sampling kernels read them: a row for each slot, at an address that never changes.
 
-    grammars.fill ──> host [max_seqs, ceil(V / 32)] i32 ── send, on a stream of its own ──> device, of the same shape
-                      pinned memory                        while the model runs             (a CPU has the host's only)
+    constraints.fill ──> host [max_seqs, ceil(V / 32)] i32 ── send, on a stream of its own ──> device, same shape
+                         pinned memory                        while the model runs             (a CPU: the host's)
 
 The host may write the masks of step N+1 once step N has been collected: by then sampling has read those of step N.
 """
@@ -30,7 +30,7 @@ class Masks:
 
     @property
     def host(self) -> npt.NDArray[np.int32]:
-        """What grammars write: [max_seqs, ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed."""
+        """What constraints.py writes: [max_seqs, ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed."""
         rows: npt.NDArray[np.int32] = self._host.numpy()
         return rows
 

@@ -3,7 +3,7 @@
 Order of operations on a row's logits (float32), the one transformers uses where it has the same control:
 
     raw logits ──────────────────────────────────────────────> log-softmax: the logprobs we report
-       └ grammar ─ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens (masks) = adjusted
+       └ grammar, bad_words ─ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens = adjusted
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
@@ -19,7 +19,7 @@ All of that is one operator, `ops.sample`.  Here is what it reads:
     table [max_seqs, 9] i64      a RECORD for each slot, on the device
       slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
                        bias ───> line [V] f32   logit_bias, only where asked for
-                       mask ───> row [V / 32]   a bit for each token that the grammar allows: masks.py
+                       mask ───> row [V / 32]   a bit for each token that grammar and bad_words allow: masks.py
 
 Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
 the one table.
@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,8 @@ from torch import Tensor
 
 from engine.core.plan import Sampler
 from engine.executor import ops
-from engine.executor.grammars import Follower, Grammars
+from engine.executor.constraints import Constraints
+from engine.executor.followers import Follower
 from engine.executor.masks import Masks
 from engine.wire.messages import Sampling, TokenLogprob
 
@@ -113,21 +115,24 @@ def send(values: Tensor, to: Tensor) -> None:
 class SamplerBank:
     """The sampling state of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `Grammars.advance`.  `run` only launches,
+    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `followers.advance`.  `run` only launches,
     with sizes the host knows, so a CUDA graph may record it.  There is one for `general` false and one for true, for
     each N.  A recorded graph also serves slots that are filled later. `general` chooses between the two; where it is
     false, both give the same tokens.
     """
 
     def __init__(
-        self, *, max_seqs: int, vocab_size: int, device: torch.device, following: tuple[Grammars, Masks] | None = None
+        self,
+        *,
+        max_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        following: tuple[Constraints, Masks] | None = None,
     ) -> None:
-        """`following`: the grammars, and the masks that they write; None where no slot can follow one."""
+        """`following`: what slots are held to, and the masks that this writes; None where no request asks for that."""
         self._vocab = vocab_size
         self._device = device
-        self._grammars: Grammars | None
-        self._masks: Masks | None
-        self._grammars, self._masks = following or (None, None)
+        self._following = following
         self._records = np.zeros(max_seqs, RECORD)
         self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
         # On a CPU this is the same memory, and there is nothing to flush.
@@ -141,10 +146,10 @@ class SamplerBank:
         """Free every slot."""
         for slot in list(self._held):
             self._give_back(slot)
-        if self._grammars is not None:
-            self._grammars.reset()
+        if self._following is not None:
+            self._following[0].reset()
         self._general: set[int] = set()
-        self._top_logprobs: dict[int, int] = {}
+        self._reports: dict[int, Report] = {}
         self._changed: set[int] = set()
 
     @property
@@ -155,7 +160,7 @@ class SamplerBank:
     @property
     def reporting(self) -> bool:
         """Whether any slot reports logprobs.  Constant time."""
-        return bool(self._top_logprobs)
+        return bool(self._reports)
 
     def assign(self, slot: int, sampler: Sampler) -> None:
         """Give a slot the settings of the sequence that starts in it.  Takes effect with the next `flush`."""
@@ -170,12 +175,14 @@ class SamplerBank:
         record["repetition"] = s.repetition_penalty
         record["presence"], record["frequency"] = s.presence_penalty, s.frequency_penalty
         record["marks"] = record["bias"] = record["mask"] = 0
-        if s.grammar:  # it holds back the stop tokens, too
-            if self._grammars is None or self._masks is None:
-                raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
-            self._grammars.assign(slot, sampler)
-            record["mask"] = self._masks.address(slot)
+        if masked := Constraints.wanted(s):
+            if self._following is None:
+                raise RuntimeError("a request with a grammar or bad_words reached an executor without masks")
+            constraints, masks = self._following
+            constraints.assign(slot, sampler)
+            record["mask"] = masks.address(slot)
         lines = []
+        # A grammar holds back the stop tokens itself.
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
             lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
             record["marks"] = lines[-1][1].data_ptr()
@@ -187,19 +194,20 @@ class SamplerBank:
             record["bias"] = lines[-1][1].data_ptr()
         if lines:
             self._held[slot] = lines
-        if s.temperature > 0 or lines or s.grammar:
+        if s.temperature > 0 or lines or masked:
             self._general.add(slot)
         if s.logprobs >= 0:
-            self._top_logprobs[slot] = min(s.logprobs, self._vocab)
+            named = tuple(s.logprob_token_ids)
+            self._reports[slot] = Report(slot, 0 if named else min(s.logprobs, self._vocab), named)
         self._changed.add(slot)
 
     def free(self, slot: int) -> None:
         """Forget the settings of a slot; harmless when it never sampled."""
         self._give_back(slot)
         self._general.discard(slot)
-        self._top_logprobs.pop(slot, None)
-        if self._grammars is not None:
-            self._grammars.free(slot)
+        self._reports.pop(slot, None)
+        if self._following is not None:
+            self._following[0].free(slot)
 
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):
@@ -231,23 +239,23 @@ class SamplerBank:
 
     @property
     def following(self) -> bool:
-        """Whether any slot follows a grammar.  Constant time."""
-        return self._grammars is not None and self._grammars.active
+        """Whether any slot's mask depends on the tokens before.  Constant time."""
+        return self._following is not None and self._following[0].active
 
     def begin_masks(self) -> None:
         """Begin to find out what each slot may sample now, while the model runs.  Needs all tokens before it."""
-        if self._grammars is not None and self._grammars.active:
-            self._grammars.begin_fill()
+        if self._following is not None and self._following[0].active:
+            self._following[0].begin_fill()
 
     def fill_masks(self) -> None:
-        """Let the grammars say what each slot may sample now.  Needs all tokens before it."""
-        if self._grammars is not None and self._masks is not None and self._grammars.active:
-            self._grammars.fill()
-            self._masks.send(self._grammars.slots)
+        """Write what each slot may sample now.  Needs all tokens before it."""
+        if self._following is not None and self._following[0].active:
+            constraints, masks = self._following
+            masks.send(constraints.fill())
 
     def followers(self, slots: Sequence[int]) -> list[Follower]:
-        """Return those of a step's slots that follow a grammar."""
-        return [] if self._grammars is None else self._grammars.followers(slots)
+        """Return those of a step's slots whose next masks depend on the tokens of the step."""
+        return [] if self._following is None else self._following[0].followers(slots)
 
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.
@@ -267,28 +275,37 @@ class SamplerBank:
         """Logprobs of the sampled tokens [N], for the slots that report them; None where none does."""
         if not self.reporting:
             return None
-        asked = [(i, slot, self._top_logprobs[slot]) for i, slot in enumerate(slots) if slot in self._top_logprobs]
+        asked = [(i, self._reports[slot]) for i, slot in enumerate(slots) if slot in self._reports]
         if not asked:
             return None
         at = torch.empty(len(asked), dtype=torch.int64, device=self._device)
-        send(torch.tensor([i for i, _, _ in asked], dtype=torch.int64), at)
-        return logprobs_of(logits, tokens[at], [(slot, top) for _, slot, top in asked], at)
+        send(torch.tensor([i for i, _ in asked], dtype=torch.int64), at)
+        return logprobs_of(logits, tokens[at], [report for _, report in asked], at)
 
 
 def has_penalty(s: Sampling) -> bool:
     return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 
+class Report(NamedTuple):
+    """Which log-probabilities a position has besides that of its own token."""
+
+    slot: int
+    top: int  # those of so many likeliest tokens
+    named: tuple[int, ...] = ()  # those of these tokens, in this order; then `top` is 0
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of L tokens and of the likeliest in their places.
+    """Log-probabilities of L tokens and of others in their places.
 
     On the host, or on their way there: read them once the step that they belong to is done.
     """
 
-    asked: list[tuple[int, int]]  # [L]: slot, and how many of the likeliest tokens to report
-    chosen: list[Tensor]  # all of them, in pieces: [.] f32
+    asked: Sequence[Report]  # [L]
+    chosen: list[Tensor]  # of the tokens, in pieces: [.] f32
     likeliest: list[tuple[Tensor, Tensor]]  # in the same pieces: token ids [., most] i64, log-probabilities f32
+    named: list[Tensor]  # in the same pieces: of the tokens that all reports name, one after another, [.] f32
 
     def entries(self) -> list[TokenLogprob]:
         """One for each of the L tokens."""
@@ -298,25 +315,33 @@ class Logprobs:
             for piece_ids, piece_values in self.likeliest
             for ids, values in zip(piece_ids.tolist(), piece_values.tolist(), strict=True)
         ]
-        return [TokenLogprob(p, top[:count]) for p, top, (_, count) in zip(own, tops, self.asked, strict=True)]
+        named = iter([logprob for piece in self.named for logprob in piece.tolist()])
+        return [
+            TokenLogprob(p, [(token, next(named)) for token in one.named] or top[: one.top])
+            for p, top, one in zip(own, tops, self.asked, strict=True)
+        ]
 
     def by_slot(self) -> dict[int, TokenLogprob]:
-        return {slot: entry for (slot, _), entry in zip(self.asked, self.entries(), strict=True)}
+        return {one.slot: entry for one, entry in zip(self.asked, self.entries(), strict=True)}
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, asked: list[tuple[int, int]], rows: Tensor | None = None) -> Logprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, asked: Sequence[Report], rows: Tensor | None = None) -> Logprobs:
     """From raw logits [., V], of tokens [L]: row i of the logits belongs to token i, or row rows[i] where given."""
     return logprobs_from(lambda part: logits[part] if rows is None else logits[rows[part]], tokens, asked)
 
 
-def logprobs_from(logits_of: Callable[[slice], Tensor], tokens: Tensor, asked: list[tuple[int, int]]) -> Logprobs:
+def logprobs_from(logits_of: Callable[[slice], Tensor], tokens: Tensor, asked: Sequence[Report]) -> Logprobs:
     """Of tokens [L], from the raw logits [., V] that `logits_of` has for a part of them, TARGET_ROWS at most."""
-    chosen, likeliest = [], []
-    most = max(count for _, count in asked)
+    found = Logprobs(asked, [], [], [])
+    most = max(report.top for report in asked)
     for first in range(0, len(asked), TARGET_ROWS):
         part = slice(first, first + TARGET_ROWS)
         logp = logits_of(part).float().log_softmax(-1)
-        chosen.append(logp.gather(1, tokens[part, None])[:, 0].to("cpu", non_blocking=True))
+        found.chosen.append(logp.gather(1, tokens[part, None])[:, 0].to("cpu", non_blocking=True))
         values, ids = logp.topk(most, dim=-1)
-        likeliest.append((ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
-    return Logprobs(asked, chosen, likeliest)
+        found.likeliest.append((ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)))
+        if places := [(row, token) for row, report in enumerate(asked[part]) for token in report.named]:
+            at = torch.empty(len(places), 2, dtype=torch.int64, device=logp.device)
+            send(torch.tensor(places, dtype=torch.int64), at)
+            found.named.append(logp[at[:, 0], at[:, 1]].to("cpu", non_blocking=True))
+    return found

@@ -27,7 +27,9 @@ from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
 from engine.executor.beam_candidates import BeamCandidates, find_candidates
-from engine.executor.grammars import Follower, Grammars
+from engine.executor.constraints import IMPOSSIBLE, Constraints
+from engine.executor.followers import Follower, advance
+from engine.executor.grammars import Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from engine.executor.masks import Masks
@@ -35,18 +37,22 @@ from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel
 from engine.executor.ranks import ALONE, Ranks
-from engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, TARGET_ROWS, Logprobs, SamplerBank, logprobs_from
+from engine.executor.sampling import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    TARGET_ROWS,
+    Logprobs,
+    Report,
+    SamplerBank,
+    logprobs_from,
+)
 from engine.executor.staging import Staging
 from engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
-# Messages for clients.
+# For clients.
 FAILED = "the model's logits for this token are not finite"
-IMPOSSIBLE = (
-    "no token is possible here: the grammar, allowed_token_ids, min_tokens with its masked stop tokens, logit_bias "
-    "and the penalties leave none"
-)
 MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
@@ -61,7 +67,7 @@ class Pending:
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
-    followers: Sequence[Follower] = ()  # those of `slots` that follow a grammar
+    followers: Sequence[Follower] = ()  # of `slots`, those with a grammar or bad_words
     candidates: BeamCandidates | None = None
 
 
@@ -94,11 +100,10 @@ class Worker:
         self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
         self.grammars: Grammars | None = None
-        vocab_size, following = model.vocab_size, None
+        vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
-            masks = Masks(max_seqs, vocab_size, device)
             self.grammars = Grammars(model.directory, vocab_size=vocab_size, eos_ids=model.eos_ids, mask=masks.host)
-            following = self.grammars, masks
+        following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
@@ -251,7 +256,7 @@ class Worker:
         return self._decode(plan.step) if batch.decoding_slots else Launched(plan.step)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
-        """Whether the step before must be collected before `launch_sampling`: a slot's grammar needs its tokens."""
+        """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""
         return self._samplers.following and launched.sample is not None
 
     @torch.inference_mode()
@@ -267,7 +272,7 @@ class Worker:
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
         seconds = pending.clock.wait() if pending.clock is not None else 0.0
-        prompt_logprobs = {found.asked[0][0]: found.entries() for found in pending.prompt_logprobs}
+        prompt_logprobs = {found.asked[0].slot: found.entries() for found in pending.prompt_logprobs}
         slots, output = pending.slots, pending.output
         if output is None:
             return StepResult(pending.step, [], [], prompt_logprobs=prompt_logprobs, device_s=seconds)
@@ -277,7 +282,7 @@ class Worker:
             failed = {slots[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
             impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
         sampled = tokens.tolist()
-        impossible |= Grammars.advance(pending.followers, sampled)
+        impossible |= advance(pending.followers, sampled)
         candidates = pending.candidates.by_slot() if pending.candidates else {}
         if pending.candidates:
             failed |= {slot: FAILED for slot, _ in pending.candidates.asked if slot not in candidates}
@@ -371,7 +376,7 @@ class Worker:
 
     def _score(self, forward: Forward, asked: Targets) -> Logprobs:
         """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
-        entries = [(asked.slot, asked.top)] * len(asked.ids)
+        entries = [Report(asked.slot, asked.top)] * len(asked.ids)
         return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:

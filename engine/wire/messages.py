@@ -44,6 +44,21 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     # What the output must match, as llguidance reads it: its JSON form or a Lark grammar.  "": anything.  The gateway
     # has checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
     grammar: str = ""
+    # Of LATER_FIELDS.  Token sequences, each of one token at least, that no answer completes: where all tokens of one
+    # but the last were just generated, the last is not drawn.
+    bad_words: list[list[int]] = []
+    # Of LATER_FIELDS.  Where `logprobs` >= 0, positions report these tokens, in this order, instead of the likeliest.
+    logprob_token_ids: list[int] = []
+
+    @property
+    def alternatives(self) -> int:
+        """Log probabilities of each generated position besides that of its own token; -1: not even that one."""
+        return len(self.logprob_token_ids) if self.logprobs >= 0 and self.logprob_token_ids else self.logprobs
+
+
+# Fields of Sampling that engines of earlier releases ignore.  An engine names those that it honours in its reports, and
+# only then gets them.
+LATER_FIELDS = ("bad_words", "logprob_token_ids")
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -194,6 +209,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     # Blocks that static allocation would hold for the sequences in the batch: each one's for its greatest length.
     static_blocks: int = 0
     slots_filled: float = 0.0  # token slots with a token, of those in held blocks, 0 to 1; counted once a second
+    honours: list[str] = []  # those of LATER_FIELDS that it knows
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

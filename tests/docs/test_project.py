@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -81,8 +82,30 @@ def test_hooks_and_ci_call_the_commands_of_the_repository() -> None:
         for word in words:
             assert "/" not in word or (ROOT / word).exists(), word
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
-    assert any(step.get("run") == ".ci/run" for step in workflow["jobs"]["test"]["steps"])
-    assert "make lint" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for job, command, runs in (("test", ".ci/run", "make lint"), ("clients", ".ci/run clients", "make clients")):
+        assert any(step.get("run") == command for step in workflow["jobs"][job]["steps"])
+        assert runs in commands
+
+
+@pytest.mark.parametrize(("fetched", "passed", "status"), [(0, 0, 0), (0, 1, 2), (1, 0, 0)])
+def test_clients_are_left_out_only_where_their_packages_cannot_be_fetched(
+    tmp_path: Path, fetched: int, passed: int, status: int
+) -> None:
+    """With a `make` that does what is said here, and notes for what it was asked."""
+    (tmp_path / "make").write_text(
+        f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\n'
+        f'case "$1" in fetch-clients) exit {2 * fetched};; clients) exit {2 * passed};; *) exit 9;; esac\n'
+    )
+    (tmp_path / "make").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [ROOT / ".ci" / "run", "clients"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert (tmp_path / "asked").read_text().split() == ["fetch-clients", "clients"][: 2 - fetched]
+    assert done.stderr.count("\n") == fetched
+    assert ("cannot be fetched" in done.stderr) == bool(fetched)
 
 
 def test_the_table_of_clients_has_the_versions_that_are_tested() -> None:

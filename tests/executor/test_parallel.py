@@ -55,6 +55,10 @@ SETTINGS = [
     Sampling(temperature=0.8, seed=6, min_p=0.01, logit_bias=[(7, 4.0)]),
     Sampling(temperature=0, logprobs=3, prompt_logprobs=2),
     Sampling(temperature=1, seed=7, grammar='start: "to" /[a-z ]{8,30}/'),
+    Sampling(
+        temperature=2, seed=8, allowed_token_ids=[70, 80, 90], bad_words=[[70, 70], [80, 80], [90, 90], [70, 80, 90]]
+    ),
+    Sampling(temperature=0, logprobs=0, logprob_token_ids=[9, 5]),
 ]
 
 

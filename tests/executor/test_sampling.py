@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.core.plan import Sampler
 from engine.executor import ops
-from engine.executor.sampling import CHOSEN, NOT_FINITE, SamplerBank, logprobs_of
+from engine.executor.sampling import CHOSEN, NOT_FINITE, Report, SamplerBank, logprobs_of
 from engine.wire.messages import Sampling, TokenLogprob
 
 VOCAB = 1000
@@ -232,7 +232,40 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert [t for t, _ in got.logprobs[0].top] == wanted[0].topk(3).indices.tolist()
     assert [v for _, v in got.logprobs[0].top] == pytest.approx(wanted[0].topk(3).values.tolist(), abs=1e-5)
     assert got.logprobs[2].top == []
-    assert len(logprobs_of(logits_of(150), torch.zeros(150, dtype=torch.int64), [(0, 2)] * 150).entries()) == 150
+    assert len(logprobs_of(logits_of(150), torch.zeros(150, dtype=torch.int64), [Report(0, 2)] * 150).entries()) == 150
+
+
+def test_logprobs_of_named_tokens_replace_the_likeliest() -> None:
+    """In the order asked for, of the raw logits, among rows that ask for the likeliest or for nothing."""
+    logits = logits_of(4)
+    rare = logits.argmin(-1).tolist()
+    s = [
+        Sampling(temperature=1.0, seed=4, logprobs=3, logprob_token_ids=[9, rare[0], 7], top_k=2),
+        GREEDY,
+        Sampling(temperature=0, logprobs=2),
+        Sampling(temperature=0, logprobs=0, logprob_token_ids=[rare[3]], allowed_token_ids=[5]),
+    ]
+    assert [one.alternatives for one in s] == [3, -1, 2, 1]
+    for kind in (torch.float32, torch.bfloat16):
+        got, wanted = choose(logits.to(kind), s), logits.to(kind).float().log_softmax(-1)
+        for row, named in ((0, [9, rare[0], 7]), (3, [rare[3]])):
+            found = got.logprobs[row]
+            assert found.logprob == pytest.approx(float(wanted[row, got.tokens[row]]), abs=1e-5)
+            assert [token for token, _ in found.top] == named
+            assert [value for _, value in found.top] == pytest.approx(wanted[row, named].tolist(), abs=1e-5)
+        assert [t for t, _ in got.logprobs[2].top] == wanted[2].topk(2).indices.tolist()
+        assert set(got.logprobs) == {0, 2, 3}
+
+
+def test_logprobs_of_named_tokens_of_more_rows_than_one_part_has() -> None:
+    logits, tokens = logits_of(150, 60), torch.arange(150) % 60
+    asked = [Report(row, 0, tuple(range(row % 3))) if row % 3 else Report(row, 2) for row in range(150)]
+    found, wanted = logprobs_of(logits, tokens, asked).by_slot(), logits.log_softmax(-1)
+    for row, report in enumerate(asked):
+        named = list(report.named) or wanted[row].topk(2).indices.tolist()
+        assert found[row].logprob == pytest.approx(float(wanted[row, tokens[row]]), abs=1e-5)
+        assert [token for token, _ in found[row].top] == named
+        assert [value for _, value in found[row].top] == pytest.approx(wanted[row, named].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

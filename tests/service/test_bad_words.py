@@ -1,4 +1,4 @@
-"""bad_words: words of one token are never drawn; longer ones are refused by name, with no text of the request."""
+"""bad_words: a word of one token gets a bias of -inf; longer ones reach engines as sequences of tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service import api
+from engine.wire.messages import Sampling
+from engine.wire.records import Fleet
+from service import admission, api
+from service import limits as table
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
+from service.limits import WORD_TOKENS
 from service.tokenizer import Tokenizer
-from tests.service.fakes import FakeEngine, Served, settled
+from tests.service.fakes import FakeEngine, Served, a_load, settled
 from tests.service.test_app import says
 
 Serve = Callable[..., Awaitable[Served]]
@@ -40,11 +44,11 @@ def test_a_word_of_one_token_is_forbidden_with_and_without_a_blank(byte_level_to
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_no_spelling_of_a_served_word_is_left(byte_level_tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Whatever is not refused: no token sequence that the tokenizer writes for the word may still be drawn."""
-    tokens = data.draw(st.lists(st.integers(2, 499), min_size=1, max_size=3))
+def test_no_spelling_of_a_word_is_left(byte_level_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Of each token sequence that the tokenizer writes for a word, a token has a bias, or the whole is banned."""
+    tokens = data.draw(st.lists(st.lists(st.integers(2, 499), min_size=1, max_size=4), min_size=1, max_size=3))
     encode = byte_level_tokenizer._backend.encode
-    words = [byte_level_tokenizer.text_of([token]) for token in tokens]
+    words = [byte_level_tokenizer.text_of(ids) for ids in tokens]
     words = [word for word in words if word and "\ufffd" not in word]
     if not words:
         return
@@ -52,24 +56,22 @@ def test_no_spelling_of_a_served_word_is_left(byte_level_tokenizer: Tokenizer, d
     def spellings(word: str) -> list[list[int]]:
         return [encode(text).ids for text in ((word.lstrip(), " " + word.lstrip()) if word.strip() else (word,))]
 
-    try:
-        banned = forbidden(byte_level_tokenizer, *words)
-    except Refusal as refusal:
-        found = refusal
-    else:
-        for word in words:
-            assert all(banned & set(ids) for ids in spellings(word))
-        return
-    assert (found.status, found.code) == (400, "unsupported")
-    at = int((found.param or "").removeprefix("bad_words[").removesuffix("]"))
-    assert max(map(len, spellings(words[at]))) > 1
+    sampling = byte_level_tokenizer.forbid(parsed(bad_words=words)).sampling
+    never = forbidden(byte_level_tokenizer, *words)
+    wanted = [ids for word in words for ids in spellings(word)]
+    assert all(ids in sampling.bad_words or never & set(ids) for ids in wanted)
+    assert all(ids in wanted and len(ids) > 1 for ids in sampling.bad_words)
+    assert never == {ids[0] for ids in wanted if len(ids) == 1}
 
 
-def test_a_longer_word_is_refused_by_its_place_and_not_quoted(byte_level_tokenizer: Tokenizer) -> None:
-    with pytest.raises(Refusal, match=r"bad_words\[1\]: .* tokens") as refused:
-        forbidden(byte_level_tokenizer, "z", "secretword")
-    assert refused.value.param == "bad_words[1]"
-    assert "secret" not in str(refused.value.body())
+def test_the_tokens_of_longer_words_are_bounded(byte_level_tokenizer: Tokenizer) -> None:
+    """By the same limit that the table shows; the refusal does not quote them."""
+    long = "\u2603" * 250  # three tokens each
+    assert byte_level_tokenizer.forbid(parsed(bad_words=[long, "secretword"])).sampling.bad_words
+    with pytest.raises(Refusal, match="at most 4096 tokens") as refused:
+        byte_level_tokenizer.forbid(parsed(bad_words=[long + str(at) for at in range(4)]))
+    assert (refused.value.code, refused.value.param, refused.value.limit) == ("too_long", "bad_words", WORD_TOKENS)
+    assert table.LIMITS["bad_words tokens"].high == WORD_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,27 @@ def test_a_bias_of_the_same_token_cannot_undo_it_and_a_token_must_be_left(byte_l
     assert refused.value.param == "bad_words"
 
 
+@pytest.mark.parametrize(("able", "status"), [([True, True], 200), ([False, False], 400), ([True, False], 503)])
+def test_only_engines_that_know_longer_words_get_them(able: list[bool], status: int) -> None:
+    """Any engine may claim a request, so all must honour it; words of one token are older than the field."""
+    loads = [a_load(f"e{i}", honours=["bad_words"] if one else []) for i, one in enumerate(able)]
+    fleet = Fleet(loads, queued=0, queued_tokens=0, time_ms=1)
+    admission.require_fields(fleet, Sampling(logit_bias=[(5, -math.inf)]))
+    if status == 200:
+        admission.require_fields(fleet, Sampling(bad_words=[[5, 6]]))
+        return
+    with pytest.raises(Refusal) as refused:
+        admission.require_fields(fleet, Sampling(bad_words=[[5, 6]]))
+    assert (refused.value.status, refused.value.param) == (status, "bad_words")
+
+
 async def test_engines_get_it_on_both_endpoints(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     served = await serve()
     expected = forbidden(byte_level_tokenizer, "o")
+    longer = byte_level_tokenizer.forbid(parsed(bad_words=["secretword"])).sampling.bad_words
+    assert longer
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         for path, needed in (
@@ -109,7 +127,15 @@ async def test_engines_get_it_on_both_endpoints(
             async with served.session.post(path, json=body) as response:
                 assert response.status == 200, await response.text()
             assert {token for token, _ in fake.seen[-1].sampling.logit_bias} == expected
+            fake.load_changes = {}
+            await settled(lambda: not served.streams.fleet.engines[0].honours)
             async with served.session.post(path, json={**body, "bad_words": ["secretword"]}) as response:
                 error = (await response.json())["error"]
-                assert (response.status, error["code"], error["param"]) == (400, "unsupported", "bad_words[0]")
-        assert len(fake.seen) == 2
+                assert (response.status, error["code"], error["param"]) == (400, "unsupported", "bad_words")
+                assert "secret" not in error["message"]
+            fake.load_changes = {"honours": ["bad_words"]}
+            await settled(lambda: bool(served.streams.fleet.engines[0].honours))
+            async with served.session.post(path, json={**body, "bad_words": ["o", "secretword"]}) as response:
+                assert response.status == 200, await response.text()
+            assert fake.seen[-1].sampling.bad_words == [ids for ids in longer if expected.isdisjoint(ids)]
+        assert len(fake.seen) == 4

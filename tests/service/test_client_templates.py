@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from service.client_templates import ClientTemplates
-from service.history import Dialect
+from service.history import Dialect, names_in, roles_in
+from service.limits import CLIENT_TEMPLATE_CHARS
 from service.refusal import Refusal
 from service.tokenizer import Tokenizer
+from service.tools import ChatOptions
 from tests.service.fakes import CHAT_TEMPLATE, TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 from tests.service.test_app import says
 
@@ -180,6 +182,36 @@ async def test_hostile_templates_cost_their_senders_only(
             for status, answer in await asyncio.gather(*hostile):
                 assert (status, answer["error"]["code"]) == (400, "chat_template_error")
         assert len(fake.seen) == 2
+
+
+@pytest.mark.parametrize("kind", ["arguments", "roles"])
+def test_a_long_template_is_read_once_whatever_comes_with_it(kind: str, tokenizer: Tokenizer) -> None:
+    """Outside the process with limits a gateway only looks for names: 2,000 at the end of 64,000 characters."""
+    names = [f"a{at}" for at in range(2000)]
+    spoken = " ".join(f"'{name}'" for name in names)
+    template = "{# " + "'x' " * 12_000 + spoken + " #}{{ messages[-1].role }}"
+    assert 60_000 < len(template) <= CLIENT_TEMPLATE_CHARS
+    reader = {"arguments": names_in, "roles": roles_in}[kind]
+    before = reader.cache_info().misses
+    if kind == "arguments":
+        given, options = MESSAGES, ChatOptions(template=template, arguments=dict.fromkeys(names, 1))
+    else:
+        given, options = [{"role": name, "content": ""} for name in names], ChatOptions(template=template)
+    assert tokenizer.text_of(tokenizer._encode_chat(given, None, options)) == given[-1]["role"]
+    assert reader.cache_info().misses - before <= 1
+    with pytest.raises(Refusal):
+        tokenizer._encode_chat(
+            [{"role": "a2000", "content": ""}], None, ChatOptions(template=template, arguments={"a2000": 1})
+        )
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [("'tool' \"ipython\"'critic''judge'", {"tool", "ipython", "critic", "judge"}), ("'1x' 'a b' x'y", set())],
+)
+def test_roles_are_what_a_template_has_in_quotes(template: str, roles: set[str]) -> None:
+    assert roles_in(template) == roles
+    assert roles <= names_in(template)
 
 
 async def test_a_model_without_a_template_may_get_one(serve: Serve, engine: EngineMaker, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -157,18 +158,74 @@ async def test_a_bad_word_is_never_drawn(stack: Stack) -> None:
             drawn = sorted({token for choice in plain for token in choice["token_ids"]})
             texts = [(token, tokenizer().decode([token])) for token in drawn]
             words = [text for token, text in texts if tokenizer().encode(text, add_special_tokens=False) == [token]]
-            served = []
-            for word in words:  # those whose spelling with a blank is one token as well
-                async with session.post(
-                    "/v1/completions", json={**body, "max_tokens": 1, "bad_words": [word]}
-                ) as found:
-                    served += [word] if found.status == 200 else []
-            assert served
-            banned = {tokenizer().encode(word, add_special_tokens=False)[0] for word in served}
+            banned = {tokenizer().encode(word, add_special_tokens=False)[0] for word in words}
             assert banned & set(drawn)
-            for choice in await whole(session, {**body, **more, "bad_words": served}):
+            for choice in await whole(session, {**body, **more, "bad_words": words}):
                 assert len(choice["token_ids"]) == 24
                 assert not banned & set(choice["token_ids"])
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0}, {"temperature": 1.2, "seed": 5, "n": 3}])
+def test_longer_bad_words_are_never_completed(stack: Stack, more: dict[str, Any]) -> None:
+    """Over the official client, whole and streamed; other words change nothing."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer().encode(text, add_special_tokens=False)
+        return ids
+
+    def ask(client: openai.OpenAI, words: list[str]) -> list[tuple[str, list[int]]]:
+        body = {"ignore_eos": True, "return_token_ids": True, "bad_words": words}
+        asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 40, **more, "extra_body": body}
+        choices = client.completions.create(**asked).choices
+        found = [(choice.text, choice.model_dump()["token_ids"]) for choice in choices]
+        texts = [""] * len(found)
+        for chunk in client.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == [text for text, _ in found]
+        return found
+
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        plain = ask(client, [])
+        pieces = [ids[at : at + length] for _, ids in plain for at in range(36) for length in (2, 3, 4)]
+        words = [(tokenizer().decode(ids), ids) for ids in pieces]
+        longer = [(word, ids) for word, ids in words if word.strip() == word and encode(word) == ids][::5]
+        assert longer
+        for _, ids in ask(client, [word for word, _ in longer]):
+            assert len(ids) == 40
+            for _, sequence in longer:
+                assert not any(ids[at : at + len(sequence)] == sequence for at in range(40))
+        unseen = "\u2603\u2603 never said \u2603"
+        assert ask(client, [unseen]) == plain
+
+
+def test_named_logprobs_are_transformers_own(stack: Stack, reference: Callable[[str], PreTrainedModel]) -> None:
+    """On both endpoints, whole and streamed, over the official client; the tokens are far from the likeliest."""
+    prompt, named = tokenizer().encode(PROMPTS[0]), [600, 5, 17]
+    more = {"logprob_token_ids": named, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "seed": 3, "extra_body": {**more, "ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        [choice] = client.completions.create(**asked, prompt=PROMPTS[0], logprobs=2).choices
+        ids: list[int] = choice.model_dump()["token_ids"]
+        with torch.inference_mode():
+            logits = reference("llama")(torch.tensor([prompt + ids])).logits[0]
+        logp = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        assert choice.logprobs is not None
+        tops = choice.logprobs.top_logprobs or []
+        for at, token in enumerate(ids):
+            wanted = {f"token_id:{one}": pytest.approx(float(logp[at, one]), abs=1e-4) for one in (token, *named)}
+            assert tops[at] == wanted
+            assert next(iter(tops[at])) == f"token_id:{token}"
+        parts = client.completions.create(**asked, prompt=PROMPTS[0], logprobs=2, stream=True)
+        streamed = [part.choices[0].logprobs for part in parts]
+        found = [top for one in streamed if one is not None for top in one.top_logprobs or []]
+        assert [list(top) for top in found] == [list(top) for top in tops]
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        [answer] = client.chat.completions.create(**asked, messages=messages, logprobs=True).choices
+        assert answer.logprobs is not None
+        for entry in answer.logprobs.content or []:
+            names = [entry.token, *(f"token_id:{one}" for one in named)]
+            assert [one.token for one in entry.top_logprobs] == list(dict.fromkeys(names))
 
 
 async def test_a_reset_empties_the_prefix_cache_before_the_next_request(stack: Stack) -> None:

@@ -21,7 +21,7 @@ from engine.wire.gateway_side import GatewaySide
 from engine.wire.records import Fleet
 from loadtest.server import engine_processes
 from service.format import Position
-from tests.checkpoints import VOCAB
+from tests.checkpoints import VOCAB, tokenizer
 from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
@@ -106,8 +106,10 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, with penalties, logprobs, min_tokens, a schema: all must resume where they stopped."""
-    ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(7)]
+    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words: each resumes where it stopped."""
+    ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(8)]
+    signs = "~^@`"  # no two of them are one token: what comes next depends on the two before
+    pairs = [a + b for a in signs for b in signs]
     word = {"type": "string", "maxLength": 5}
     entry = {"type": "object", "properties": {"name": word, "n": {"type": "integer"}}, "required": ["name", "n"]}
     return [
@@ -124,6 +126,15 @@ def bodies() -> list[dict[str, Any]]:
             "seed": 9,
             "n": 2,
             "guided_json": {"type": "array", "items": entry, "minItems": 100},
+        },
+        {
+            "prompt": ids[7],
+            "max_tokens": 500,
+            "temperature": 1.5,
+            "seed": 10,
+            "ignore_eos": True,
+            "allowed_token_ids": [tokenizer().encode(sign, add_special_tokens=False)[0] for sign in signs],
+            "bad_words": [sign * 2 for sign in signs] + [pair + pair[0] for pair in pairs],
         },
     ]
 

@@ -6,6 +6,7 @@
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
+    python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtest import machine
-from tests.system.chaos import fuzz, same_tokens, soak
+from tests.system.chaos import fuzz, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
@@ -35,6 +36,8 @@ def main() -> int:
         return fuzz.main(sys.argv[2:])
     if sys.argv[1:2] == ["same-tokens"]:
         return same_tokens.main(sys.argv[2:])
+    if sys.argv[1:2] == ["schemas"]:
+        return schemas.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of faults, at most")
     parser.add_argument("--rounds", type=int, help="of faults, at most; any number without")

@@ -1,0 +1,133 @@
+"""Banned sequences (`Sampling.bad_words`): which tokens would complete one of them, for each slot that has some.
+
+A sequence must never be completed, so its last token is forbidden where the tokens before it were just generated.  Only
+generated tokens count, as in transformers' NoBadWordsLogitsProcessor and in vLLM: a sequence that begins in the prompt
+is not looked for.  A sequence of one token is forbidden everywhere.
+
+The sequences of a request are a trie that is read backwards from the last generated token:
+
+    banned [5 6 7], [9 6 8], [6 4]        root ─6─> {4} ─5─> {7}        generated .. 5 6: forbidden 4 and 7
+                                                      └─9─> {8}         generated .. 9 6: forbidden 4 and 8
+
+So a step takes as many look-ups as the longest beginning that was just generated, however many sequences there are.
+The state of a slot is the tail of its tokens.  So a sequence that resumes, after a preemption or on another engine,
+gets the same masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.plan import Sampler
+from engine.executor.followers import Follower, following
+
+KEPT = 64  # tries of the last requests: the continuations of one request share theirs
+EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens
+
+
+@dataclass(slots=True)
+class Trie:
+    """The sequences that continue one end of the generated text."""
+
+    last: list[int] = field(default_factory=list)  # tokens that would complete a sequence here
+    before: dict[int, Trie] = field(default_factory=dict)  # by the token before that end
+    depth: int = 0  # of the root: most tokens that a look-up reads
+
+    def forbidden(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete a sequence after `generated`; some may be there twice."""
+        node, found = self, list(self.last)
+        for token in reversed(generated):
+            if (further := node.before.get(token)) is None:
+                break
+            node = further
+            found += node.last
+        return found
+
+
+@lru_cache(maxsize=KEPT)
+def trie_of(sequences: tuple[tuple[int, ...], ...]) -> Trie:
+    """Return the trie of sequences, each of one token at least.  Takes 0.7 us a token."""
+    root = Trie(depth=max(map(len, sequences)) - 1)
+    for *beginning, last in sequences:
+        node = root
+        for token in reversed(beginning):
+            node = node.before.setdefault(token, Trie())
+        node.last.append(last)
+    return root
+
+
+@dataclass(slots=True)
+class _Row:
+    """The banned sequences of one request, and the end of what it has generated."""
+
+    trie: Trie
+    tail: list[int]  # the last `trie.depth` tokens, or fewer
+    cleared: list[int] = field(default_factory=list)  # words of the slot's mask that are not EVERY
+    fresh: bool = True  # the slot's mask has not been written yet
+    error: str = ""  # see followers.Row: what is left is for the other masks to say
+
+    def take(self, token: int) -> None:
+        self.tail.append(token)
+        if len(self.tail) > self.trie.depth:
+            del self.tail[0]
+
+
+class BannedSequences:
+    """The banned sequences of all slots.  Not thread-safe: one executor owns it."""
+
+    def __init__(self, mask: npt.NDArray[np.int32]) -> None:
+        """`mask` [max_seqs, ceil(V / 32)]: what sampling reads, bit t % 32 of word t / 32: token t is allowed."""
+        self._mask = mask
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any slot has banned sequences.  Constant time."""
+        return bool(self._rows)
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._rows.clear()
+
+    def assign(self, slot: int, sampler: Sampler) -> None:
+        """Give a slot the banned sequences of the sequence that starts in it, with what that has generated before."""
+        trie = trie_of(tuple(map(tuple, sampler.sampling.bad_words)))
+        generated = sampler.history[sampler.prompt_len :]
+        self._rows[slot] = _Row(trie, generated[max(0, len(generated) - trie.depth) :])
+
+    def free(self, slot: int) -> None:
+        """Forget the banned sequences of a slot; harmless when it has none."""
+        self._rows.pop(slot, None)
+
+    def followers(self, slots: Iterable[int]) -> list[Follower]:
+        """Return those of a step's slots that have banned sequences now."""
+        return following(self._rows, slots)
+
+    def fill(self, written: Iterable[int]) -> list[int]:
+        """Forbid in each slot's mask what would complete one of its sequences.  Returns the slots that have changed.
+
+        `written`: slots whose mask has just been written for this step, by their grammar.  The other masks allow
+        everything else."""
+        changed = []
+        written = set(written)
+        for slot, row in self._rows.items():
+            mask, forbidden = self._mask[slot], row.trie.forbidden(row.tail)
+            if slot not in written:
+                if row.fresh:
+                    mask[:] = EVERY
+                elif row.cleared:
+                    mask[row.cleared] = EVERY
+                elif not forbidden:
+                    continue
+            row.fresh, row.cleared = False, [token // 32 for token in forbidden]
+            if forbidden:
+                tokens = np.array(forbidden)
+                bits = np.left_shift(np.uint32(1), (tokens % 32).astype(np.uint32))
+                np.bitwise_and.at(mask.view(np.uint32), tokens // 32, ~bits)
+            changed.append(slot)
+        return changed

@@ -1,0 +1,101 @@
+"""What each slot may sample next: a mask for the slots whose request has a grammar, banned sequences, or both.
+
+    grammars.fill: writes the masks of its slots ─> banned.fill: forbids tokens in the masks of its slots ─> sampling
+
+A request may have both: a token must be allowed by its grammar, and must not complete a banned sequence.  Where nothing
+is left, the request ends with an error.  Both are functions of the tokens generated so far.  Slots with neither have no
+mask, and nothing here looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core.plan import Sampler
+from engine.executor.banned import BannedSequences
+from engine.executor.followers import Follower
+from engine.executor.grammars import Grammars
+from engine.wire.messages import Sampling
+
+# Why a slot has no token; for clients.
+IMPOSSIBLE = (
+    "no token is possible here: the grammar, allowed_token_ids, bad_words, min_tokens with its masked stop tokens, "
+    "logit_bias and the penalties leave none"
+)
+
+
+class Constraints:
+    """The owner of the masks that sampling reads.  Not thread-safe: one executor owns it.
+
+    A step: `assign` and `free`, then `begin_fill` where it helps, `fill`, `followers`, and their `advance`."""
+
+    def __init__(self, mask: npt.NDArray[np.int32], vocab_size: int, grammars: Grammars | None = None) -> None:
+        """`mask` [max_seqs, ceil(V / 32)], row = slot; `grammars` writes it, too.  None: no request has a grammar."""
+        self.grammars = grammars
+        self._mask, self._vocab_size = mask, vocab_size
+        self._banned = BannedSequences(mask)
+
+    @staticmethod
+    def wanted(sampling: Sampling) -> bool:
+        """Return whether a request needs a mask."""
+        return bool(sampling.grammar or sampling.bad_words)
+
+    @property
+    def active(self) -> bool:
+        """Whether any slot has a mask.  Constant time."""
+        return self._banned.active or (self.grammars is not None and self.grammars.active)
+
+    def reset(self) -> None:
+        """Free every slot."""
+        self._banned.reset()
+        if self.grammars is not None:
+            self.grammars.reset()
+
+    def assign(self, slot: int, sampler: Sampler) -> None:
+        """Give a slot what its sequence is held to, advanced by what that has generated before.
+
+        Raises RuntimeError where a grammar is wanted and there are none: the scheduler refuses such a request."""
+        if sampler.sampling.grammar:
+            if self.grammars is None:
+                raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
+            self.grammars.assign(slot, sampler)
+        if sampler.sampling.bad_words:
+            self._banned.assign(slot, sampler)
+
+    def free(self, slot: int) -> None:
+        """Forget what a slot is held to; harmless when it is to nothing."""
+        self._banned.free(slot)
+        if self.grammars is not None:
+            self.grammars.free(slot)
+
+    def begin_fill(self) -> None:
+        """Begin to write masks on another thread, if that is worth it.  `fill` comes next, and no other call."""
+        if self.grammars is not None and self.grammars.active:
+            self.grammars.begin_fill()
+
+    def fill(self) -> set[int]:
+        """Write the masks.  Needs all tokens before this step.  Returns the slots whose mask has changed."""
+        written: set[int] = set()
+        if self.grammars is not None and self.grammars.active:
+            self.grammars.fill()
+            written.update(self.grammars.slots)
+        if self._banned.active:
+            written.update(self._banned.fill(written))
+        return written
+
+    def followers(self, slots: Sequence[int]) -> list[Follower]:
+        """Return who of a step's slots must learn of the token that it samples.  A slot may be there twice."""
+        if not self.active:
+            return []
+        grammars = [] if self.grammars is None else self.grammars.followers(slots)
+        return grammars + self._banned.followers(slots)
+
+    def choose(self, slot: int, wanted: int) -> int:
+        """Return `wanted` if the mask of a slot allows it, else the first token that it allows; -1: none."""
+        bits = np.unpackbits(self._mask[slot].view(np.uint8), bitorder="little")[: self._vocab_size]
+        if bits[wanted]:
+            return wanted
+        return int(bits.argmax()) if bits.any() else -1

@@ -1,0 +1,42 @@
+"""Which sequences a step's tokens concern, when slots may change hands before the step is collected.
+
+a step is launched: following(rows, slots) ─ keeps the state of who has each slot now ─> collected: advance(tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Row(Protocol):
+    """What decides which token one sequence may sample next."""
+
+    error: str  # why it allows none; empty: it does
+
+    def take(self, token: int) -> None:
+        """Take in the token that the sequence has sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A sequence with such a row, in one step."""
+
+    at: int  # its place among the slots that sample in the step
+    slot: int
+    row: Row
+
+
+def following(rows: Mapping[int, Row], slots: Iterable[int]) -> list[Follower]:
+    """Return those of a step's slots that have a row now."""
+    return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
+
+
+def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, str]:
+    """Give each row the token that its sequence sampled.  Returns why slots allowed no token, by slot.
+
+    `tokens`: of all slots that sampled in the step, in their order."""
+    for follower in followers:
+        follower.row.take(tokens[follower.at])
+    return {follower.slot: follower.row.error for follower in followers if follower.row.error}
