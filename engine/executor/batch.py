@@ -5,7 +5,8 @@ The mirror is what lets a plan list only changes.  For each slot it keeps, on th
     tables   [max_seqs, max_blocks] i32   block ids; entries past a sequence's length are stale, never read (host too)
     position [max_seqs]             i64   position of the token that a decoding slot computes next
     token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
-    slots    [max_seqs]             i32   those that decode, in the order of the step; -1 behind them
+    slots    [max_seqs]             i32   those that decode, in the order of the step, and in a step that computes one
+                                          token of each beam the slots of the beams; -1 behind them
 
 A steady decode step is two operators over the slots, whatever their number: `decode_inputs` gathers tokens, positions
 and `kv_indices`, `decode_outputs` takes the sampled tokens back.  Python touches only slots that the plan names.
@@ -172,7 +173,17 @@ class Staged:
 
     slots: Tensor | None  # [max_seqs] i32, where the set changed
     edits: Tensor | None  # [n, 3] i32: slot, index, block
-    mixed: Mixed | None  # None: no slices
+    mixed: Mixed | None  # None: no slices, or only `beams`
+    beams: BeamRows | None = None  # not with `mixed`
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRows:
+    """Beams that compute one token each, in a step without other slices: rows of a decode step, behind its slots."""
+
+    at: int  # first row
+    inputs: Tensor  # [3, n] i64: slots, tokens, positions
+    asked: tuple[tuple[int, int], ...]  # slots, and how many candidates each wants
 
 
 class Batch:
@@ -237,15 +248,27 @@ class Batch:
                 self._join(piece.slot)
         for fork in plan.forks:
             self._join(fork.slot)
-        mixed = self._mix(plan, decoding, staging) if plan.slices else None
+        beams = self._beam_rows(plan, decoding, staging)
+        mixed = self._mix(plan, decoding, staging) if plan.slices and beams is None else None
         slots = None
         if self._changed:
-            self._changed = False
             self.decoding_slots = tuple(self._order)
             slots = staging.stage_array(self._host_slots)
-        if mixed is None and not decoding and slots is None and edits is None:
+        self._changed = beams is not None  # the device's `slots` then names beams, for this step only
+        if mixed is None and beams is None and not decoding and slots is None and edits is None:
             return None
-        return Staged(slots, staging.stage_array(edits) if edits is not None else None, mixed)
+        return Staged(slots, staging.stage_array(edits) if edits is not None else None, mixed, beams)
+
+    def _beam_rows(self, plan: StepPlan, decoding: int, staging: Staging) -> BeamRows | None:
+        """Return the beams of a step whose slices are all one token of a beam; None for any other step."""
+        slices = plan.slices
+        if not slices or not all(piece.candidates and len(piece.token_ids) == 1 for piece in slices):
+            return None
+        if decoding + len(slices) > len(self.slots):
+            raise ValueError(f"{decoding} decoding slots and {len(slices)} beams, the buffers hold {len(self.slots)}")
+        columns = [(piece.slot, piece.token_ids[0], piece.start) for piece in slices]
+        inputs = staging.stage_array(np.ascontiguousarray(np.array(columns, dtype=np.int64).T))
+        return BeamRows(decoding, inputs, tuple((piece.slot, piece.candidates) for piece in slices))
 
     def _join(self, slot: int) -> None:
         self._host_slots[len(self._order)] = slot
@@ -355,6 +378,11 @@ class Batch:
             self._sample_slots.copy_(staged.slots)
         if staged.edits is not None:
             ops.apply_edits(staged.edits, self.tables)
+        if (beams := staged.beams) is not None:
+            slots, tokens, positions = beams.inputs
+            self.slots[beams.at : beams.at + len(slots)].copy_(slots)
+            self.token.index_copy_(0, slots, tokens)
+            self.position.index_copy_(0, slots, positions)
         if staged.mixed is not None and staged.mixed.joined is not None:
             self.position.index_copy_(0, *staged.mixed.joined)
 

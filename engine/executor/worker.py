@@ -253,7 +253,8 @@ class Worker:
         batch.apply_staged(staged)
         if staged.mixed is not None:
             return self._mixed(plan.step, staged.mixed)
-        return self._decode(plan.step) if batch.decoding_slots else Launched(plan.step)
+        beams = staged.beams.asked if staged.beams is not None else ()
+        return self._decode(plan.step, beams) if batch.decoding_slots or beams else Launched(plan.step)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
         """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""
@@ -298,16 +299,19 @@ class Worker:
             candidates=candidates,
         )
 
-    def _decode(self, number: int) -> Launched:
-        """Compute one more token for every slot, with two graph launches where there are graphs."""
-        size = self._padded(len(self._batch.decoding_slots))
+    def _decode(self, number: int, beams: tuple[tuple[int, int], ...]) -> Launched:
+        """Compute one more token for every slot, and of `beams`, with two graph launches where there are graphs."""
+        count = len(self._batch.decoding_slots)
+        size = self._padded(count + len(beams))
         if self._captured or self._recorded(number, size):
             self._decode_graphs.replay(size)
-            return Launched(number, self._graph_logits, partial(self._sample_padded, size))
+            padded = partial(self._sample_padded, self._padded(count)) if count else None
+            return Launched(number, self._graph_logits, padded, beams=beams)
         step = self._batch.decode_step(size)
         self._batch.gather(step)
         logits = self._logits(Forward(self._model, step), step.logits_at)
-        return Launched(number, logits, partial(self._sample, step, logits, self._samplers.general))
+        sample = partial(self._sample, step, logits, self._samplers.general) if count else None
+        return Launched(number, logits, sample, beams=beams)
 
     def _mixed(self, number: int, mixed: Mixed) -> Launched:
         """Compute prompt slices together with the slots that decode."""

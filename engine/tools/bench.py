@@ -1,6 +1,7 @@
 """Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
 
     python -m engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
+    python -m engine.tools bench MODEL --beams 8           the time of a token of 8 beams, beside that of 8 sequences
     python -m engine.tools bench MODEL --swap 512          what a preemption costs by block size, swapped or recomputed
     python -m engine.tools bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins
     python -m engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same at each quarter of it
@@ -29,7 +30,7 @@ from engine.executor import local
 from engine.interpreter import keep_what_is_loaded
 from engine.llm import LLM, Completion, all_cores
 from engine.loop import ConfigError
-from engine.wire.messages import Sampling
+from engine.wire.messages import Beams, Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, OUTPUT = 128, 256  # tokens of each sequence, where the time of a token is measured
@@ -51,6 +52,7 @@ class Options(msgspec.Struct):
     latency: list[int]  # batch sizes
     compare_prefix_cache: bool
     slots: bool
+    beams: list[int]  # widths
     swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
     long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
     long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too
@@ -85,6 +87,8 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
         figures |= {f"{name}_without_prefix_cache": value for name, value in medians(without).items()}
     for batch in options.latency:
         figures |= latency(llm, batch, vocab)
+    for width in options.beams:
+        figures |= latency(llm, width, vocab) | latency(llm, width, vocab, Beams(width))
     gc.unfreeze()
     llm.close()
     if options.swap:
@@ -139,23 +143,27 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
     return figures
 
 
-def latency(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
-    """The time of a token, (256 tokens - 1 token) / 255, and of the first one, `batch` sequences at once."""
+def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dict[str, float]:
+    """The time of a token, (256 tokens - 1 token) / 255, and of the first one, `batch` sequences at once.
+
+    `beams`: of one request with `batch` beams instead."""
     first: list[float] = []
     last: list[float] = []
     for turn in range(6 if batch == 1 else 4):  # the first is to warm up
         for count, times in ((1, first), (OUTPUT, last)):
             group = (batch * 10 + turn) * OUTPUT + count  # no prompt comes twice: the prefix cache would know it
-            prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in range(batch)]
+            rows = range(batch, batch + 1) if beams else range(batch)
+            prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in rows]
             begin = time.perf_counter()
-            llm.generate(prompts, GREEDY, max_new_tokens=count)
+            llm.generate(prompts, GREEDY, max_new_tokens=count, beams=beams)
             times.append(time.perf_counter() - begin)
     one, all_ = statistics.median(first[1:]), statistics.median(last[1:])
-    say(f"batch {batch}: {(all_ - one) / (OUTPUT - 1) * 1e3:.3f} ms a token, first {one * 1e3:.1f} ms")
+    kind = "beams" if beams else "batch"
+    say(f"{kind} {batch}: {(all_ - one) / (OUTPUT - 1) * 1e3:.3f} ms a token, first {one * 1e3:.1f} ms")
     return {
-        f"batch{batch}_ms_per_token": (all_ - one) / (OUTPUT - 1) * 1e3,
-        f"batch{batch}_first_token_ms": one * 1e3,
-        f"batch{batch}_tokens_per_s": batch * OUTPUT / all_,
+        f"{kind}{batch}_ms_per_token": (all_ - one) / (OUTPUT - 1) * 1e3,
+        f"{kind}{batch}_first_token_ms": one * 1e3,
+        f"{kind}{batch}_tokens_per_s": batch * OUTPUT / all_,
     }
 
 
@@ -321,6 +329,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--beams", type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--compare-prefix-cache", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--swap", type=int, default=0)

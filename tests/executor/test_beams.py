@@ -136,6 +136,47 @@ def test_candidates_are_the_log_softmax_in_float32(checkpoint: Checkpoint) -> No
     assert driver.step().candidates == {}
 
 
+def test_beams_with_one_token_each_join_the_step_of_the_slots_that_decode(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slices but theirs: their rows are behind those that decode, and only for this step."""
+    driver = Driver(checkpoint("llama"))
+    first, second = driver.add(list(range(3, 30))) + driver.add(list(range(5, 12)))
+    driver.step()
+    tables = {slot: [driver.free_blocks.pop()] for slot in (9, 4)}
+    plan = driver.plan()
+    starts = [Start(slot, table) for slot, table in tables.items()]
+    prompts = [Slice(slot, 0, [5, 6, 7], candidates=3) for slot in tables]
+    driver.commit(driver.run(StepPlan(plan.step, starts=starts, edits=plan.edits, slices=[*plan.slices, *prompts])))
+    mixed = driver.worker._mixed
+    monkeypatch.setattr(driver.worker, "_mixed", None)  # not called
+    for position, tokens in ((3, (8, 9)), (4, (10, 8))):
+        plan = driver.plan()
+        pieces = [Slice(slot, position, [token], candidates=5) for slot, token in zip(tables, tokens, strict=True)]
+        result = driver.run(StepPlan(plan.step, edits=plan.edits, slices=[*plan.slices, *pieces]))
+        assert result.slots == [first, second]
+        rows = driver.worker.logits
+        assert len(rows) == 4
+        for slot, row in zip(tables, rows[2:].float().log_softmax(-1), strict=True):
+            best = row.topk(5)
+            assert result.candidates[slot] == (best.indices.tolist(), best.values.tolist())
+        driver.commit(result)
+    monkeypatch.setattr(driver.worker, "_mixed", mixed)
+    # Beside a prompt they are slices of its step, and find the same.
+    again = [Slice(slot, 4, [token], candidates=5) for slot, token in zip(tables, (10, 8), strict=True)]
+    driver.add(list(range(40, 60)))
+    plan = driver.plan()
+    beside = driver.run(
+        StepPlan(plan.step, starts=plan.starts, edits=plan.edits, slices=[*plan.slices, *again], forks=plan.forks)
+    )
+    for slot in tables:
+        assert beside.candidates[slot][0] == result.candidates[slot][0]
+        assert beside.candidates[slot][1] == pytest.approx(result.candidates[slot][1], abs=1e-4)
+    driver.commit(beside)
+    assert driver.step().candidates == {}
+    assert len(driver.worker.logits) == 3
+
+
 def test_a_beam_whose_logits_are_not_finite_fails(checkpoint: Checkpoint) -> None:
     driver = Driver(checkpoint("llama"))
     table = [driver.free_blocks.pop() for _ in range(2)]

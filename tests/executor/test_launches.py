@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.llm import LLM
 from engine.turn_record import TurnRecord
+from engine.wire.messages import Beams
 from tests.executor.test_gpu import GREEDY, llm, words
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,26 @@ def test_a_step_with_chunks_writes_once_a_layer(engine: LLM) -> None:
     assert times(kernels, WRITE) == LAYERS, kernels
     assert times(kernels, DECODE) == LAYERS, kernels
     assert times(kernels, *PREFILL) == LAYERS, kernels
+    engine.cancel()
+    engine.close()
+
+
+def test_a_step_of_beams_is_a_decode_step(engine: LLM) -> None:
+    """Each beam computes a token that it is told, beside sequences that decode: no launch more."""
+    for i in range(3):
+        engine.submit(words(20 + i), GREEDY, max_new_tokens=200)
+    engine.submit(words(21, 5), GREEDY, max_new_tokens=100, beams=Beams(6))
+    for _ in range(12):
+        engine.step()
+    plans = Plans()
+    engine.engine.observers.append(plans)
+    seen = False
+    for _ in range(6):
+        kernels = launched(engine)
+        assert times(kernels, WRITE) == times(kernels, DECODE) == LAYERS, kernels
+        assert times(kernels, *PREFILL) == 0, kernels
+        seen = seen or plans.prompt_tokens == 6
+    assert seen
     engine.cancel()
     engine.close()
 
