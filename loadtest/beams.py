@@ -57,6 +57,7 @@ class Beam:
 
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # the body of a completion -> the answer
 Search = Callable[[Ask, list[int], int, int], Awaitable[Beam]]  # prompt, width, tokens -> the best beam
+Found = tuple[float, list[Beam]]  # seconds, and the best beam of each prompt
 
 
 async def in_engine(ask: Ask, prompt: list[int], width: int, length: int) -> Beam:
@@ -89,9 +90,7 @@ def survivors(beams: list[Beam], likeliest: list[dict[str, float]], width: int) 
     return heapq.nlargest(width, grown, key=lambda beam: beam.score)
 
 
-async def search_all(
-    server: Server, search: Search, prompts: list[list[int]], width: int, length: int
-) -> tuple[float, list[Beam]]:
+async def search_all(server: Server, search: Search, prompts: list[list[int]], width: int, length: int) -> Found:
     """Search for the answers of all prompts at once.  Return the seconds and the best beams.
 
     Raises RuntimeError for an answer that is not a completion."""
@@ -129,29 +128,42 @@ def in_transformers(
     return found["seconds"], [tuple(tokens) for tokens in found["tokens"]]
 
 
-def run_round(
-    args: argparse.Namespace, checkpoint: Path, prompts: list[list[int]], width: int, length: int
-) -> dict[str, tuple[float, list[Beam]]]:
-    """Run all systems on the same prompts.  Return the seconds and best beams of each; transformers' have no score."""
+def run_round(args: argparse.Namespace, checkpoint: Path, seed: int) -> list[dict[str, Found]]:
+    """Run all systems on the same prompts, for each width.  Return what each found; transformers' have no score."""
+    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    jobs = [trace.Job(PROMPT, 1, seed + at) for at in range(args.requests)]
+    prompts = [job.prompt(min(vocab, VOCAB)) for job in jobs]
     flags = [*SERVER, f"--kv-blocks={args.kv_blocks}", f"--max-seqs={args.max_seqs}", f"--threads={args.threads}"]
     flags += [f"--dtype={args.dtype}", *(["--load=random"] if args.shape else []), *args.server]
-    found = {}
+    rows: list[dict[str, Found]] = []
     with serve(str(checkpoint), *flags) as server:
-        for name, search in (("quire", in_engine), ("resubmission", by_resubmission)):
-            asyncio.run(search_all(server, search, [prompts[0][::-1]], width, min(length, 3)))  # the first steps
-            found[name] = asyncio.run(search_all(server, search, prompts, width, length))
-    seconds, answers = in_transformers(checkpoint, prompts, width, length, args)
-    return found | {"transformers": (seconds, [Beam(tokens, math.nan) for tokens in answers])}
+        for width, length in args.widths:
+            rows.append({})
+            for name, search in (("quire", in_engine), ("resubmission", by_resubmission)):
+                asyncio.run(search_all(server, search, [prompts[0][::-1]], width, min(length, 3)))  # the first steps
+                rows[-1][name] = asyncio.run(search_all(server, search, prompts, width, length))
+                say(width, name, rows[-1][name])
+    for (width, length), row in zip(args.widths, rows, strict=True):
+        seconds, answers = in_transformers(checkpoint, prompts, width, length, args)
+        row["transformers"] = seconds, [Beam(tokens, math.nan) for tokens in answers]
+        say(width, "transformers", row["transformers"])
+    return rows
 
 
-def measure(args: argparse.Namespace, checkpoint: Path, width: int, length: int) -> dict[str, Any]:
-    """Run all systems `rounds` times, each time with other prompts.  Return median seconds and ratios of rounds."""
-    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    rounds = []
-    for number in range(args.rounds):
-        jobs = [trace.Job(PROMPT, length, 1000 * number + at) for at in range(args.requests)]
-        rounds.append(run_round(args, checkpoint, [job.prompt(min(vocab, VOCAB)) for job in jobs], width, length))
-        print(f"width {width}: { ({name: round(took, 2) for name, (took, _) in rounds[-1].items()}) }", flush=True)
+def say(width: int, name: str, found: Found) -> None:
+    print(f"width {width}, {name}: {found[0]:.2f} s", flush=True)
+
+
+def measure(args: argparse.Namespace, checkpoint: Path) -> list[dict[str, Any]]:
+    """Run all systems `rounds` times, each time with other prompts.  Return a summary of each width."""
+    rounds = [run_round(args, checkpoint, 1000 * number) for number in range(args.rounds)]
+    return [
+        summary(args, width, length, [each[at] for each in rounds]) for at, (width, length) in enumerate(args.widths)
+    ]
+
+
+def summary(args: argparse.Namespace, width: int, length: int, rounds: list[dict[str, Found]]) -> dict[str, Any]:
+    """Return median seconds, and the ratios of each round."""
     others = [name for name in rounds[0] if name != "quire"]
     ratios = {name: [each[name][0] / each["quire"][0] for each in rounds] for name in others}
     return {
@@ -210,7 +222,7 @@ def main(args: argparse.Namespace, command: str) -> int:
             make_shape(checkpoint, shapes.CONFIGS[args.shape])
         elif args.model is None:
             make_llama_42m(checkpoint)
-        rows = [measure(args, checkpoint, width, length) for width, length in args.widths]
+        rows = measure(args, checkpoint)
     path = machine.write(f"beams_{machine.device()}", command, {"prompt_tokens": PROMPT, "rows": rows})
     for row in rows:
         ratio = row["times_as_fast_as"]

@@ -26,7 +26,7 @@ than before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 
 from engine.core.batch import Batch
@@ -256,16 +256,16 @@ class BeamGroups:
 
     # ----------------------------------------------------------------------------------------------------- a result
 
-    def take_rows(self, candidates: dict[int, tuple[list[int], list[float]]]) -> list[BeamGroup]:
+    def take_rows(self, candidates: Mapping[int, Row]) -> list[BeamGroup]:
         """Take a step's candidates, by slot.  Returns the groups that have all of theirs now.
 
         Those of a beam that was preempted meanwhile are dropped: it computes its last token again."""
         occupants, complete = self._batch.slots.occupants, []
-        for slot, (ids, logprobs) in candidates.items():
+        for slot, row in candidates.items():
             seq = occupants[slot]
             if seq is None or seq.slot != slot or (group := self._groups.get(seq.request.id)) is None:
                 continue
-            group.rows[seq.index] = list(zip(ids, logprobs, strict=True))
+            group.rows[seq.index] = row
             if group.complete:
                 complete.append(group)
         return complete
@@ -276,10 +276,12 @@ class BeamGroups:
         parents, leader = group.order, group.leader
         children = list(children)
         stays: dict[int, Sequence] = {}  # child -> the member that it stays in
+        taken: set[int] = set()  # of members that have a child, their indices
         for at, (parent, _) in enumerate(children):
-            if parents[parent] not in stays.values():
-                stays[at] = parents[parent]
-        free = [seq for seq in group.members if seq not in stays.values()]
+            if (seq := parents[parent]).index not in taken:
+                taken.add(seq.index)
+                stays[at] = seq
+        free = [seq for seq in group.members if seq.index not in taken]
         for at, (parent, token) in enumerate(children):
             if at in stays:
                 continue

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from engine.wire.messages import Beams
 
 NEVER = -1e9  # the score of what cannot be chosen
-Row = Sequence[tuple[int, float]]  # (token id, log-probability in float32), likeliest first
+Row = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities in float32, likeliest first
 
 
 class Path(NamedTuple):
@@ -133,17 +133,20 @@ class BeamSearch:
         return [Child(min(parent, last), token) for _, parent, token, _ in chosen]
 
     def _candidates(self, rows: Sequence[Row]) -> Iterator[tuple[float, int, int, float]]:
-        """Iterate over (score, beam, token, log-probability) of all rows, best first."""
+        """Iterate over (score, beam, token, log-probability) of all rows, best first.
+
+        Of equal ones that of the earlier beam comes first, then what is earlier in its row.  Reads no more of a row
+        than is taken from it, and one."""
         withheld = self._stops if self.length < self._min_tokens else frozenset()
 
-        def of_beam(number: int, row: Row) -> Iterator[tuple[float, int, int, float]]:
+        def of_beam(number: int, row: Row) -> Iterator[tuple[float, int, int, int, float]]:
             score = self.running[number].score
-            for token, logprob in row:
+            for at, (token, logprob) in enumerate(zip(*row, strict=True)):
                 if token not in withheld:
-                    yield _float32(score + logprob), number, token, logprob
+                    yield -_float32(score + logprob), number, at, token, logprob
 
-        streams = [of_beam(number, row) for number, row in enumerate(rows)]
-        return merge(*streams, key=lambda candidate: -candidate[0])
+        ordered = merge(*(of_beam(number, row) for number, row in enumerate(rows)))
+        return ((-negated, number, token, logprob) for negated, number, _, token, logprob in ordered)
 
     def _may_improve(self) -> bool:
         """Return whether a running beam may still become a better answer than the worst one, by transformers' rule."""

@@ -244,7 +244,8 @@ class PlanBuilder:
         sampler = sampler_of(seq) if end == known and not candidates else None
         top = max(0, sampling.prompt_logprobs) if targets else 0
         self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates))
-        self._edits.named.update(map(id, (*self._beams.members(seq), *seq.siblings)))
+        if seq.siblings or id(seq) not in self._edits.named:  # the first beam of a group names all
+            self._edits.named.update(map(id, (*self._beams.members(seq), *seq.siblings)))
         seq.computed = end
         for full in range(start // size + 1, end // size + 1):
             self._seal_ahead(seq, full * size)

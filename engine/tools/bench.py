@@ -52,7 +52,7 @@ class Options(msgspec.Struct):
     latency: list[int]  # batch sizes
     compare_prefix_cache: bool
     slots: bool
-    beams: list[int]  # widths
+    beams: list[int] = []  # widths
     swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
     long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
     long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 
-from engine.core.beams import BeamSearch, Row
+from engine.core.beams import BeamSearch
 from engine.core.plan import Sampler, StepPlan, StepResult
 from engine.wire.messages import Beams, TokenLogprob
 
@@ -23,11 +23,11 @@ def next_token(context: list[int], seed: int, sibling: int) -> int:
     return int.from_bytes(digest, "little") % VOCAB
 
 
-def likeliest(context: list[int], count: int) -> Row:
+def likeliest(context: list[int], count: int) -> tuple[list[int], list[float]]:
     """The next tokens of a beam and their log-probabilities: a function of the context, nothing else."""
     digest = blake2b(repr(context).encode(), digest_size=2 * VOCAB // 2).digest()
     ranked = sorted(range(VOCAB), key=lambda token: (-digest[token], token))
-    return [(token, -0.25 - (255 - digest[token]) / 32) for token in ranked[:count]]
+    return ranked[:count], [-0.25 - (255 - digest[token]) / 32 for token in ranked[:count]]
 
 
 def reference_beams(
@@ -100,8 +100,7 @@ class OracleExecutor:
         for piece in plan.slices:
             if piece.candidates:
                 assert piece.sampler is None
-                row = likeliest(self.context(piece.slot, ends[piece.slot]), piece.candidates)
-                found[piece.slot] = [token for token, _ in row], [logprob for _, logprob in row]
+                found[piece.slot] = likeliest(self.context(piece.slot, ends[piece.slot]), piece.candidates)
         scored = {
             piece.slot: [TokenLogprob(-float(token)) for token in piece.targets]
             for piece in plan.slices

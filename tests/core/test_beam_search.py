@@ -35,7 +35,7 @@ def searched(model: PreTrainedModel, prompt: list[int], search: BeamSearch) -> l
     while not search.done:
         logp = model(input_ids=torch.tensor(beams), use_cache=False).logits[:, -1].float().log_softmax(-1)
         values, ids = logp.topk(search.row_size)
-        rows: list[Row] = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+        rows: list[Row] = list(zip(ids.tolist(), values.tolist(), strict=True))
         beams = [[*beams[parent], token] for parent, token in search.advance(rows)]
     return [(answer.path.unroll()[0], answer.score) for answer in search.answers]
 
@@ -95,7 +95,7 @@ def test_end_tokens_are_passed_over_before_min_tokens(model: PreTrainedModel) ->
 
 def test_a_vocabulary_smaller_than_the_candidates_still_fills_every_beam() -> None:
     """Five tokens, two of which end: the first row has fewer candidates than a step keeps."""
-    row = [(token, -1.0 - token) for token in range(5)]
+    row = list(range(5)), [-1.0 - token for token in range(5)]
     search = BeamSearch(Beams(8, early_stopping="never"), frozenset([0, 1]), 6, vocab_size=5)
     children = search.advance([row])
     assert len(children) == 8

@@ -40,8 +40,10 @@ def test_all_systems_search_alike(checkpoint: Callable[[str], Path]) -> None:
     parser = argparse.ArgumentParser()
     beams.add_arguments(parser)
     words = [str(checkpoint("llama")), "--requests=3", "--rounds=1", "--kv-blocks=200", "--dtype=float32"]
-    args = parser.parse_args(words)
-    row = beams.measure(args, args.model, width=3, length=5)
+    args = parser.parse_args([*words, "--widths=3:5,2:4"])
+    row, second = beams.measure(args, args.model)
+    assert (row["width"], row["tokens"], second["width"], second["tokens"]) == (3, 5, 2, 4)
+    assert second["same"] == {"resubmission": 1.0, "transformers": 1.0}
     assert row["same"] == {"resubmission": 1.0, "transformers": 1.0}
     assert row["score"]["quire"] == pytest.approx(row["score"]["resubmission"], abs=1e-3)
     for name, ratio in row["times_as_fast_as"].items():
