@@ -14,7 +14,8 @@ All three search for the same answers: --requests prompts at once, as many token
 The model is the 42M one of loadtest/checkpoint.py on a CPU, or a checkpoint DIR.  No answer ends before its length, and
 prompts are equally long, so transformers computes no padding.  The first two run on one server, each on an empty prefix
 cache.  bf16 rounds sums differently in different batches, so answers may differ where two candidates are nearly equally
-likely: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.
+likely: `same` is the share of best answers equal to Quire's, `score` the mean of the best scores.  With --shape,
+transformers' weights are random ones of its own, so its answers differ.
 Writes loadtest/results/beams_<device>.json.
 """
 
@@ -121,6 +122,7 @@ def in_transformers(
         file.flush()
         words = [str(checkpoint), file.name, f"--width={width}", f"--length={length}"]
         where = [f"--device={'cuda' if args.shape else 'cpu'}", f"--dtype={args.peer_dtype or args.dtype}"]
+        where += ["--random"] if args.shape else []
         done = subprocess.run(
             [sys.executable, str(PEER), *words, *where], stdout=subprocess.PIPE, text=True, check=True
         )

@@ -1,8 +1,8 @@
 """Run transformers' beam search offline on a file of prompts and print one JSON line: seconds, and the best answers.
 
-python transformers_beams.py CHECKPOINT PROMPTS --width 4 --length 64 [--device cuda]
+python transformers_beams.py CHECKPOINT PROMPTS --width 4 --length 64 [--device cuda] [--random]
 
-PROMPTS: a JSON list of lists of token ids, all of one length.  The weights are random if CHECKPOINT holds none.
+PROMPTS: a JSON list of lists of token ids, all of one length.  --random: CHECKPOINT's config.json, with random weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--random", action="store_true")
     args = parser.parse_args()
 
     import torch
@@ -30,10 +31,10 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": "sdpa"}
     with torch.device(args.device):
-        if any(Path(args.checkpoint).glob("*.safetensors")):
-            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, **how)
-        else:
+        if args.random:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.checkpoint), **how)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, **how)
     model.eval()
     prompts = torch.tensor(json.loads(args.prompts.read_text()), device=args.device)
 
