@@ -30,7 +30,6 @@ from engine.executor.base import Executor, StepError
 
 log = logging.getLogger("quire.engine")
 
-EVERY_S = 60.0  # between two runs, by default
 QUIET_S = 1.0  # the engine must have been idle for so long: between two requests of a client it does not run
 MOST_SHARE = 0.005  # of the time that the canary may take; a slow model's runs are further apart
 LIKELIEST = 8  # tokens whose log-probabilities are compared, after each step
@@ -75,9 +74,7 @@ class Canary:
         fits = len(self._tokens) <= min(limits.max_model_len, limits.step_tokens) and core.pool.total >= 2
         likeliest = min(LIKELIEST, limits.vocab_size)
         self._pieces = [(0, self._tokens[:-1], likeliest), (size + TAIL, self._tokens[-1:], likeliest)]
-        by_default = EVERY_S if executor.info.canary else 0.0
-        every_s = by_default if config.canary_every_s < 0 else config.canary_every_s
-        self.every_s = every_s if executor.info.beams and fits else 0.0  # 0: off
+        self.every_s = config.canary_every_s if executor.info.beams and fits else 0.0  # 0: off
         self._first: Answer | None = None
         self._idle_since = math.inf
         self._due_at = 0.0

@@ -358,14 +358,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     canary_every_s: Annotated[
         float,
         Meta(
-            ge=-1,
+            ge=0,
             description="Seconds between two runs of the canary: an idle engine computes a fixed prompt and compares "
             "the likeliest tokens with those of its first run, which notices weights, KV memory or a device that went "
             "wrong. A difference is logged, counted and alerted. A run takes two short steps, and all runs together "
-            "at most 0.5 % of the time, so runs of a slow model are further apart. 0: no canary. -1: 60 on a CPU, "
-            "none on a GPU, where it has not been tried yet.",
+            "at most 0.5 % of the time, so runs of a slow model are further apart. 0: no canary.",
         ),
-    ] = -1.0
+    ] = 60.0
     poison_free_blocks: Annotated[
         bool, Meta(description="Fill freed KV blocks with NaN, which reveals use after free. For tests; slow.")
     ] = False

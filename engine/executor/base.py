@@ -29,7 +29,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int  # 2 x layers x KV heads x head size x bytes, all ranks together
     grammars: bool = False  # it honours Sampling.grammar
     beams: bool = False  # it reports Slice.candidates
-    canary: bool = False  # equal steps are known to have equal results here, so the canary runs by default
 
 
 class StepError(Exception):

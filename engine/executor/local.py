@@ -108,7 +108,6 @@ class LocalExecutor:
             kv_bytes_per_token=ranks.size * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
             beams=True,
-            canary=kind == "cpu",
         )
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()

@@ -21,7 +21,7 @@ import time
 
 import msgspec
 
-from engine.canary import EVERY_S, MOST_SHARE
+from engine.canary import MOST_SHARE
 from engine.common import settings
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
@@ -42,7 +42,7 @@ def measure(llm: LLM, runs: int) -> dict[str, float]:
         cpu.append(time.process_time() - cpu_began)
         greatest = max(greatest, counts.difference)
     middle, used = statistics.median(times[1:]), statistics.median(cpu[1:])
-    period = max(canary.every_s or EVERY_S, middle / MOST_SHARE)
+    period = max(canary.every_s, middle / MOST_SHARE)
     return {
         "runs": runs,
         "equal": counts.equal - 1,

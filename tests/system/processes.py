@@ -156,4 +156,4 @@ async def until(
         for task in reading:
             if task.done():
                 task.result()
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(poll_s)

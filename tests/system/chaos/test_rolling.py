@@ -1,0 +1,35 @@
+"""The small case of `rolling`: every process of a site is replaced under load, and no client notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.chaos.rolling import Rollout, Update, rolling
+
+
+@pytest.mark.system
+@pytest.mark.timeout(400)
+async def test_every_process_is_replaced_and_no_stream_fails(tmp_path: Path) -> None:
+    found = await rolling(tmp_path, streams=12, tokens=600, step_ms=10.0, seed=2)
+    assert found.clean, found
+    assert [update.what for update in found.updates] == ["nothing", "engine", "engine", "resuming", "plain"]
+    assert all(len(update.gaps_s) == update.live > 0 for update in found.updates)
+    assert found.tally.resumed > 0
+    assert found.tally.tokens == 600 * found.tally.streams
+
+
+def test_an_error_of_any_kind_is_not_clean() -> None:
+    def made(update: Update, **tally: int | list[str]) -> Rollout:
+        rollout = Rollout([update])
+        for name, value in tally.items():
+            setattr(rollout.tally, name, value)
+        return rollout
+
+    sound = Update("engine", live=3)
+    assert made(sound, tokens=10).clean
+    for tally in ({"lost": 1}, {"repeated": 1}, {"wrong": 1}, {"with_gateway": 1}, {"failures": ["one"]}):
+        assert not made(sound, **tally).clean  # type: ignore[arg-type]
+    assert not made(Update("engine", live=0)).clean
+    assert not made(Update("engine", live=3, status=1)).clean
