@@ -1,8 +1,12 @@
-"""The CPU profile, run: every pod's command, environment, probes and end, as processes here, on a tiny checkpoint."""
+"""The chart, run: every pod's command, environment, probes and end, as processes here, on a tiny checkpoint.
+
+The CPU profile with all checks and an upgrade; the other files of values as far as they run without a cluster."""
 
 from __future__ import annotations
 
 import base64
+import copy
+import json
 import os
 import re
 import signal
@@ -11,7 +15,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +45,16 @@ sys.addaudithook(note)
 """
 
 
+# Secrets that a file of values expects in the cluster.
+GIVEN = {("redis", "secret"): "hush"}
+
+
 class Node:
     """Runs pods' containers as processes: paths below `folder` instead of /, ports of its own instead of theirs."""
 
-    def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, manifests: list[Manifest], *, pod: str = "0") -> None:
+        """`pod`: the end of the pods' names."""
+        self.folder, self._pod = folder, pod
         self.manifests = manifests
         self.pods = pods(manifests)
         self.ports = {name: free_port() for name in ("http", "metrics", "gateway-metrics", "redis")}
@@ -69,12 +80,14 @@ class Node:
                 found[one["name"]] = self._secret(**secret)
             elif "valueFrom" in one:
                 assert one["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
-                found[one["name"]] = f"demo-quire-{component}-0"
+                found[one["name"]] = f"demo-quire-{component}-{self._pod}"
             else:
                 found[one["name"]] = self.here(self._expand(one["value"], found))
         return {name: self._resolve(value) for name, value in found.items()}
 
     def _secret(self, name: str, key: str) -> str:
+        if (given := GIVEN.get((name, key))) is not None:
+            return given
         secret = only(self.manifests, "Secret", name)
         return secret.get("stringData", {}).get(key) or base64.b64decode(secret["data"][key]).decode()
 
@@ -156,52 +169,123 @@ def wait(holds: Callable[[], bool], *processes: Process) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(400)
-def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    kernels = ops.build(ops.default_directory())
-    changes: dict[str, Any] = values("cpu")
-    changes["model"] |= {"name": str(checkpoint("llama")), "servedName": "tiny"}
-    changes["engine"]["config"] |= {"threads": 1, "dtype": "float32"}
+def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
+    """Return one of the files of values, for a tiny checkpoint on this machine."""
+    changes: dict[str, Any] = copy.deepcopy(values(name))
+    changes.setdefault("model", {}).update(name=str(checkpoint), servedName="tiny")
+    small = {"device": "cpu", "threads": 1, "dtype": "float32", "kv_blocks": 256, "max_model_len": 1024}
+    small |= {"kv_dtype": "auto", "max_seqs": 32}
+    engine = changes.setdefault("engine", {})
+    engine["config"] = engine.get("config", {}) | small
     changes["apiKeys"] = {"keys": ["a-key"]}
-    changes["engine"]["keda"] = {"enabled": True}
-    changes["monitoring"] = {"enabled": True}
-    node = Node(tmp_path, rendered(changes))
+    return changes
+
+
+@contextmanager
+def released(node: Node, kernels: Path) -> Iterator[tuple[Process, Process]]:
+    """Run a whole release: Redis, then one engine and one gateway, ready.  Ends what still runs of it."""
     redis = node.start_redis()
     with ending([]) as processes:
         try:
             wait(lambda: node.probe("redis", "startup"))
             assert node.probe("redis", "readiness")
-
             gateway = node.start("gateway")
             processes.append(gateway)
             wait(lambda: node.probe("gateway", "startup"), gateway)
             assert node.probe("gateway", "liveness")
             assert not node.probe("gateway", "readiness")  # no model is loaded yet
             assert not node.probe("engine", "startup")
-
-            engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # which the image sets
+            engine = start_engine(node, kernels)
             processes.append(engine)
-            wait(lambda: node.probe("engine", "startup"), engine, gateway)
-            assert node.probe("engine", "liveness")
-            assert node.probe("engine", "readiness")
             wait(lambda: node.probe("gateway", "readiness"), engine, gateway)
-
-            assert node.get("http", "/v1/models") is None  # 401: a key is needed
-            asked = helm_test(node)
-            assert asked.returncode == 0, asked.stderr
-            assert "'completion_tokens': 4" in asked.stdout
-
-            check_scrapes(node)
-            assert engine.terminate() == 0, engine.said()
-            assert gateway.terminate() == 0, gateway.said()
+            yield engine, gateway
         finally:
             redis.send_signal(signal.SIGTERM)
             assert redis.wait(30) == 0
+
+
+def start_engine(node: Node, kernels: Path) -> Process:
+    engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # which the image sets
+    wait(lambda: node.probe("engine", "startup"), engine)
+    assert node.probe("engine", "liveness")
+    assert node.probe("engine", "readiness")
+    return engine
+
+
+@pytest.mark.timeout(400)
+def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    kernels = ops.build(ops.default_directory())
+    changes = runnable("cpu", checkpoint("llama"))
+    changes["engine"]["keda"] = {"enabled": True}
+    changes["monitoring"] = {"enabled": True}
+    node = Node(tmp_path, rendered(changes))
+    with released(node, kernels) as (engine, gateway):
+        assert node.get("http", "/v1/models") is None  # 401: a key is needed
+        asked = helm_test(node)
+        assert asked.returncode == 0, asked.stderr
+        assert "'completion_tokens': 4" in asked.stdout
+        check_scrapes(node)
+        assert engine.terminate() == 0, engine.said()
+        assert gateway.terminate() == 0, gateway.said()
     written = set(node.writes.read_text().split())
     assert any(path.startswith(str(tmp_path / "var/cache/quire")) for path in written)  # so the audit sees them
     mounted = [str(tmp_path / "tmp"), str(tmp_path / "var/cache/quire"), "/dev/"]
     assert not [path for path in written if not path.startswith(tuple(mounted))]
     assert (tmp_path / "data" / "appendonlydir").exists() or (tmp_path / "data" / "appendonly.aof").exists()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["default", "minimal", "everything"])
+def test_an_upgrade_cuts_no_answer(name: str, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    """`helm upgrade` with other options: new pods become ready, old ones get SIGTERM while they answer.
+
+    The old engine hands a stream over to the new one, and the old gateway passes it on to its end."""
+    kernels = ops.build(ops.default_directory())
+    changes = runnable(name, checkpoint("llama"))
+    old = Node(tmp_path / "old", rendered(changes))
+    changes["engine"]["config"] |= {"max_seqs": 16, "kv_blocks": 200}
+    new = Node(tmp_path / "new", rendered(changes), pod="1")
+    new.ports["redis"] = old.ports["redis"]
+    with released(old, kernels) as (engine, gateway), ending([]) as processes, ThreadPoolExecutor(1) as client:
+        assert helm_test(old).returncode == 0
+        second = start_engine(new, kernels)
+        processes.append(second)
+        processes.append(new.start("gateway"))
+        wait(lambda: new.probe("gateway", "readiness"), *processes)
+        begun: list[str] = []
+        answer = client.submit(stream, old, 900, begun)
+        wait(lambda: bool(begun), engine, gateway)
+        for process in (engine, gateway):
+            process.popen.send_signal(signal.SIGTERM)
+        assert answer.result(PATIENCE_S) == 900
+        assert engine.popen.wait(PATIENCE_S) == 0, engine.said()
+        assert gateway.popen.wait(PATIENCE_S) == 0, gateway.said()
+        page = new.get("metrics", "/metrics")
+        assert page is not None
+        (taken,) = re.findall(r"^quire_generated_tokens_total\S* (\S+)$", page, re.MULTILINE)
+        assert 0 < float(taken) <= 900  # the rest of the stream
+        asked = helm_test(new)
+        assert asked.returncode == 0, asked.stderr
+        assert [process.terminate() for process in processes] == [0, 0]
+
+
+def stream(node: Node, tokens: int, begun: list[str]) -> int:
+    """Read one stream to its end, and append its first event to `begun`.  Returns the tokens that usage counts."""
+    asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{node.ports['http']}/v1/completions",
+        json.dumps(asked | {"stream_options": {"include_usage": True}}).encode(),
+        {"Authorization": "Bearer a-key", "Content-Type": "application/json"},
+    )
+    usage = {"completion_tokens": 0}
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                begun.append(event["id"])
+                usage = event.get("usage") or usage
+    return usage["completion_tokens"]
 
 
 def helm_test(node: Node) -> subprocess.CompletedProcess[str]:

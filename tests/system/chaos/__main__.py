@@ -7,6 +7,8 @@
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
+    python -m tests.system.chaos kills [--kills 100] [--model demo]         a computing engine, killed: see kills.py
+    python -m tests.system.chaos rolling [--streams 200] [--tokens 4000]    every process replaced: see rolling.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
 """
@@ -22,22 +24,26 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from loadtest import machine
-from tests.system.chaos import fuzz, same_tokens, schemas, soak
+from tests.system.chaos import fuzz, kills, rolling, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
+OTHERS: dict[str, Any] = {
+    "soak": soak,
+    "fuzz": fuzz,
+    "same-tokens": same_tokens,
+    "schemas": schemas,
+    "kills": kills,
+    "rolling": rolling,
+}
+
 
 def main() -> int:
-    if sys.argv[1:2] == ["soak"]:
-        return soak.main(sys.argv[2:])
-    if sys.argv[1:2] == ["fuzz"]:
-        return fuzz.main(sys.argv[2:])
-    if sys.argv[1:2] == ["same-tokens"]:
-        return same_tokens.main(sys.argv[2:])
-    if sys.argv[1:2] == ["schemas"]:
-        return schemas.main(sys.argv[2:])
+    if sys.argv[1:2] and (other := OTHERS.get(sys.argv[1])):
+        return other.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of faults, at most")
     parser.add_argument("--rounds", type=int, help="of faults, at most; any number without")

@@ -2,8 +2,9 @@
 
     python -m tests.system.chaos rolling [--streams 200] [--tokens 4000] [--step-ms 20] [--seed 1] [--result NAME]
 
-Redis, two scripted engines and two gateways as processes.  Streams of --tokens tokens are live all the time: each client
-asks again when it was answered.  One in four is plain and cannot come back; the others come back with Last-Event-ID.
+Redis, two scripted engines and two gateways as processes.  Streams of --tokens tokens are live all the time: each
+client asks again when it was answered.  One in four is plain and cannot come back; the others come back with their
+Last-Event-ID.
 
     engine    the new one starts and is ready; the old one gets SIGTERM, hands its requests over and exits
     gateway   the new one starts and is ready; new connections go to it; the old one gets SIGTERM and exits
