@@ -61,7 +61,10 @@ class Node:
         self.writes = folder / "writes"
         for path in ("tmp", "var/cache/quire", "data", "etc/quire", "bin"):
             (folder / path).mkdir(parents=True)
-        (folder / "etc/quire/quire.toml").write_text(config_text(manifests))
+        here = config_text(manifests).replace('"/etc/quire/', f'"{folder}/etc/quire/')
+        (folder / "etc/quire/quire.toml").write_text(here)
+        for pod_spec in self.pods.values():
+            self._mount_secrets(pod_spec)
         (folder / "bin/sitecustomize.py").write_text(AUDIT)
 
     def container(self, component: str) -> Manifest:
@@ -84,6 +87,14 @@ class Node:
             else:
                 found[one["name"]] = self.here(self._expand(one["value"], found))
         return {name: self._resolve(value) for name, value in found.items()}
+
+    def _mount_secrets(self, pod_spec: Manifest) -> None:
+        volumes = {volume["name"]: volume.get("secret") for volume in pod_spec.get("volumes", [])}
+        for mount in pod_spec["containers"][0].get("volumeMounts", []):
+            for item in (volumes.get(mount["name"]) or {}).get("items", []):
+                path = Path(self.here(mount["mountPath"])) / item["path"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self._secret(volumes[mount["name"]]["secretName"], item["key"]))
 
     def _secret(self, name: str, key: str) -> str:
         if (given := GIVEN.get((name, key))) is not None:
@@ -178,6 +189,8 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
     engine = changes.setdefault("engine", {})
     engine["config"] = engine.get("config", {}) | small
     changes["apiKeys"] = {"keys": ["a-key"]}
+    # The chart makes up a password and, in a cluster, finds it again in the next release.
+    changes.setdefault("redis", {}).setdefault("bundled", {})["passwordSecret"] = {"name": "redis", "key": "secret"}
     return changes
 
 

@@ -49,6 +49,19 @@ TOOLS_TEMPLATE = (
 )
 
 
+def with_markers(path: Path) -> None:
+    """Turn the last two tokens of a vocabulary, which no merge needs, into the markers of reasoning."""
+    described = json.loads(path.read_text())
+    model = described["model"]
+    names = sorted(model["vocab"], key=model["vocab"].get)[-2:]
+    for name, marker in zip(names, ("<think>", "</think>"), strict=True):
+        token = model["vocab"][marker] = model["vocab"].pop(name)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described["added_tokens"].append({"id": token, "content": marker, "special": False, **flags})
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+    path.write_text(json.dumps(described))
+
+
 def with_template(folder: Path, chat_template: str, special: Sequence[str] = (), **more: object) -> Path:
     """Give a tokenizer another chat template, and the special tokens that this uses."""
     path = folder / "tokenizer_config.json"

@@ -452,9 +452,12 @@ def test_the_beams_of_a_search_are_a_tree(page: Browser) -> None:
     assert "stream_options" not in answer["body"]
     assert [choice["text"] for choice in answer["choices"]] == list(BEAMS)
     runs = page.script("return [...document.querySelectorAll('.beams .run')].map((run) => run.textContent)")
-    assert runs == ["The s", "ea is ", "blue.", "green.", "ky\u21b5<img src=x onerror=hacked=true>"]
+    assert len(runs) == 5
+    assert runs[0] + runs[1] + runs[2] == BEAMS[0]
+    assert runs[0] + runs[1] + runs[3] == BEAMS[1]
+    assert runs[0] + runs[4] == BEAMS[2].replace("\n", "\u21b5")
     nested = page.script("return [...document.querySelectorAll('.beams ul ul .run')].map((run) => run.textContent)")
-    assert nested == ["blue.", "green."]
+    assert nested == runs[2:4]
     assert "61 %" in page.text(".beams .note")
     assert next(line for line in page.text(".leaf").splitlines() if "score" in line).startswith("1. score -0.5")
     assert page.text(".answer .text").strip() == BEAMS[0]

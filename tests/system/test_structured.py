@@ -17,7 +17,7 @@ from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 from engine.common.embedded_redis import EmbeddedRedis
-from tests.service.fakes import TOOLS_TEMPLATE
+from tests.service.fakes import TOOLS_TEMPLATE, with_markers
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -55,19 +55,6 @@ class Rating(BaseModel):
     parts: list[Part] = Field(min_length=1, max_length=2)
     good: bool
     note: Literal["fine", "so so"] | None
-
-
-def with_markers(path: Path) -> None:
-    """Turn the last two tokens of a vocabulary, which no merge needs, into the markers of reasoning."""
-    described = json.loads(path.read_text())
-    model = described["model"]
-    names = sorted(model["vocab"], key=model["vocab"].get)[-2:]
-    for name, marker in zip(names, ("<think>", "</think>"), strict=True):
-        token = model["vocab"][marker] = model["vocab"].pop(name)
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        described["added_tokens"].append({"id": token, "content": marker, "special": False, **flags})
-    model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
-    path.write_text(json.dumps(described))
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ import aiohttp
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.executor.base import scripted_token
+from engine.wire.records import Fleet
 from loadtest import machine
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.system.chaos.readers import Doors, Reader, Request, Tally
@@ -48,7 +49,7 @@ from tests.system.stack import free_port
 NAMESPACE = "rolling"
 GRACE_S = 3.0  # --drain-s of the gateway whose clients come back
 PATIENT_S = 600.0  # of the other one
-ENGINE = ["--executor=scripted", "--max-seqs=1024", "--kv-blocks=60000", "--lease-ms=2000", "--metrics-port=0"]
+ENGINE = ["--executor=scripted", "--max-seqs=512", "--max-model-len=8192", "--kv-blocks=140000", "--lease-ms=2000"]
 
 
 @dataclass
@@ -94,7 +95,12 @@ class Site:
         """Start an engine as `name` and return it once gateways can see it."""
         own = f"{name}-{next(self._numbers)}"
         process = self._start(own, "engine", f"--engine-id={own}", self._step, *ENGINE)
-        await fleet_until(self.redis_url, NAMESPACE, lambda fleet: any(load.engine == own for load in fleet.engines))
+
+        def claims(fleet: Fleet) -> bool:
+            assert process.popen.poll() is None, process.said()
+            return any(load.engine == own for load in fleet.engines)
+
+        await fleet_until(self.redis_url, NAMESPACE, claims)
         self.processes[name] = process
         return process
 
