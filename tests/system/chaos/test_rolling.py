@@ -30,6 +30,6 @@ def test_an_error_of_any_kind_is_not_clean() -> None:
     sound = Update("engine", live=3)
     assert made(sound, tokens=10).clean
     for tally in ({"lost": 1}, {"repeated": 1}, {"wrong": 1}, {"with_gateway": 1}, {"failures": ["one"]}):
-        assert not made(sound, **tally).clean  # type: ignore[arg-type]
+        assert not made(sound, **tally).clean
     assert not made(Update("engine", live=0)).clean
     assert not made(Update("engine", live=3, status=1)).clean
