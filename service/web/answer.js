@@ -65,7 +65,6 @@ export async function follow(answer, changed, abort) {
 			try {
 				const response = await (answer.last ? resume(answer.last, abort.signal) : begin(answer.body, answer.key, abort.signal));
 				takeHeaders(answer, response.headers);
-				if (!answer.body.stream) return takeWhole(answer, await response.json());
 				for await (const event of events(response.body)) {
 					lostAt = tries = 0;
 					take(answer, event, why);
@@ -118,18 +117,6 @@ function takeHeaders(answer, headers) {
 
 function setQueue(answer, place, waitS) {
 	answer.queue = { place, until: waitS ? Date.now() + waitS * 1000 : null };
-}
-
-/** Takes an answer that is not a stream. */
-function takeWhole(answer, data) {
-	answer.requestId = data.id;
-	for (const { index, message, logprobs, finish_reason: finish, score } of data.choices) {
-		const choice = answer.choices[index];
-		takeDelta(answer, choice, { delta: message, logprobs, finish_reason: finish }, Date.now());
-		Object.assign(choice, { score, tokens: choice.logprobs.length });
-	}
-	answer.usage = data.usage;
-	answer.state = "done";
 }
 
 /** Adds one event or comment. */

@@ -1,7 +1,6 @@
 /** Draws a chat: questions, and answers side by side. */
 
 import { isRunning, tokensPerSecond } from "./answer.js";
-import { beamTree } from "./beams.js";
 import { path, siblings } from "./chats.js";
 import { showMarkdown } from "./markdown.js";
 import { tokenView } from "./tokens.js";
@@ -94,11 +93,9 @@ function answers(chat, node, act) {
 	const running = isRunning(answer);
 	const several = answer.choices.length > 1;
 	return html`<section class="answer" aria-label="Answer" aria-busy=${running}>
-		${answer.body.use_beam_search
-			? searched(node, act)
-			: html`<div class="choices ${several ? "several" : ""}">
-					${answer.choices.map((choice, at) => oneChoice(node, choice, at, several, act))}
-				</div>`}
+		<div class="choices ${several ? "several" : ""}">
+			${answer.choices.map((choice, at) => oneChoice(node, choice, at, several, act))}
+		</div>
 		${answer.error ? errorCard(answer.error, () => act.regenerate(node)) : nothing}
 		<div class="tools">
 			${state(answer)} ${versions(chat, node, act)}
@@ -107,29 +104,11 @@ function answers(chat, node, act) {
 	</section>`;
 }
 
-/** The best answer of a beam search as text, and all of them as a tree. */
-function searched(node, act) {
-	const { answer, picked } = node;
-	if (answer.state !== "done") return nothing;
-	const shared = answer.usage?.completion_tokens_details?.shared_kv_fraction;
-	return html`${oneChoice(node, answer.choices[picked ?? 0], 0, false, act)}
-		${beamTree(answer.choices, (choice) => {
-			const at = answer.choices.indexOf(choice);
-			return html`<strong>${at + 1}.</strong> <span class="note">score ${choice.score.toPrecision(4)}</span>
-				<button class="plain" aria-pressed=${(picked ?? 0) === at} @click=${() => act.pick(node, at)}>Continue with this</button>`;
-		})}
-		${shared ? html`<p class="note">Shared blocks saved ${(shared * 100).toFixed(0)} % of the beams' KV cache.</p>` : nothing}`;
-}
-
 function state(answer) {
 	const { queue, state } = answer;
 	const wait = queue?.until ? `, about ${left(queue.until)} s` : "";
 	const text = {
-		waiting: queue
-			? `In the late lane: ${queue.place} ahead${wait}`
-			: answer.body.stream
-				? "Waiting for the first token"
-				: "Searching; the answers come whole",
+		waiting: queue ? `In the late lane: ${queue.place} ahead${wait}` : "Waiting for the first token",
 		paused: `Paused for ${seconds(Date.now() - answer.heard)}; it resumes by itself`,
 		stopped: "Stopped",
 	}[state];

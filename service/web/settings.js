@@ -20,7 +20,7 @@ const NUMBERS = {
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
 const ALTERNATIVES = 5; // of each token, in the token view
 
-const EMPTY = { system: "", stop: "", extra: "", beams: "", logprobs: false };
+const EMPTY = { system: "", stop: "", extra: "", logprobs: false };
 
 export const settings = { ...EMPTY, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 
@@ -36,13 +36,7 @@ export function requestBody(model, messages, { logprobs = settings.logprobs } = 
 	const stop = settings.stop.split("\n").filter(Boolean);
 	if (stop.length) body.stop = stop;
 	if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
-	const width = Number(settings.beams);
-	return width > 1 ? { ...searched(body, width), ...otherFields() } : { ...body, ...otherFields() };
-}
-
-/** Returns the body of a beam search for all answers that it ends with. They come whole, and their tokens make a tree. */
-function searched({ stream_options, top_logprobs, ...body }, width) {
-	return { n: width, ...body, stream: false, logprobs: true, use_beam_search: true, beam_width: width };
+	return { ...body, ...otherFields() };
 }
 
 function otherFields() {
@@ -78,7 +72,7 @@ export function settingsPanel(changed) {
 	</label>`;
 	return html`
 		${box("system", "System prompt", 3)}
-		<div class="pairs">${[...Object.entries(NUMBERS), ["beams", 1]].map(number)}</div>
+		<div class="pairs">${Object.entries(NUMBERS).map(number)}</div>
 		${box("stop", "Stop strings, one a line", 2)} ${box("extra", "Other fields, such as tools (JSON)", 3, wrong)}
 		${wrong ? html`<p class="wrong" role="alert">${wrong}</p>` : ""}
 		<label class="check">

@@ -82,8 +82,12 @@ class Rollout:
 class Site:
     """Two engines and two gateways on one Redis, each of which can be replaced."""
 
-    def __init__(self, folder: Path, redis_url: str, checkpoint: Path, step_ms: float, running: list[Process]) -> None:
-        """`running`: every process that is started; the owner ends those that are left."""
+    def __init__(
+        self, folder: Path, redis_url: str, checkpoint: Path, step_ms: float, grace_s: float, running: list[Process]
+    ) -> None:
+        """`grace_s`: of the gateway whose clients come back.  `running`: every process that is started; the owner ends
+        those that are left."""
+        self._grace_s = grace_s
         self.redis_url = redis_url
         self.doors = Doors(near=[""], far=[""])
         self.processes: dict[str, Process] = {}
@@ -107,7 +111,7 @@ class Site:
     async def gateway(self, name: str) -> Process:
         """Start a gateway as `name`, and return it once new connections of its clients lead to it."""
         own, port, plain = f"{name}-{next(self._numbers)}", free_port(), name == "plain"
-        drain = f"--drain-s={PATIENT_S if plain else GRACE_S}"
+        drain = f"--drain-s={PATIENT_S if plain else self._grace_s}"
         process = self._start(own, "gateway", f"--gateway-id={own}", f"--port={port}", "--late-wait-s=1000", drain)
         url = f"http://127.0.0.1:{port}"
         await asyncio.to_thread(wait_until_ready, url)
@@ -122,11 +126,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(folder: Path, step_ms: float) -> AsyncIterator[Site]:
+async def site(folder: Path, step_ms: float, grace_s: float) -> AsyncIterator[Site]:
     """Everything up and ready."""
     checkpoint = make_checkpoint(folder / "llama", "llama")
     with EmbeddedRedis(folder / "redis") as redis, ending([]) as running:
-        made = Site(folder, redis.url, checkpoint, step_ms, running)
+        made = Site(folder, redis.url, checkpoint, step_ms, grace_s, running)
         for name in ("engine 1", "engine 2"):
             await made.engine(name)
         for name in ("plain", "resuming"):
@@ -178,13 +182,23 @@ async def gaps(watched: list[Reader], load: Load) -> list[float]:
 
 
 async def rolling(
-    folder: Path, streams: int, tokens: int, step_ms: float, seed: int, say: Callable[[str], None] = lambda line: None
+    folder: Path,
+    streams: int,
+    tokens: int,
+    step_ms: float,
+    seed: int,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    grace_s: float = GRACE_S,
 ) -> Rollout:
     """Replace both engines and both gateways under load."""
     found = Rollout()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENT_S)
-    async with site(folder, step_ms) as stage, aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with (
+        site(folder, step_ms, grace_s) as stage,
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+    ):
         load = Load(session, stage.doors, asks(random.Random(seed), tokens), found.tally)
         began = time.monotonic()
         load.start(streams)
