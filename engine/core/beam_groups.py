@@ -90,9 +90,8 @@ class BeamGroup:
 
     def count_blocks(self) -> None:
         """Count what the beams share after a step, every SHARING_EVERY tokens.  O(entries of their tables)."""
-        if (
-            self.leader.known - self.leader.prompt_len
-        ) % SHARING_EVERY == 2:  # with one token only the prompt is stored
+        output = self.leader.known - self.leader.prompt_len
+        if output % SHARING_EVERY == 2:  # with one token only the prompt is stored
             self._entries += sum(len(seq.table) for seq in self.members)
             self._blocks += len({block for seq in self.members for block in seq.table})
 

@@ -152,7 +152,7 @@ def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dic
     for turn in range(6 if batch == 1 else 4):  # the first is to warm up
         for count, times in ((1, first), (OUTPUT, last)):
             group = (batch * 10 + turn) * OUTPUT + count  # no prompt comes twice: the prefix cache would know it
-            rows = range(batch, batch + 1) if beams else range(batch)
+            rows = range(batch, batch + 1) if beams else range(batch)  # also of a search beside its plain sequences
             prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in rows]
             begin = time.perf_counter()
             llm.generate(prompts, GREEDY, max_new_tokens=count, beams=beams)
@@ -328,8 +328,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--latency", type=lambda text: [int(part) for part in text.split(",")], default=[])
-    parser.add_argument("--beams", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    for name in ("--latency", "--beams"):
+        parser.add_argument(name, type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--compare-prefix-cache", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--swap", type=int, default=0)

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from engine.executor.local import LocalExecutor
 from engine.executor.models.fused import Forward
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.worker import Launched, Worker
+from engine.llm import LLM
 from engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -185,6 +187,20 @@ class Driver:
         while any(len(self.running[slot].output) < count for slot in slots):
             self.step()
         return [self.running[slot].output[:count] for slot in slots]
+
+
+def fail_next_step(llm: LLM) -> None:
+    """Let the launch of the next step fail; the steps after it run."""
+    assert isinstance(llm.executor, LocalExecutor)
+    worker = llm.executor._worker
+    assert worker is not None
+    launch = worker.launch_model
+
+    def fails(plan: StepPlan) -> Launched:
+        worker.launch_model = launch  # type: ignore[method-assign]
+        raise RuntimeError("on purpose")
+
+    worker.launch_model = fails  # type: ignore[method-assign]
 
 
 def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:

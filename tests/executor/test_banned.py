@@ -26,7 +26,7 @@ from engine.executor.local import LocalExecutor
 from engine.llm import LLM, Output
 from engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, tokenizer
-from tests.executor.driver import Driver
+from tests.executor.driver import Driver, fail_next_step
 from tests.executor.test_grammars import PERSON, choice, schema
 
 PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
@@ -316,16 +316,7 @@ def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path])
     again = llm.submit(PROMPT, asked()[3], max_new_tokens=60)
     for _ in range(12):
         llm.step()
-    assert isinstance(llm.executor, LocalExecutor)
-    worker = llm.executor._worker
-    assert worker is not None
-    launch = worker.launch_model
-
-    def fails(plan: Any) -> Any:
-        worker.launch_model = launch  # type: ignore[method-assign]
-        raise RuntimeError("on purpose")
-
-    worker.launch_model = fails  # type: ignore[method-assign]
+    fail_next_step(llm)
     while llm.unfinished:
         llm.step()
     llm.close()

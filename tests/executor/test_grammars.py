@@ -25,7 +25,7 @@ from engine.llm import LLM, Completion, Output
 from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
-from tests.executor.driver import Driver
+from tests.executor.driver import Driver, fail_next_step
 from tests.schemas import kinds, samplings
 
 EOS = tokenizer().eos_token_id
@@ -264,17 +264,7 @@ def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path])
     again = llm.submit(PROMPT, asked, max_new_tokens=200)
     for _ in range(12):
         llm.step()
-    executor = llm.executor
-    assert isinstance(executor, LocalExecutor)
-    worker = executor._worker
-    assert worker is not None
-    launch = worker.launch_model
-
-    def fails(plan: Any) -> Any:
-        worker.launch_model = launch  # type: ignore[method-assign]
-        raise RuntimeError("on purpose")
-
-    worker.launch_model = fails  # type: ignore[method-assign]
+    fail_next_step(llm)
     while llm.unfinished:
         llm.step()
     llm.close()

@@ -114,6 +114,7 @@ class Stream:
         self.usage: dict[str, int] = {}
         self._last = time.monotonic()  # when the last event came
         self._longest_s = 0.0  # longest silence since it is watched
+        self._ended = False
 
     @property
     def answer(self) -> Answer:
@@ -126,7 +127,7 @@ class Stream:
     @property
     def pause_s(self) -> float:
         """The longest silence since it is watched; one that had begun before counts whole."""
-        return max(self._longest_s, time.monotonic() - self._last)
+        return self._longest_s if self._ended else max(self._longest_s, time.monotonic() - self._last)
 
     async def read(self, session: aiohttp.ClientSession, url: str) -> None:
         """Read it to its end.  Raises AssertionError for an error, or where it breaks off."""
@@ -137,6 +138,7 @@ class Stream:
                 self.events += 1
                 self._longest_s, self._last = self.pause_s, time.monotonic()
                 self._take(event)
+        self._ended = True
 
     def _take(self, event: dict[str, Any]) -> None:
         if usage := event.get("usage"):

@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,11 @@ from typing import Any
 import aiohttp
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.executor.base import scripted_token
 from engine.wire.records import Fleet
 from loadtest import machine
-from tests.checkpoints import VOCAB, make_checkpoint
-from tests.system.chaos.readers import Doors, Reader, Request, Tally
-from tests.system.chaos.run import Load, body, percentile
+from tests.checkpoints import make_checkpoint
+from tests.system.chaos.readers import Doors, Reader, Tally
+from tests.system.chaos.run import Load, percentile, scripted
 from tests.system.processes import Process, at_rest, ending, fleet_until, until, wait_until_ready
 from tests.system.stack import free_port
 
@@ -138,14 +137,6 @@ async def site(folder: Path, step_ms: float, grace_s: float) -> AsyncIterator[Si
         yield made
 
 
-def asks(rng: random.Random, tokens: int) -> Iterator[Request]:
-    """Iterate over requests, with the tokens that the scripted engine must say."""
-    while True:
-        seed = rng.randrange(1000)
-        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 100))]
-        yield Request(body(prompt, tokens, seed=seed), [[scripted_token(seed, 0, at, VOCAB) for at in range(tokens)]])
-
-
 async def replace(stage: Site, load: Load, name: str) -> Update:
     """Replace one process, and return once every stream that was live has gone on."""
     old = stage.processes[name]
@@ -199,7 +190,9 @@ async def rolling(
         site(folder, step_ms, grace_s) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
-        load = Load(session, stage.doors, asks(random.Random(seed), tokens), found.tally)
+        rng = random.Random(seed)
+        asks = (scripted(rng, (tokens, tokens), n=1) for _ in itertools.count())
+        load = Load(session, stage.doors, asks, found.tally)
         began = time.monotonic()
         load.start(streams)
         await until(lambda: sum(reader.live for reader in load.readers) == streams)

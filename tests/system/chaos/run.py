@@ -193,9 +193,12 @@ def body(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def scripted(rng: random.Random, tokens: tuple[int, int]) -> Request:
-    """What the scripted executor says is a function of seed, continuation and position."""
-    count, seed, n = rng.randint(*tokens), rng.randrange(1000), rng.choices((1, 3), (7, 1))[0]
+def scripted(rng: random.Random, tokens: tuple[int, int], n: int = 0) -> Request:
+    """What the scripted executor says is a function of seed, continuation and position.
+
+    `n`: continuations; 0: one in eight requests has three."""
+    count, seed = rng.randint(*tokens), rng.randrange(1000)
+    n = n or rng.choices((1, 3), (7, 1))[0]
     prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 100))]
     wanted = [[scripted_token(seed, index, at, VOCAB) for at in range(count)] for index in range(n)]
     return Request(body(prompt, count, seed=seed, n=n), wanted)
