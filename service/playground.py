@@ -1,10 +1,11 @@
 """The playground: a page to chat, and to watch the engines, at `/` of the gateway; the API reference at `/docs`.
 
-    GET /             web/index.html
-    GET /docs         the same frame with web/docs.js, which draws /openapi.json
-    GET /web/{name}   the other files of web/: plain ES modules, styles, the icon
+    GET /              web/index.html
+    GET /web/{name}    the files of web/: plain ES modules, styles, the icon
+    GET /docs          the same frame with api_docs/docs.js, which draws /openapi.json
+    GET /docs/{name}   the files of api_docs/: what the API reference needs besides those of web/
 
-The files are read once, at start.  The page names them by relative addresses, so it works under any path prefix.  A
+The files are read once, at start.  The pages name them by relative addresses, so they work under any path prefix.  A
 browser asks again each time and gets a 304 while a file is the same.  The policy lets the page load and reach nothing
 but this server, and it lets no string become a script.
 """
@@ -28,7 +29,9 @@ POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'; trusted-types lit-html dompurify"
 )
-DOCS = "/docs"  # the name of a page that is no file
+FOLDERS = {"web/": "web", "docs/": "api_docs"}  # the folder of service/ that a path shows
+FRAME = "web/index.html"
+DOCS = "docs"  # the name of a page that is no file
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -45,37 +48,46 @@ class Playground:
         self._prefix = prefix
         self._files = {
             name: (found.read_bytes(), TYPES[name.rpartition(".")[2]])
-            for name, found in _files(resources.files("service") / "web")
-            if not name.endswith(".md")
+            for path, folder in FOLDERS.items()
+            for name, found in _files(resources.files("service") / folder, path)
         }
-        frame, kind = self._files["index.html"]
-        reference = frame.replace(b"app.js", b"docs.js").replace(b"<title>Quire", b"<title>Quire API")
+        frame, kind = self._files[FRAME]
+        reference = frame.replace(b"web/app.js", b"docs/docs.js").replace(b"<title>Quire", b"<title>Quire API")
         self._files[DOCS] = reference, kind
         self._tags = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, (body, _) in self._files.items()}
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of both pages, without the prefix."""
-        return [web.get("/", self.index), web.get("/docs", self.docs), web.get("/web/{name:.+}", self.file)]
+        return [
+            web.get("/", self.index),
+            web.get("/web/{name:.+}", self.web_file),
+            web.get("/docs", self.docs),
+            web.get("/docs/{name:.+}", self.docs_file),
+        ]
 
     async def index(self, request: web.Request) -> web.Response:
         """GET /."""
-        return self._answer(request, "index.html")
+        return self._answer(request, FRAME)
 
     async def docs(self, request: web.Request) -> web.Response:
         """GET /docs."""
         return self._answer(request, DOCS)
 
-    async def file(self, request: web.Request) -> web.Response:
+    async def web_file(self, request: web.Request) -> web.Response:
         """GET /web/{name}.  Raises HTTPNotFound."""
-        if (name := request.match_info["name"]) not in self._files or name == DOCS:
-            raise web.HTTPNotFound
-        return self._answer(request, name)
+        return self._answer(request, f"web/{request.match_info['name']}")
+
+    async def docs_file(self, request: web.Request) -> web.Response:
+        """GET /docs/{name}.  Raises HTTPNotFound."""
+        return self._answer(request, f"docs/{request.match_info['name']}")
 
     async def slash(self, request: web.Request) -> web.Response:
         """Redirect the bare prefix to the page: relative addresses need the slash."""
         return web.Response(status=307, headers={"Location": f"{self._prefix}/"})
 
     def _answer(self, request: web.Request, name: str) -> web.Response:
+        if name not in self._files:
+            raise web.HTTPNotFound
         tag = self._tags[name]
         headers = {**HEADERS, "ETag": tag}
         known = request.headers.get("If-None-Match", "")

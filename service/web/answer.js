@@ -24,7 +24,7 @@ export function newAnswer(body) {
 		state: "waiting",
 		began: Date.now(),
 		heard: Date.now(),
-		queue: null, // {lane, place, until}
+		queue: null, // {place, until}
 		error: null, // {status, code, message, retryAt}
 		usage: null,
 		choices: Array.from({ length: body.n ?? 1 }, () => ({
@@ -65,19 +65,19 @@ export async function follow(answer, changed, abort) {
 			try {
 				const response = await (answer.last ? resume(answer.last, abort.signal) : begin(answer.body, answer.key, abort.signal));
 				takeHeaders(answer, response.headers);
+				if (!answer.body.stream) return takeWhole(answer, await response.json());
 				for await (const event of events(response.body)) {
 					lostAt = tries = 0;
 					take(answer, event, why);
 					if (event.data !== undefined) why = null;
-					if (answer.state === "stopped") abandon(answer, abort); // its id was unknown till now
+					if (answer.state === "stopped") stop(answer, abort); // its id was unknown till now
 					changed();
 					if (!isRunning(answer)) return;
 				}
 			} catch (error) {
 				if (abort.signal.aborted) return;
-				const began = answer.last !== null;
-				const passing = error instanceof ApiError ? error.status === 0 || (began && error.status === 503) : true;
-				if (!passing || (!began && error instanceof ApiError)) return fail(answer, error);
+				const passing = answer.last && [0, 503].includes(error.status);
+				if (error instanceof ApiError && !passing) return fail(answer, error);
 			}
 			why = "connection lost";
 			lostAt ||= Date.now();
@@ -91,15 +91,11 @@ export async function follow(answer, changed, abort) {
 	}
 }
 
-/** Ends an answer, at the server too. */
+/** Ends an answer, at the server too. One that comes whole has no id yet; the server ends it a while after the client left. */
 export function stop(answer, abort) {
 	answer.state = "stopped";
-	if (answer.requestId) abandon(answer, abort);
-}
-
-function abandon(answer, abort) {
-	abort.abort();
-	cancel(answer.requestId);
+	if (answer.requestId || !answer.body.stream) abort.abort();
+	if (answer.requestId) cancel(answer.requestId);
 }
 
 function fail(answer, { status, code, message, retryAfterS }) {
@@ -110,20 +106,18 @@ function fail(answer, { status, code, message, retryAfterS }) {
 function takeHeaders(answer, headers) {
 	answer.requestId = headers.get("x-answer-id");
 	const place = headers.get("x-queue-place");
-	if (headers.get("x-queue-lane") === "late" && place !== null) {
-		setQueue(answer, Number(place), Number(headers.get("x-queue-wait")));
-	}
+	if (headers.get("x-queue-lane") === "late" && place !== null) setQueue(answer, place, headers.get("x-queue-wait"));
 }
 
 function setQueue(answer, place, waitS) {
-	answer.queue = { place, until: waitS ? Date.now() + waitS * 1000 : null };
+	answer.queue = { place, until: Number(waitS) ? Date.now() + waitS * 1000 : null };
 }
 
 /** Adds one event or comment. */
 function take(answer, event, why) {
 	if (event.comment !== undefined) {
 		const queued = /^queued place=(\d+)(?: wait_s=([\d.]+))?$/.exec(event.comment);
-		if (queued) setQueue(answer, Number(queued[1]), Number(queued[2]));
+		if (queued) setQueue(answer, queued[1], queued[2]);
 		return;
 	}
 	if (event.data === "[DONE]") {
@@ -131,19 +125,27 @@ function take(answer, event, why) {
 		return;
 	}
 	const data = JSON.parse(event.data);
-	if (data.error) {
-		fail(answer, { status: "", retryAfterS: null, ...data.error });
-		return;
-	}
-	const now = Date.now();
-	if (answer.state !== "waiting") markPause(answer, now, why);
-	answer.requestId = data.id;
-	for (const choice of data.choices) takeDelta(answer, answer.choices[choice.index], choice, now);
-	if (data.usage) answer.usage = data.usage;
+	if (data.error) return fail(answer, data.error);
+	if (answer.state !== "waiting") markPause(answer, Date.now(), why);
+	takeChoices(answer, data);
 	if (event.id) {
 		countTokens(answer, event.id);
 		answer.last = event.id;
 	}
+}
+
+/** Takes an answer that is not a stream. */
+function takeWhole(answer, data) {
+	takeChoices(answer, data);
+	for (const choice of answer.choices) Object.assign(choice, { tokens: choice.logprobs.length, first: null });
+	answer.state = "done";
+}
+
+function takeChoices(answer, { id, choices, usage }) {
+	const now = Date.now();
+	answer.requestId = id;
+	for (const choice of choices) takeDelta(answer, answer.choices[choice.index], choice, now);
+	if (usage) answer.usage = usage;
 	answer.heard = now;
 }
 
@@ -156,20 +158,20 @@ function markPause(answer, now, why) {
 	}
 }
 
-function takeDelta(answer, into, { delta, logprobs, finish_reason: finish }, now) {
+/** Adds what an event has of a choice. A whole answer has all of it, as `message`. */
+function takeDelta(answer, into, { message, delta = message, logprobs, finish_reason: finish, score }, now) {
 	into.text += delta.content ?? "";
 	into.reasoning += delta.reasoning_content ?? "";
-	for (const call of delta.tool_calls ?? []) {
-		const known = (into.calls[call.index] ??= { id: call.id, name: "", arguments: "" });
+	for (const [at, call] of (delta.tool_calls ?? []).entries()) {
+		const known = (into.calls[call.index ?? at] ??= { id: call.id, name: "", arguments: "" });
 		known.name += call.function?.name ?? "";
 		known.arguments += call.function?.arguments ?? "";
 	}
 	for (const { token, logprob, top_logprobs: top } of logprobs?.content ?? []) {
 		into.logprobs.push({ token, logprob, top: top.map((other) => [other.token, other.logprob]) });
 	}
-	if (finish) into.finish = finish;
-	const said = delta.content || delta.reasoning_content || delta.tool_calls;
-	if (said) {
+	if (finish) Object.assign(into, { finish, score });
+	if (delta.content || delta.reasoning_content || delta.tool_calls) {
 		into.first ??= now;
 		into.last = now;
 		if (answer.state !== "stopped") answer.state = "streaming";

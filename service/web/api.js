@@ -5,9 +5,9 @@ import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 const KEY = "quire.key"; // in sessionStorage: no other tab reads it
 const BASE = new URL(".", document.baseURI); // the page may be served under a path prefix
 
-/** A refusal, or no answer at all (status 0). `retryAfterS` may be null. */
+/** A refusal, or no answer at all (status 0). `retryAfterS` may be missing. */
 export class ApiError extends Error {
-	constructor(status, code, message, retryAfterS = null) {
+	constructor(status, code, message, retryAfterS) {
 		super(message);
 		Object.assign(this, { status, code, retryAfterS });
 	}
@@ -18,10 +18,7 @@ export const errorNote = (error) =>
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 
-export function setApiKey(key) {
-	if (key) sessionStorage.setItem(KEY, key);
-	else sessionStorage.removeItem(KEY);
-}
+export const setApiKey = (key) => sessionStorage.setItem(KEY, key);
 
 /** Returns the response to a request. Throws ApiError if it is no success. */
 export async function call(path, { headers = {}, ...options } = {}) {
@@ -62,5 +59,3 @@ export function resume(last, signal) {
 export function cancel(requestId) {
 	return call(`v1/streams/${requestId}`, { method: "DELETE", keepalive: true }).catch(() => {}); // it may have ended
 }
-
-export const engineState = (signal) => call("engine/state", { signal });

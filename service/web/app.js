@@ -1,15 +1,17 @@
 /** START HERE: the page's state, its actions and its frame. */
 
 import { follow, isRunning, newAnswer, stop } from "./answer.js";
-import { ApiError, apiKey, errorNote, models, setApiKey } from "./api.js";
+import { apiKey, errorNote, models, setApiKey } from "./api.js";
 import { chatView, closeEditors, plain } from "./chat_view.js";
 import * as chats from "./chats.js";
 import { enginePanel, watchEngines } from "./live_view.js";
 import { fault, requestBody, settings, settingsPanel } from "./settings.js";
 import { html, nothing, render } from "./vendor/lit-html-3.3.3.js";
 
-const THEMES = ["auto", "light", "dark"];
+const NEXT_THEME = { auto: "light", light: "dark", dark: "auto" };
+const PANELS = { Engine: enginePanel, Settings: () => settingsPanel(changed) };
 const root = document.getElementById("app");
+const composer = () => document.getElementById("message");
 const stored = chats.restore();
 
 const state = {
@@ -17,8 +19,8 @@ const state = {
 	chat: null, // the open one
 	models: [],
 	model: "",
-	trouble: null, // why the models are not known: an ApiError
-	panel: "", // "", "settings" or "engine"
+	trouble: null, // why the models are not known: an error
+	panel: "", // the open one
 	theme: localStorage.getItem("quire.theme") ?? "auto",
 };
 state.chat = state.chats.find((chat) => chat.id === stored.open) ?? state.chats[0];
@@ -26,17 +28,13 @@ const running = new Map(); // answer -> AbortController
 
 // -- drawing: at most once a frame, and at the bottom it stays at the bottom
 
-let drawn = true;
+let frame = 0; // that is asked for
 let atEnd = true;
 
-function changed() {
-	if (!drawn) return;
-	drawn = false;
-	requestAnimationFrame(draw);
-}
+const changed = () => (frame ||= requestAnimationFrame(draw));
 
 function draw() {
-	drawn = true;
+	frame = 0;
 	document.documentElement.dataset.theme = state.theme;
 	render(page(), root);
 	const main = root.querySelector("main");
@@ -69,19 +67,14 @@ const act = {
 
 	regenerate: (node, options) => (ready() ? act.answer(node.parent, options) : null),
 	stop: ({ answer }) => end(state.chat, answer),
-	choose: (node, other) => keep(() => (state.chat.chosen[node.parent] = other.id)),
-	pick: (node, at) => keep(() => (node.picked = at)),
+	choose: (node, other) => save(state.chat, (state.chat.chosen[node.parent] = other.id)),
+	pick: (node, at) => save(state.chat, (node.picked = at)),
 };
 
 function ready() {
 	if (!fault()) return true;
-	show("settings", true); // where the fault is explained
+	show("Settings", true); // where the fault is explained
 	return false;
-}
-
-function keep(change) {
-	change();
-	save(state.chat);
 }
 
 function save(chat) {
@@ -105,17 +98,21 @@ function end(chat, answer) {
 	save(chat);
 }
 
+function endAll(chat) {
+	for (const answer of chats.answers(chat)) end(chat, answer);
+}
+
 function open(chat) {
 	if (!state.chats.includes(chat)) state.chats.unshift(chat);
 	state.chat = chat;
 	atEnd = true;
 	chats.saveList(state.chats, chat.id);
 	changed();
-	document.getElementById("message")?.focus();
+	composer()?.focus();
 }
 
 function remove(chat) {
-	for (const { answer } of Object.values(chat.nodes)) if (answer) end(chat, answer);
+	endAll(chat);
 	chats.forget(chat);
 	state.chats = state.chats.filter((other) => other !== chat);
 	open(state.chat === chat ? (state.chats[0] ?? chats.newChat()) : state.chat);
@@ -128,16 +125,13 @@ function exportChat() {
 	URL.revokeObjectURL(url);
 }
 
-function show(panel, always = false) {
+function show(panel, always) {
 	state.panel = state.panel === panel && !always ? "" : panel;
-	watchEngines(state.panel === "engine", changed);
+	watchEngines(state.panel === "Engine", changed);
 	changed();
 }
 
-const askKey = () => {
-	const dialog = document.getElementById("key");
-	if (!dialog.open) dialog.showModal();
-};
+const askKey = () => document.getElementById("key").showModal();
 
 async function loadModels() {
 	try {
@@ -145,15 +139,12 @@ async function loadModels() {
 		state.model ||= state.models[0];
 		state.trouble = null;
 	} catch (error) {
-		state.trouble = error instanceof ApiError ? error : new ApiError(0, "", String(error));
+		state.trouble = error;
 		if (error.status === 401) askKey();
 		else setTimeout(loadModels, 2000);
 	}
 	changed();
 }
-
-const toggle = (panel, label) =>
-	html`<button class="plain" aria-pressed=${state.panel === panel} @click=${() => show(panel)}>${label}</button>`;
 
 const page = () => html`
 	<header class="bar">
@@ -162,7 +153,7 @@ const page = () => html`
 			${state.models.map((name) => html`<option>${name}</option>`)}
 		</select>
 		<span class="space"></span>
-		${toggle("engine", "Engine")} ${toggle("settings", "Settings")}
+		${Object.keys(PANELS).map((name) => plain(name, () => show(name), { pressed: state.panel === name }))}
 		<a href="docs">API</a>
 		${plain("API key", askKey)} ${plain("Export", exportChat)} ${plain(`Theme: ${state.theme}`, nextTheme)}
 	</header>
@@ -173,7 +164,7 @@ const page = () => html`
 				${state.chats.map(
 					(chat) => html`<li class=${chat === state.chat ? "open" : ""}>
 						<button class="plain name" aria-current=${chat === state.chat} @click=${() => open(chat)}>${chats.title(chat)}</button>
-						<button class="plain" aria-label="Delete ${chats.title(chat)}" @click=${() => remove(chat)}>×</button>
+						${plain("×", () => remove(chat), { name: `Delete ${chats.title(chat)}` })}
 					</li>`,
 				)}
 			</ul>
@@ -186,11 +177,7 @@ const page = () => html`
 				<button class="primary">Send</button>
 			</form>
 		</div>
-		${state.panel === "settings"
-			? html`<aside aria-label="Settings"><h2>Settings</h2>${settingsPanel(changed)}</aside>`
-			: state.panel === "engine"
-				? html`<aside class="wide" aria-label="Engine">${enginePanel()}</aside>`
-				: nothing}
+		${state.panel ? html`<aside aria-label=${state.panel}>${PANELS[state.panel]()}</aside>` : nothing}
 	</div>
 	<dialog id="key" aria-labelledby="key-title">
 		<form method="dialog" @submit=${takeKey}>
@@ -209,7 +196,7 @@ function takeKey(event) {
 }
 
 function nextTheme() {
-	state.theme = THEMES[(THEMES.indexOf(state.theme) + 1) % THEMES.length];
+	state.theme = NEXT_THEME[state.theme];
 	localStorage.setItem("quire.theme", state.theme);
 	changed();
 }
@@ -220,11 +207,10 @@ function scrolled({ target }) {
 
 function send(event) {
 	event.preventDefault();
-	const box = document.getElementById("message");
-	const text = box.value.trim();
+	const text = composer().value.trim();
 	const last = chats.path(state.chat).at(-1);
 	if (!text || (last?.answer && isRunning(last.answer)) || !ready()) return;
-	box.value = "";
+	composer().value = "";
 	act.ask(text, last?.id ?? "");
 }
 
@@ -237,7 +223,7 @@ function enter(event) {
 document.addEventListener("keydown", (event) => {
 	if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
 		if (closeEditors()) changed();
-		else for (const { answer } of Object.values(state.chat.nodes)) if (answer && isRunning(answer)) end(state.chat, answer);
+		else endAll(state.chat);
 	} else if (event.key.toLowerCase() === "o" && event.ctrlKey && event.shiftKey) {
 		event.preventDefault();
 		open(chats.newChat());
@@ -247,8 +233,6 @@ addEventListener("pagehide", chats.flush);
 
 root.replaceChildren();
 draw();
-document.getElementById("message").focus();
+composer().focus();
 loadModels();
-for (const chat of state.chats) {
-	for (const { answer } of Object.values(chat.nodes)) if (answer && isRunning(answer)) read(chat, answer);
-}
+for (const chat of state.chats) for (const answer of chats.answers(chat).filter(isRunning)) read(chat, answer);

@@ -1,6 +1,7 @@
 /** Draws a chat: questions, and answers side by side. */
 
 import { isRunning, tokensPerSecond } from "./answer.js";
+import { beamTree } from "./beams.js";
 import { path, siblings } from "./chats.js";
 import { showMarkdown } from "./markdown.js";
 import { tokenView } from "./tokens.js";
@@ -9,13 +10,13 @@ import { html, nothing, render } from "./vendor/lit-html-3.3.3.js";
 const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9950 ? 2 : 1)} s`;
 const left = (until) => Math.max(0, Math.ceil((until - Date.now()) / 1000));
 
-export const plain = (label, action) => html`<button class="plain" @click=${action}>${label}</button>`;
+/** Draws a button. name: what it is called where its label is a sign. pressed: whether one that toggles is. */
+export const plain = (label, action, { name = nothing, pressed = nothing, title = nothing, disabled } = {}) =>
+	html`<button type="button" class="plain" aria-label=${name} aria-pressed=${pressed} title=${title} ?disabled=${disabled}
+		@click=${action}>${label}</button>`;
 
-const AGAIN = "Asks for this answer again, with probabilities";
-
-// What is not stored: rendered texts, open editors, token views.
-const places = new WeakMap();
-const rendered = new WeakMap();
+// What is not stored: elements of nodes and of choices, open editors, token views.
+const elements = new WeakMap();
 const editing = new Set();
 const tokensOf = new Map(); // choice -> index of the token shown, or null
 
@@ -30,9 +31,13 @@ export function chatView(chat, act) {
 
 /** Each node keeps its elements, so a change of branch moves neither focus nor open details to another. */
 function inPlace(node, drawing) {
-	if (!places.has(node)) places.set(node, document.createElement("div"));
-	render(drawing, places.get(node));
-	return places.get(node);
+	render(drawing, elementOf(node));
+	return elementOf(node);
+}
+
+function elementOf(owner) {
+	if (!elements.has(owner)) elements.set(owner, document.createElement("div"));
+	return elements.get(owner);
 }
 
 const welcome = () => html`<div class="welcome">
@@ -52,9 +57,8 @@ function versions(chat, node, act) {
 	const all = siblings(chat, node);
 	const at = all.indexOf(node);
 	if (all.length < 2) return nothing;
-	const button = (label, sign, to) =>
-		html`<button class="plain" aria-label=${label} ?disabled=${!to} @click=${() => act.choose(node, to)}>${sign}</button>`;
-	return html`<span class="versions" role="group" aria-label="Versions"
+	const button = (name, sign, to) => plain(sign, () => act.choose(node, to), { name, disabled: !to });
+	return html`<span class="note versions" role="group" aria-label="Versions"
 		>${button("Previous version", "‹", all[at - 1])} ${at + 1} of ${all.length} ${button("Next version", "›", all[at + 1])}</span
 	>`;
 }
@@ -71,7 +75,6 @@ function question(chat, node, act) {
 }
 
 function editor(node, act) {
-	const close = () => act.redraw(editing.delete(node));
 	const send = (event) => {
 		event.preventDefault();
 		const text = event.target.elements.text.value.trim();
@@ -82,7 +85,7 @@ function editor(node, act) {
 	return html`<form class="question editor" @submit=${send}>
 		<textarea name="text" rows="4" aria-label="Edited message" .value=${node.text}></textarea>
 		<div class="tools">
-			<button type="button" class="plain" @click=${close}>Cancel</button>
+			${plain("Cancel", () => act.redraw(editing.delete(node)))}
 			<button class="primary">Send as a new branch</button>
 		</div>
 	</form>`;
@@ -91,11 +94,10 @@ function editor(node, act) {
 function answers(chat, node, act) {
 	const { answer } = node;
 	const running = isRunning(answer);
-	const several = answer.choices.length > 1;
 	return html`<section class="answer" aria-label="Answer" aria-busy=${running}>
-		<div class="choices ${several ? "several" : ""}">
-			${answer.choices.map((choice, at) => oneChoice(node, choice, at, several, act))}
-		</div>
+		${answer.body.use_beam_search
+			? beams(node, act)
+			: html`<div class=${several(answer) ? "several" : ""}>${answer.choices.map((_, at) => oneChoice(node, at, act))}</div>`}
 		${answer.error ? errorCard(answer.error, () => act.regenerate(node)) : nothing}
 		<div class="tools">
 			${state(answer)} ${versions(chat, node, act)}
@@ -104,19 +106,35 @@ function answers(chat, node, act) {
 	</section>`;
 }
 
+/** The picked answer of a beam search as text, and all of them as a tree. */
+function beams(node, act) {
+	const { answer } = node;
+	if (answer.state !== "done") return nothing;
+	return html`${oneChoice(node, node.picked, act)}
+		${beamTree(
+			answer.choices,
+			({ score }, at) => html`<strong>${at + 1}.</strong> <span class="note">score ${score.toPrecision(4)}</span>
+				${pickButton(node, at, act)}`,
+		)}`;
+}
+
+const pickButton = (node, at, act) => plain("Continue with this", () => act.pick(node, at), { pressed: node.picked === at });
+
 function state(answer) {
 	const { queue, state } = answer;
 	const wait = queue?.until ? `, about ${left(queue.until)} s` : "";
 	const text = {
-		waiting: queue ? `In the late lane: ${queue.place} ahead${wait}` : "Waiting for the first token",
+		waiting: queue
+			? `In the late lane: ${queue.place} ahead${wait}`
+			: `Waiting for the ${answer.body.stream ? "first token" : "whole answer"}`,
 		paused: `Paused for ${seconds(Date.now() - answer.heard)}; it resumes by itself`,
 		stopped: "Stopped",
 	}[state];
-	return text ? html`<span class="state ${state}">${text}</span>` : nothing;
+	return text ? html`<span class="note state ${state}">${text}</span>` : nothing;
 }
 
 function errorCard({ status, code, message, retryAt }, again) {
-	const wait = retryAt ? left(retryAt) : 0;
+	const wait = left(retryAt);
 	return html`<div class="error" role="alert">
 		<strong>${status || ""} ${code}</strong>
 		<p>${message}</p>
@@ -124,10 +142,14 @@ function errorCard({ status, code, message, retryAt }, again) {
 	</div>`;
 }
 
-function oneChoice(node, choice, at, several, act) {
-	const { answer, picked } = node;
+const several = ({ body, choices }) => choices.length > 1 && !body.use_beam_search;
+
+function oneChoice(node, at, act) {
+	const { answer } = node;
+	const choice = answer.choices[at];
+	const beside = several(answer);
 	const open = tokensOf.has(choice) && choice.logprobs.length > 0;
-	return html`<article class="choice ${several && picked === at ? "picked" : ""}" aria-label=${several ? `Answer ${at + 1}` : nothing}>
+	return html`<article class="choice ${beside && node.picked === at ? "picked" : ""}" aria-label=${beside ? `Answer ${at + 1}` : nothing}>
 		${choice.reasoning
 			? html`<details class="reasoning">
 					<summary>${choice.text || choice.calls.length ? "Reasoning" : "Reasoning…"}</summary>
@@ -148,11 +170,11 @@ function oneChoice(node, choice, at, several, act) {
 				${plain("Copy", () => act.copy(choice.text))}
 				${isRunning(answer)
 					? nothing
-					: html`<button class="plain" aria-pressed=${open} title=${choice.logprobs.length ? "" : AGAIN}
-							@click=${() => toggleTokens(node, choice, open, act)}>Tokens</button>`}
-				${several
-					? html`<button class="plain" aria-pressed=${picked === at} @click=${() => act.pick(node, at)}>Continue with this</button>`
-					: nothing}
+					: plain("Tokens", () => toggleTokens(node, choice, open, act), {
+							pressed: open,
+							title: choice.logprobs.length ? nothing : "Asks for this answer again, with probabilities",
+						})}
+				${beside ? pickButton(node, at, act) : nothing}
 			</span>
 		</footer>
 	</article>`;
@@ -165,14 +187,10 @@ function toggleTokens(node, choice, open, act) {
 }
 
 function text(choice) {
-	if (!rendered.has(choice)) {
-		const container = document.createElement("div");
-		container.className = "text";
-		rendered.set(choice, container);
-	}
-	const container = rendered.get(choice);
-	showMarkdown(container, choice.text, choice.pauses);
-	return container;
+	const element = elementOf(choice);
+	element.className = "text";
+	showMarkdown(element, choice.text, choice.pauses);
+	return element;
 }
 
 function pretty(json) {
@@ -183,16 +201,17 @@ function pretty(json) {
 	}
 }
 
-function figures(answer, choice) {
+function figures({ usage, began }, choice) {
 	const rate = tokensPerSecond(choice);
-	const parts = [];
-	if (choice.tokens) parts.push(`${choice.tokens} tokens`);
-	if (rate) parts.push(`${rate.toFixed(1)} tokens/s`);
-	if (choice.first) parts.push(`first token after ${seconds(choice.first - answer.began)}`);
-	if (answer.usage) {
-		const cached = answer.usage.prompt_tokens_details?.cached_tokens;
-		parts.push(`prompt ${answer.usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`);
-	}
-	if (choice.finish === "length") parts.push("cut at max tokens");
-	return html`<span class="figures">${parts.join(" · ")}</span>`;
+	const cached = usage?.prompt_tokens_details?.cached_tokens;
+	const shared = usage?.completion_tokens_details?.shared_kv_fraction;
+	const parts = [
+		choice.tokens && `${choice.tokens} tokens`,
+		rate && `${rate.toFixed(1)} tokens/s`,
+		choice.first && `first token after ${seconds(choice.first - began)}`,
+		usage && `prompt ${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`,
+		shared && `${Math.round(shared * 100)} % of KV blocks shared`,
+		choice.finish === "length" && "cut at max tokens",
+	];
+	return html`<span class="note figures">${parts.filter(Boolean).join(" · ")}</span>`;
 }

@@ -35,14 +35,15 @@ export function path(chat) {
 
 export const siblings = (chat, node) => Object.values(chat.nodes).filter((other) => other.parent === node.parent);
 
+export const answers = (chat) => Object.values(chat.nodes).flatMap(({ answer }) => answer ?? []);
+
 export const title = (chat) => Object.values(chat.nodes)[0]?.text.slice(0, 60) || "New chat";
 
 /** Returns the chat up to and including the node `last`, as the API takes it. */
 export function messages(chat, last, systemPrompt) {
 	const found = [];
 	for (let node = chat.nodes[last]; node; node = chat.nodes[node.parent]) {
-		if (node.role === "user") found.unshift({ role: "user", content: node.text });
-		else found.unshift(answerMessage(node.answer.choices[node.picked]));
+		found.unshift(node.answer ? answerMessage(node.answer.choices[node.picked]) : { role: "user", content: node.text });
 	}
 	return systemPrompt ? [{ role: "system", content: systemPrompt }, ...found] : found;
 }
@@ -50,9 +51,7 @@ export function messages(chat, last, systemPrompt) {
 function answerMessage({ text, reasoning, calls }) {
 	const message = { role: "assistant", content: text };
 	if (reasoning) message.reasoning_content = reasoning;
-	if (calls.length) {
-		message.tool_calls = calls.map(({ id, ...made }) => ({ id, type: "function", function: made }));
-	}
+	if (calls.length) message.tool_calls = calls.map(({ id, ...made }) => ({ id, type: "function", function: made }));
 	return message;
 }
 
@@ -82,16 +81,14 @@ export function flush() {
 	unsaved.clear();
 }
 
-export const saveList = (chats, open) => write(LIST, { ids: chats.map((chat) => chat.id), open });
+export const saveList = (chats, open) => write(LIST, { ids: chats.map(({ id }) => id), open });
 
 /** Without room, token probabilities are left out; where that is not enough, the entry stays old. */
 function write(name, value) {
 	for (const replacer of [null, (key, part) => (key === "logprobs" ? [] : part)]) {
 		try {
 			return sessionStorage.setItem(name, JSON.stringify(value, replacer));
-		} catch {
-			continue;
-		}
+		} catch {}
 	}
 }
 

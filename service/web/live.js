@@ -3,12 +3,14 @@
  * the panel is shown in a visible tab.
  */
 
-import { engineState } from "./api.js";
+import { call } from "./api.js";
 import { events } from "./sse.js";
 
 export const KINDS = ["free", "cached", "owned", "shared"];
 const KEEP_S = 300; // of tokens/s
 const AGAIN_MS = 2000;
+
+export const sum = (items, of) => items.reduce((all, item) => all + of(item), 0);
 
 /** Engines by name, lanes, [unix s, tokens] once a second, and the ApiError that hides them. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
@@ -18,7 +20,6 @@ let abort = null;
 /** Opens or closes the stream. Calls `changed` after each event. */
 export function watch(wanted, changed) {
 	abort?.abort();
-	abort = null;
 	if (!wanted || document.hidden) return;
 	abort = new AbortController();
 	follow(abort.signal, changed);
@@ -27,7 +28,7 @@ export function watch(wanted, changed) {
 async function follow(signal, changed) {
 	while (!signal.aborted) {
 		try {
-			const response = await engineState(signal);
+			const response = await call("engine/state", { signal });
 			for await (const { data } of events(response.body)) {
 				if (signal.aborted) return;
 				live.error = null;
@@ -48,9 +49,9 @@ async function follow(signal, changed) {
 export function apply({ t, engines = [], lanes, full }) {
 	if (full) live.engines.clear();
 	for (const { cells, changed = [], seqs = [], gone = [], ...fields } of engines) {
-		const engine = { kinds: [], refs: [], seqs: new Map(), ...live.engines.get(fields.engine), ...fields };
+		const engine = { kinds: [], refs: [], seqs: new Map(), per_cell: 1, ...live.engines.get(fields.engine), ...fields };
 		if (cells) {
-			const size = cells.reduce((sum, [length]) => sum + length, 0);
+			const size = sum(cells, ([length]) => length);
 			Object.assign(engine, { kinds: new Uint8Array(size), refs: new Uint8Array(size) });
 			let first = 0;
 			for (const [length, kind, refs] of cells) first = fill(engine, first, length, kind, refs);
@@ -74,9 +75,8 @@ function fill({ kinds, refs }, first, length, kind, count) {
 }
 
 function remember(now) {
-	const tokens = [...live.engines.values()].reduce((sum, one) => sum + (one.tokens ?? 0), 0);
-	const last = live.history.at(-1);
-	if (last && now - last[0] < 1) return;
+	const tokens = sum([...live.engines.values()], (one) => one.tokens ?? 0);
+	if (now - live.history.at(-1)?.[0] < 1) return;
 	live.history.push([now, tokens]);
 	while (now - live.history[0][0] > KEEP_S) live.history.shift();
 }
@@ -91,7 +91,7 @@ export function rates() {
 }
 
 /** Returns the sequences that hold blocks of a cell. */
-export function holders({ seqs, per_cell: perCell = 1 }, cell) {
+export function holders({ seqs, per_cell: perCell }, cell) {
 	const [from, to] = [cell * perCell, (cell + 1) * perCell];
 	const holds = ([first, count]) => first < to && first + count > from;
 	return [...seqs].filter(([, runs]) => runs.some(holds)).map(([name]) => name);

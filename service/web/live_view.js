@@ -1,7 +1,7 @@
 /** The engine panel: load figures, tokens a second, and every block of the KV-cache pool as a cell. */
 
 import { errorNote } from "./api.js";
-import { holders, KINDS, live, rates, watch } from "./live.js";
+import { holders, KINDS, live, rates, sum, watch } from "./live.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
 const GAP = 1; // pixels between cells, where a cell has room for it
@@ -36,8 +36,9 @@ function drawPanel() {
 	const engines = [...live.engines.values()];
 	const found = rates();
 	drawRates(canvas("rate"), found);
-	const now = found.slice(-3).reduce((sum, [, rate], _, all) => sum + rate / all.length, 0);
-	const count = (name) => engines.reduce((sum, engine) => sum + (engine[name] ?? 0), 0);
+	const recent = found.slice(-3);
+	const now = sum(recent, ([, rate]) => rate) / (recent.length || 1);
+	const count = (name) => sum(engines, (engine) => engine[name] ?? 0);
 	const tile = (label, value) => html`<div class="tile"><dt>${label}</dt><dd>${value}</dd></div>`;
 	return html`
 		<h2>Load</h2>
@@ -47,7 +48,7 @@ function drawPanel() {
 			${tile("Waiting, late", live.lanes.late ?? 0)} ${tile("Swapped", count("swapped"))}
 			${tile("Preemptions", count("preemptions"))} ${tile("Tokens/s", now.toFixed(0))}
 		</dl>
-		<figure class="rate">
+		<figure>
 			${canvas("rate")}
 			<figcaption>Tokens/s over the last five minutes</figcaption>
 		</figure>
@@ -59,14 +60,14 @@ function pool(engine) {
 	const map = canvas(engine.engine);
 	prepare(map, engine.engine);
 	drawMap(map, engine);
-	const cells = KINDS.map((_, kind) => engine.kinds.reduce((sum, one) => sum + (one === kind), 0));
+	const cells = KINDS.map((_, kind) => sum(engine.kinds, (one) => one === kind));
 	const share = Math.round((100 * (cells[2] + cells[3])) / (engine.kinds.length || 1));
 	map.ariaLabel = `Blocks of ${engine.engine}: ${KINDS.map((kind, at) => `${cells[at]} ${kind}`).join(", ")}`;
 	return html`
 		<h2>Blocks of ${engine.engine}</h2>
 		<p class="note">
 			${engine.blocks} blocks${engine.per_cell > 1 ? `, ${engine.per_cell} a cell` : ""} · ${share} % in use · forecast peak
-			${engine.peak_blocks ?? 0}
+			${engine.peak_blocks}
 		</p>
 		<ul class="legend">
 			${KINDS.map((kind, at) => html`<li><i class="k${at}"></i>${kind} ${cells[at]}</li>`)}
@@ -78,7 +79,7 @@ function pool(engine) {
 				const point = () => setPointed({ engine: engine.engine, name });
 				return html`<li>
 					<button class="plain" @mouseenter=${point} @focus=${point}>${name}</button>
-					${runs.reduce((sum, [, length]) => sum + length, 0)} blocks
+					${sum(runs, ([, length]) => length)} blocks
 				</li>`;
 			})}
 		</ul>
@@ -88,10 +89,9 @@ function pool(engine) {
 function describe(engine) {
 	const { cell, name } = pointed;
 	if (cell === undefined) return name;
-	const names = holders(engine, cell);
 	const refs = engine.refs[cell];
-	const kind = `${KINDS[engine.kinds[cell]]}${refs > 1 ? ` by ${refs}` : ""}`;
-	return `Block ${cell * (engine.per_cell ?? 1)}: ${kind}${names.length ? `: ${names.join(", ")}` : ""}`;
+	const kind = KINDS[engine.kinds[cell]] + (refs > 1 ? ` by ${refs}` : "");
+	return [`Block ${cell * engine.per_cell}`, kind, holders(engine, cell).join(", ")].filter(Boolean).join(": ");
 }
 
 function setPointed(what) {
@@ -121,13 +121,10 @@ function prepare(map, name) {
 
 /** Sizes a canvas. Returns its context, and a function to read the theme's colours. */
 function open(element, width, height) {
-	const ratio = devicePixelRatio;
-	element.width = width * ratio;
-	element.height = height * ratio;
-	element.style.width = `${width}px`;
-	element.style.height = `${height}px`;
+	Object.assign(element, { width: width * devicePixelRatio, height: height * devicePixelRatio });
+	Object.assign(element.style, { width: `${width}px`, height: `${height}px` });
 	const context = element.getContext("2d");
-	context.scale(ratio, ratio);
+	context.scale(devicePixelRatio, devicePixelRatio);
 	const color = (name) => {
 		element.style.color = `var(${name})`; // the browser resolves it for the theme
 		return getComputedStyle(element).color;
@@ -139,7 +136,7 @@ const widthOf = (element) => element.parentElement?.clientWidth || 300;
 
 /** Cells are as large as the panel allows: 3 to 14 pixels. */
 function drawMap(map, engine) {
-	const { kinds, refs } = engine;
+	const { kinds, refs, per_cell: perCell } = engine;
 	const width = map.isConnected ? widthOf(map) - 32 : 300; // without the panel's padding
 	const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * MAP_HEIGHT) / kinds.length))));
 	const columns = Math.max(1, Math.floor(width / size));
@@ -157,16 +154,14 @@ function drawMap(map, engine) {
 	context.globalAlpha = 1;
 	context.fillStyle = color("--text");
 	if (mine.cell !== undefined) context.fillRect(...place(mine.cell));
-	const runs = engine.seqs.get(mine.name) ?? [];
-	const perCell = engine.per_cell ?? 1;
-	for (const [first, length] of runs) {
+	for (const [first, length] of engine.seqs.get(mine.name) ?? []) {
 		for (let cell = Math.floor(first / perCell); cell * perCell < first + length; cell++) context.fillRect(...place(cell));
 	}
 }
 
 function drawRates(chart, found) {
 	Object.assign(chart, { role: "img", ariaLabel: "Tokens a second" });
-	const [width, height] = [chart.isConnected ? widthOf(chart) : 300, 64];
+	const [width, height] = [widthOf(chart), 64];
 	const [context, color] = open(chart, width, height);
 	const most = Math.max(1, ...found.map(([, rate]) => rate));
 	context.strokeStyle = color("--accent");

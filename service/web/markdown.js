@@ -68,61 +68,49 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})/;
 
 /** Cuts a text at blank lines outside of code. */
 function split(text) {
-	const blocks = [];
-	let lines = [];
-	let fence = null;
-	const end = () => {
-		if (lines.length) blocks.push(lines.join("\n"));
-		lines = [];
-	};
+	const blocks = [[]];
+	let fence = null; // what ends the code
 	for (const line of text.split("\n")) {
 		const mark = FENCE.exec(line)?.[1];
-		if (fence) {
-			lines.push(line);
-			if (mark?.startsWith(fence)) {
-				fence = null;
-				end();
-			}
-		} else if (mark) {
-			end();
-			fence = mark;
-			lines.push(line);
-		} else if (line.trim() === "") end();
-		else lines.push(line);
+		if (!fence && (mark || !line.trim())) blocks.push([]);
+		if (fence || line.trim()) blocks.at(-1).push(line);
+		if (!fence) fence = mark;
+		else if (mark?.startsWith(fence)) {
+			fence = null;
+			blocks.push([]);
+		}
 	}
-	end();
-	return blocks;
+	return blocks.filter((lines) => lines.length).map((lines) => lines.join("\n"));
 }
 
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
 function toHtml(block) {
 	if (FENCE.test(block)) return code(block);
-	const lines = block.split("\n");
+	let lines = block.split("\n");
 	let html = "";
-	for (let at = 0; at < lines.length; ) {
-		const rest = lines.slice(at);
-		const heading = /^(#{1,6})\s+(.*)$/.exec(lines[at]);
-		const length = (pattern) => rest.findIndex((line) => !pattern.test(line)) >>> 0; // -1 becomes "all of them"
+	while (lines.length) {
+		const [line, next] = lines;
 		let taken = 1;
+		const take = (pattern) => {
+			taken = lines.findIndex((one) => !pattern.test(one)) >>> 0; // -1 becomes "all of them"
+			return lines.slice(0, taken);
+		};
+		const heading = /^(#{1,6})\s+(.*)$/.exec(line);
 		if (heading) {
 			const level = Math.min(6, heading[1].length + 2);
 			html += `<h${level}>${inline(heading[2])}</h${level}>`;
-		} else if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(lines[at])) html += "<hr>";
-		else if (/^\s*>/.test(lines[at])) {
-			taken = length(/^\s*>/);
-			html += `<blockquote>${toHtml(rest.slice(0, taken).map((line) => line.replace(/^[\s>]+/, "")).join("\n"))}</blockquote>`;
-		} else if (ITEM.test(lines[at])) {
-			taken = length(/^(\s+\S|\s*([-*+]|\d{1,9}[.)])\s)/);
-			html += list(rest.slice(0, taken));
-		} else if (/\|/.test(lines[at]) && /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/.test(rest[1]?.replace(PAUSE, "").trim())) {
-			taken = length(/\|/);
-			html += table(rest.slice(0, taken));
-		} else {
-			while (taken < rest.length && !/^(#{1,6}\s|\s*>)/.test(rest[taken]) && !ITEM.test(rest[taken])) taken++;
-			html += `<p>${rest.slice(0, taken).map(inline).join("<br>")}</p>`;
+		} else if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(line)) html += "<hr>";
+		else if (/^\s*>/.test(line)) {
+			const quoted = take(/^\s*>/).map((one) => one.replace(/^[\s>]+/, ""));
+			html += `<blockquote>${toHtml(quoted.join("\n"))}</blockquote>`;
+		} else if (ITEM.test(line)) html += list(take(/^(\s+\S|\s*([-*+]|\d{1,9}[.)])\s)/));
+		else if (/\|/.test(line) && /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/.test(next?.replace(PAUSE, "").trim())) html += table(take(/\|/));
+		else {
+			while (taken < lines.length && !/^(#{1,6}\s|\s*>)/.test(lines[taken]) && !ITEM.test(lines[taken])) taken++;
+			html += `<p>${lines.slice(0, taken).map(inline).join("<br>")}</p>`;
 		}
-		at += Math.min(taken, rest.length);
+		lines = lines.slice(taken);
 	}
 	return html;
 }
@@ -143,14 +131,13 @@ function list(lines) {
 		if (item && item[1].length <= indent.length) items.push({ text: item[3], inner: [] });
 		else items.at(-1).inner.push(line);
 	}
-	const number = parseInt(mark, 10);
 	const inside = ({ text, inner }) => {
 		const first = inner.findIndex((line) => ITEM.test(line));
 		const more = first < 0 ? inner : inner.slice(0, first);
 		return `${[text, ...more].map(inline).join("<br>")}${first < 0 ? "" : list(inner.slice(first))}`;
 	};
 	const html = items.map((item) => `<li>${inside(item)}</li>`).join("");
-	return Number.isNaN(number) ? `<ul>${html}</ul>` : `<ol start="${number}">${html}</ol>`;
+	return mark.length > 1 ? `<ol start="${parseInt(mark, 10)}">${html}</ol>` : `<ul>${html}</ul>`;
 }
 
 function table([head, , ...rest]) {

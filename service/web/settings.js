@@ -1,4 +1,4 @@
-/** What a request says besides its messages. An empty field is not sent. */
+/** What a request says besides its messages. Empty fields are not sent. */
 
 import { html } from "./vendor/lit-html-3.3.3.js";
 
@@ -16,26 +16,26 @@ const NUMBERS = {
 	frequency_penalty: 0.1,
 	repetition_penalty: 0.05,
 	n: 1,
+	beam_width: 1,
 };
 const label = (name) => (name === "n" ? "Answers" : name[0].toUpperCase() + name.slice(1).replace("_", " "));
 const ALTERNATIVES = 5; // of each token, in the token view
 
-const EMPTY = { system: "", stop: "", extra: "", logprobs: false };
-
-export const settings = { ...EMPTY, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
-
-function set(name, value) {
-	settings[name] = value;
-	sessionStorage.setItem(STORED, JSON.stringify(settings));
-}
+export const settings = { system: "", stop: "", extra: "", logprobs: false, ...JSON.parse(sessionStorage.getItem(STORED) ?? "{}") };
 
 /** Returns the body of a chat request. Throws SyntaxError if the other fields are no JSON object. */
 export function requestBody(model, messages, { logprobs = settings.logprobs } = {}) {
-	const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+	const body = { model, messages };
 	for (const name in NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
 	const stop = settings.stop.split("\n").filter(Boolean);
 	if (stop.length) body.stop = stop;
-	if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
+	if (body.beam_width) {
+		body.n ??= body.beam_width;
+		Object.assign(body, { use_beam_search: true, logprobs: true }); // whole: a search has no stream
+	} else {
+		Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+		if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
+	}
 	return { ...body, ...otherFields() };
 }
 
@@ -57,26 +57,27 @@ export function fault() {
 
 /** Draws the fields. What is being typed is never written back. */
 export function settingsPanel(changed) {
-	const input = (name) => ({ target }) => {
-		set(name, target.type === "checkbox" ? target.checked : target.value);
+	const input = ({ target }) => {
+		settings[target.name] = target.type === "checkbox" ? target.checked : target.value;
+		sessionStorage.setItem(STORED, JSON.stringify(settings));
 		changed();
 	};
 	const wrong = fault();
 	const box = (name, label, rows, wrong) => html`<label class="field">
 		${label}
-		<textarea name=${name} rows=${rows} aria-invalid=${!!wrong} .defaultValue=${settings[name]} @input=${input(name)}></textarea>
+		<textarea name=${name} rows=${rows} aria-invalid=${!!wrong} .defaultValue=${settings[name]} @input=${input}></textarea>
 	</label>`;
 	const number = ([name, step]) => html`<label class="field">
 		${label(name)}
-		<input type="number" name=${name} step=${step} placeholder="default" value=${settings[name] ?? ""} @input=${input(name)} />
+		<input type="number" name=${name} step=${step} placeholder="default" value=${settings[name] ?? ""} @input=${input} />
 	</label>`;
-	return html`
+	return html`<h2>Settings</h2>
 		${box("system", "System prompt", 3)}
 		<div class="pairs">${Object.entries(NUMBERS).map(number)}</div>
 		${box("stop", "Stop strings, one a line", 2)} ${box("extra", "Other fields, such as tools (JSON)", 3, wrong)}
 		${wrong ? html`<p class="wrong" role="alert">${wrong}</p>` : ""}
 		<label class="check">
-			<input type="checkbox" name="logprobs" .checked=${settings.logprobs} @change=${input("logprobs")} />
+			<input type="checkbox" name="logprobs" .checked=${settings.logprobs} @change=${input} />
 			Token probabilities
 		</label>
 	`;

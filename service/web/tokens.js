@@ -7,35 +7,35 @@ const BITS = 6; // surprises beyond so many bits look alike
 /** Surprise in whole bits: 0 for a probability over 1/2, 1 for over 1/4. */
 const bits = (logprob) => Math.min(BITS - 1, Math.floor(-logprob / Math.LN2));
 
-const percent = (logprob) => {
+export const percent = (logprob) => {
 	const value = Math.exp(logprob) * 100;
 	return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
 };
 
-const visible = (token) => token.replace(/ /g, "\u2423").replace(/\n/g, "\u21B5").replace(/\t/g, "\u21E5") || "\u2205";
+/** A line break as a sign. */
+export const inLine = (token) => token.replace(/\n/g, "\u21B5");
 
-const at = (event) => {
-	const index = event.target.closest("[data-at]")?.dataset.at;
-	return index === undefined ? null : Number(index);
-};
+const visible = (token) => inLine(token).replace(/ /g, "\u2423").replace(/\t/g, "\u21E5") || "\u2205";
+
+const at = (event) => event.target.closest("[data-at]")?.dataset.at;
 
 /** Draws the tokens of a choice. `shown`: index of the one whose alternatives are listed; `show(index)` sets it. */
 export function tokenView({ logprobs }, shown, show) {
 	const move = (event) => {
 		const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-		const next = step && event.target.parentElement.querySelector(`[data-at="${(at(event) ?? 0) + step}"]`);
+		const next = step && event.target.parentElement.querySelector(`[data-at="${Number(at(event) ?? 0) + step}"]`);
 		if (!next) return;
 		event.preventDefault();
 		next.focus();
 	};
-	const select = (event) => at(event) !== null && show(at(event));
+	const select = (event) => at(event) && show(Number(at(event)));
 	const detail = logprobs[shown];
 	return html`
 		<div class="tokens" role="group" aria-label="Tokens" @mouseover=${select} @focusin=${select} @keydown=${move}
 			>${logprobs.map(
 				({ token, logprob }, index) => html`<span class="token s${bits(logprob)}" data-at=${index} role="button"
 					tabindex=${index === (shown ?? 0) ? 0 : -1} aria-label="${visible(token)}, ${percent(logprob)}"
-					>${token.replace(/\n/g, "\u21B5")}</span>${token.includes("\n") ? html`<br />` : ""}`,
+					>${inLine(token)}</span>${token.includes("\n") ? html`<br />` : ""}`,
 			)}</div>
 		${detail
 			? html`<table class="alternatives">

@@ -67,6 +67,7 @@ SAYS = {
     "tools": THOUGHT + CALL,
     "long": " ".join(str(number) for number in range(250)),
 }
+BEAMS = ("The sea is blue.", "The sea is green.", "The sky\n<img src=x onerror=hacked=true>")
 
 
 class EngineOnThread:
@@ -80,10 +81,12 @@ class EngineOnThread:
             prompt = tokenizer.text_of(list(generate.token_ids), skip_special=False)
             words = prompt.rpartition("<|im_end|>")[0].split()
             text = SAYS.get(words[-1], f"You said {words[-1]}. Answer {index}.")
-            return [*tokenizer._encode(text, special=False), stop], Finish("stop", stop)
+            if generate.beams is not None:
+                text = BEAMS[index]
+            return [*tokenizer._encode(text, special=False), stop], Finish("stop", stop, score=-0.5 - index)
 
         self.fake = FakeEngine(redis_url, namespace, script)
-        self.fake.load_changes = {"max_model_len": 4096, "vocab_size": 600}
+        self.fake.load_changes = {"max_model_len": 4096, "vocab_size": 600, "beams": 8}
         self.fake.step_s = 0.001
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -437,6 +440,52 @@ def test_the_token_view_shows_alternatives(page: Browser) -> None:
     assert len(page.all(".alternatives tr")) == 5
     page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     assert page.script("return document.activeElement.dataset.at") == "1"
+
+
+def test_the_beams_of_a_search_are_a_tree(page: Browser) -> None:
+    """What answers begin with alike is drawn once; the best one is the answer until another is picked."""
+    page.button("Settings").click()
+    page.one("[name=beam_width]").send_keys("3")
+    page.send("search", Keys.ENTER)
+    answer = last_answer(page)
+    assert answer["body"]["beam_width"] == answer["body"]["n"] == 3
+    assert "stream_options" not in answer["body"]
+    assert [choice["text"] for choice in answer["choices"]] == list(BEAMS)
+    runs = page.script("return [...document.querySelectorAll('.beams .run')].map((run) => run.textContent)")
+    assert len(runs) == 5
+    assert runs[0] + runs[1] + runs[2] == BEAMS[0]
+    assert runs[0] + runs[1] + runs[3] == BEAMS[1]
+    assert runs[0] + runs[4] == BEAMS[2].replace("\n", "\u21b5")
+    nested = page.script("return [...document.querySelectorAll('.beams ul ul .run')].map((run) => run.textContent)")
+    assert nested == runs[2:4]
+    assert "61 %" in page.text(".beams .note")
+    assert next(line for line in page.text(".beams").splitlines() if "score" in line).startswith("1. score -0.5")
+    assert page.text(".answer .text").strip() == BEAMS[0]
+    page.script("document.querySelectorAll('.beams button')[1].click()")
+    page.until(lambda: page.text(".answer .text").strip() == BEAMS[1])
+    page.send("and then", Keys.ENTER)
+    page.until(lambda: len(page.all(".question")) == 2)
+    messages = last_answer(page)["body"]["messages"]
+    assert messages[-2] == {"role": "assistant", "content": BEAMS[1]}
+
+
+def test_a_search_that_is_stopped_stays_so(page: Browser, site: Site) -> None:
+    """Its answers come whole, so that no id is known to cancel; the page lets go of the connection."""
+    page.button("Settings").click()
+    page.one("[name=beam_width]").send_keys("2")
+    site.engine.fake.step_s = 0.1
+    page.send("search", Keys.ENTER)
+    page.until(lambda: page.text(".state") == "Waiting for the whole answer")
+    page.button("Stop").click()
+    assert last_answer(page, "stopped")["requestId"] is None
+    page.until(lambda: not site.engine.fake._running)
+    site.engine.fake.step_s = 0.001
+    page.one("[name=beam_width]").send_keys(Keys.BACKSPACE)
+    page.send("Onwards", Keys.ENTER)
+    page.until(lambda: "You said Onwards" in page.text(".text"))
+    states = [node["answer"]["state"] for node in stored(page)["nodes"].values() if node["role"] == "assistant"]
+    assert states[0] == "stopped"
+    assert not page.all(".beams")
 
 
 @pytest.mark.parametrize("guarded", [False, True])

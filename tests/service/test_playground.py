@@ -10,18 +10,38 @@ from yarl import URL
 
 from engine.common import settings
 from service.config import GatewayConfig
-from service.playground import TYPES
+from service.playground import FOLDERS, TYPES
 from tests.service.fakes import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "service" / "web"
-MOST_BYTES = 100_000  # of all files, vendored ones included
-FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
+MOST_BYTES = 100_000  # of all files of the playground, vendored ones included
+# Path below the root of the site -> file.
+FILES = {
+    prefix + str(path.relative_to(ROOT / "service" / folder)): path
+    for prefix, folder in FOLDERS.items()
+    for path in sorted((ROOT / "service" / folder).rglob("*"))
+    if path.is_file()
+}
 Serve = Callable[..., Awaitable[Served]]
 
 
 def test_the_page_is_small() -> None:
-    assert sum((FOLDER / name).stat().st_size for name in FILES) <= MOST_BYTES
+    """Of the playground, which uses nothing outside its folder.  The API reference may use the playground's files."""
+    own = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in own) <= MOST_BYTES
+    for path in own:
+        if path.suffix in (".js", ".html") and path.parent == FOLDER:
+            assert not re.search(r"docs\.js|[\"'/]\.\./", path.read_text(encoding="utf-8")), path.name
+
+
+def test_the_api_reference_has_its_own_script_alone() -> None:
+    """Its frame, style and helpers are the playground's; what the playground needs is no part of its folder."""
+    names = {name for name in FILES if name.startswith("docs/")}
+    assert names == {"docs/docs.js"}
+    imported = re.findall(r' from "(.+)";', FILES["docs/docs.js"].read_text(encoding="utf-8"))
+    assert len(imported) == 2
+    assert all((FILES["docs/docs.js"].parent / name).resolve().is_relative_to(FOLDER) for name in imported)
 
 
 def test_vendored_files_are_named_with_version_and_licence() -> None:
@@ -35,20 +55,20 @@ def test_vendored_files_are_named_with_version_and_licence() -> None:
 
 
 def test_the_page_names_no_other_server() -> None:
-    for name in FILES:
-        if not name.startswith("vendor/"):
-            text = (FOLDER / name).read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+    for name, path in FILES.items():
+        if "/vendor/" not in name:
+            text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
             assert not re.search(r"https?://[a-z]", text), name
 
 
 async def test_every_file_has_its_type_and_the_policy(serve: Serve) -> None:
     served = await serve(api_keys=["k"])  # the page itself needs no key
-    for path, name in [("/", "index.html"), ("/docs", ""), *((f"/web/{name}", name) for name in FILES)]:
-        async with served.session.get(path) as response:
+    for path, file in {"": FILES["web/index.html"], "docs": None, **FILES}.items():
+        async with served.session.get(f"/{path}") as response:
             assert response.status == 200, path
-            if name:
-                assert await response.read() == (FOLDER / name).read_bytes()
-            assert response.headers["Content-Type"] == TYPES[name.rpartition(".")[2] or "html"]
+            if file:
+                assert await response.read() == file.read_bytes()
+            assert response.headers["Content-Type"] == TYPES[file.suffix[1:] if file else "html"]
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert response.headers["Content-Security-Policy"].startswith("default-src 'self'; ")
             assert "unsafe" not in response.headers["Content-Security-Policy"]
@@ -69,7 +89,11 @@ async def test_an_unchanged_file_is_not_sent_again(serve: Serve) -> None:
 
 async def test_nothing_else_is_served(serve: Serve) -> None:
     served = await serve()
-    for path in ("/web/", "/web/nothing.js", "/web/../app.py", "/web/%2e%2e/app.py", "/web//app.js", "/web//docs"):
+    for folder in ("web", "docs"):
+        for name in ("nothing.js", "../app.py", "%2e%2e/app.py", "/app.js", "/docs", "docs", "README.md"):
+            async with served.session.get(URL(f"{served.url}/{folder}/{name}", encoded=True)) as response:
+                assert response.status == 404, name
+    for path in ("/web/", "/web/docs.js", "/docs/app.js"):
         async with served.session.get(URL(served.url + path, encoded=True)) as response:
             assert response.status == 404, path
 
@@ -78,7 +102,7 @@ async def test_the_page_is_under_the_path_prefix_too(serve: Serve) -> None:
     served = await serve(root_path="/llm/a")
     async with served.session.get("/llm/a", allow_redirects=False) as response:
         assert (response.status, response.headers["Location"]) == (307, "/llm/a/")
-    for path in ("/llm/a/", "/", "/llm/a/web/app.js", "/llm/a/docs"):
+    for path in ("/llm/a/", "/", "/llm/a/web/app.js", "/llm/a/docs", "/llm/a/docs/docs.js"):
         async with served.session.get(path) as response:
             assert response.status == 200, path
 
@@ -87,6 +111,6 @@ async def test_the_page_can_be_switched_off(serve: Serve) -> None:
     config = settings.load(GatewayConfig, ["--no-web", "--root-path", "/llm"], {}, prog="x")
     assert not config.web
     served = await serve(web=config.web, root_path=config.root_path)
-    for path in ("/", "/llm", "/llm/", "/docs", "/web/app.js"):
+    for path in ("/", "/llm", "/llm/", "/docs", "/web/app.js", "/docs/docs.js"):
         async with served.session.get(path) as response:
             assert response.status == 404, path

@@ -1,7 +1,7 @@
 /** The API reference at /docs: draws what /openapi.json describes. */
 
-import { call, errorNote } from "./api.js";
-import { html, render } from "./vendor/lit-html-3.3.3.js";
+import { call, errorNote } from "../web/api.js";
+import { html, render } from "../web/vendor/lit-html-3.3.3.js";
 
 const link = (id, label = id) => html`<a href="#${id}">${label}</a>`;
 
