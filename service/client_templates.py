@@ -30,6 +30,7 @@ class Session:
     """One template, in a process of its own until the session ends."""
 
     def __init__(self, sock: socket.socket, job: Job) -> None:
+        """Raises Refusal when no messages could make the template work."""
         self._sock, self._job = sock, job
         opened = self._ask(job)
         assert opened.dialect is not None
@@ -39,10 +40,7 @@ class Session:
         """Return the text of messages, with the arguments of transformers' `apply_chat_template`.
 
         Raises Refusal when the template fails or exceeds its limits."""
-        reply = self._ask({"messages": messages, **more})
-        if reply.error:
-            raise Refusal(400, "chat_template_error", f"{FIELD}: {reply.error}", param=FIELD)
-        return reply.text
+        return self._ask({"messages": messages, **more}).text
 
     def _ask(self, message: Any) -> Reply:
         try:
@@ -52,7 +50,9 @@ class Session:
             reply = None
         if reply is None:
             limits = f"{self._job.cpu_s:g} s of CPU time or {MEMORY_BYTES // 2**20} MiB of memory"
-            raise Refusal(400, "chat_template_error", f"{FIELD}: it takes more than {limits}", param=FIELD)
+            reply = Reply(error=f"it takes more than {limits}")
+        if reply.error:
+            raise Refusal(400, "chat_template_error", f"{FIELD}: {reply.error}", param=FIELD)
         return reply
 
 

@@ -37,12 +37,19 @@ class Job(msgspec.Struct, frozen=True):
     most_chars: int  # of a rendered text
 
 
+class Hopeless(BaseException):
+    """A template failed in a way that no other messages would change: its syntax, memory, depth.
+
+    It is no Exception, so that a probe of what the template reads (`history.dialect_of`) ends too: a template that
+    doubles a text until memory is full does so once, not at each probe."""
+
+
 class Reply(msgspec.Struct, frozen=True):
     """The outcome of one frame."""
 
     text: str = ""
     error: str = ""  # why there is no text; it quotes neither messages nor template
-    dialect: Dialect | None = None  # of the first frame
+    dialect: Dialect | None = None  # of the first frame, where there is no error
 
 
 def send(sock: socket.socket, message: Any) -> None:
@@ -70,13 +77,20 @@ def _read(sock: socket.socket, count: int) -> bytes:
 
 
 def _renderer(template: str, variables: dict[str, Any]) -> Callable[..., str]:
-    """Return a function that renders messages as transformers' `apply_chat_template` does."""
+    """Return a function that renders messages as transformers' `apply_chat_template` does.  It may raise Hopeless."""
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def render(messages: list[dict[str, Any]], tools: Any = None, documents: Any = None, **more: Any) -> str:
-        [text], _ = render_jinja_template(
-            conversations=[messages], tools=tools, documents=documents, chat_template=template, **{**variables, **more}
-        )
+        given = {**variables, **more}
+        try:
+            [text], _ = render_jinja_template(
+                conversations=[messages], tools=tools, documents=documents, chat_template=template, **given
+            )
+        except MemoryError as error:
+            raise Hopeless(f"it takes more than {MEMORY_BYTES // 2**20} MiB of memory") from error
+        except (RecursionError, TemplateSyntaxError) as error:
+            raise Hopeless(_failure(error)) from error
         return str(text)
 
     return render
@@ -101,18 +115,30 @@ def _serve(sock: socket.socket) -> None:
         return
     _limit(job.cpu_s)
     render = _renderer(job.template, job.variables)
-    send(sock, Reply(dialect=dialect_of(render)))
+    send(sock, _opened(render))
     while (asked := receive(sock, dict[str, Any])) is not None:
         send(sock, _outcome(render, asked, job.most_chars))
+
+
+def _opened(render: Callable[..., str]) -> Reply:
+    """Return what the template reads, or why it is of no use."""
+    try:
+        return Reply(dialect=dialect_of(render))
+    except Hopeless as error:
+        return Reply(error=str(error))
+
+
+def _failure(error: Exception) -> str:
+    return f"it fails with {type(error).__name__}"  # its text might quote the messages
 
 
 def _outcome(render: Callable[..., str], asked: dict[str, Any], most_chars: int) -> Reply:
     try:
         text = render(**asked)
-    except MemoryError:
-        return Reply(error=f"it takes more than {MEMORY_BYTES // 2**20} MiB of memory")
+    except Hopeless as error:
+        return Reply(error=str(error))
     except Exception as error:  # a template may raise anything
-        return Reply(error=f"it fails with {type(error).__name__}")  # its text might quote the messages
+        return Reply(error=_failure(error))
     if len(text) > most_chars:
         return Reply(error=f"it writes more than {most_chars} characters")
     return Reply(text)

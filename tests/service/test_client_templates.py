@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateSyntaxError
 
 from service.client_templates import ClientTemplates
 from service.history import Dialect, names_in, roles_in
 from service.limits import CLIENT_TEMPLATE_CHARS
 from service.refusal import Refusal
+from service.template_worker import _opened, _renderer
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
 from tests.service.fakes import CHAT_TEMPLATE, TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
@@ -92,6 +94,45 @@ def test_a_hostile_template_is_refused_and_says_nothing_of_the_process(name: str
     assert (found.status, found.code, found.param) == (400, "chat_template_error", "chat_template")
     assert "Hi there" not in found.message
     assert render(templates, "{{ messages[0].content }}") == "Hi there"  # the next one finds a process
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("doubling", "it takes more than 128 MiB of memory"),
+        ("huge text", "it takes more than 128 MiB of memory"),
+        ("endless macro", "it fails with RecursionError"),
+        ("deep", "it fails with RecursionError"),
+        ("no template", "it fails with TemplateSyntaxError"),
+    ],
+)
+def test_a_hopeless_template_runs_once(name: str, why: str, templates: ClientTemplates) -> None:
+    """It is not tried with other messages: filling memory once takes a part of the time that a client waits."""
+    with pytest.raises(Refusal) as refused, templates.open(HOSTILE[name]):
+        pytest.fail("its session began")
+    assert refused.value.message == f"chat_template: {why}"
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError, TemplateSyntaxError("x", 1)])
+def test_the_first_hopeless_failure_ends_the_probes(
+    error: Exception | type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail(**given: Any) -> None:
+        calls.append(given)
+        raise error
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.render_jinja_template", fail)
+    assert _opened(_renderer("", {})).error
+    assert len(calls) == 1
+
+
+def test_another_failure_is_of_the_probe_alone() -> None:
+    """As of a template that raises where roles do not alternate."""
+    opened = _opened(_renderer("{{ raise_exception('x') if messages | length > 1 else messages[0].content }}", {}))
+    assert opened.dialect is not None
+    assert opened.dialect.text
 
 
 def test_the_process_knows_no_key_and_is_started_again(
