@@ -235,15 +235,25 @@ class FakeEngine:
         sampling = generate.sampling
 
         def logprob(token: int, top: int) -> TokenLogprob:
+            """Of the prompt, or of a token whose alternatives are the likeliest: alike at all positions."""
             return TokenLogprob(-0.5, [(token, -0.5), *((t, -2.0 - t) for t in range(3, 3 + top - 1))][:top])
 
+        def named(position: int, token: int) -> TokenLogprob:
+            """Of logprob_token_ids: floats that only this position has, and that no short decimal stands for."""
+            asked = sampling.logprob_token_ids
+            return TokenLogprob(-token / 7, [(one, -(one + 1) / (position + 3)) for one in asked])
+
+        if sampling.logprob_token_ids:
+            found = [named(at + place, token) for place, token in enumerate(new)]
+        else:
+            found = [logprob(token, sampling.logprobs) for token in new]
         return Delta(
             id=generate.id,
             first=at,
             token_ids=new,
             finish=end,
             index=index,
-            logprobs=[logprob(token, sampling.logprobs) for token in new] if sampling.logprobs >= 0 else None,
+            logprobs=found if sampling.logprobs >= 0 else None,
             cached_tokens=len(generate.token_ids) // 16 * 16 if at == 0 else 0,
             prompt_logprobs=[logprob(token, sampling.prompt_logprobs) for token in generate.token_ids[1:]]
             if at == 0 and sampling.prompt_logprobs >= 0

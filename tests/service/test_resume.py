@@ -100,6 +100,8 @@ def merged(found: list[Event]) -> dict[str, Any]:
     return {key: "".join(parts) if key.startswith("text ") else parts for key, parts in whole.items() if parts}
 
 
+HONOURS: dict[str, object] = {"honours": ["logprob_token_ids"]}
+NAMED: dict[str, Any] = {"logprob_token_ids": [7, 260, 9], "return_tokens_as_token_ids": True}
 FORMS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 40}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 25, "stream_options": {"include_usage": True}}),
@@ -134,6 +136,17 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
             "stream_options": {"include_usage": True},
         },
     ),
+    ("/v1/completions", {"prompt": "a", "n": 2, "logprobs": 1, "max_tokens": 40, **NAMED}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 30,
+            "logprobs": True,
+            **NAMED,
+            "logprob_token_ids": list(range(128)),
+        },
+    ),
 ]
 
 
@@ -145,7 +158,9 @@ async def test_every_event_is_a_place_to_go_on_from(
     first, other = await serve(), await serve()
     options = {"include_ids": True, **asked.get("stream_options", {})}
     body = {"model": "tiny", "stream": True, **asked, "stream_options": options}
-    async with engine(says(byte_level_tokenizer)) as fake:
+    made = engine(says(byte_level_tokenizer))
+    made.load_changes = HONOURS
+    async with made as fake:
         await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
         fake.burst = 2
         fake.step_s = 0.005
@@ -170,13 +185,17 @@ async def test_every_event_is_a_place_to_go_on_from(
         assert len(fake.seen) == len({generate.id for generate in fake.seen})  # nothing was computed twice
 
 
-@pytest.mark.parametrize(("path", "asked"), [FORMS[1], FORMS[4], FORMS[6]], ids=["usage", "stop", "chat"])
+@pytest.mark.parametrize(
+    ("path", "asked"), [FORMS[1], FORMS[4], FORMS[6], FORMS[9]], ids=["usage", "stop", "chat", "named"]
+)
 async def test_a_running_answer_goes_on_elsewhere_as_often_as_it_is_cut(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, path: str, asked: dict[str, Any]
 ) -> None:
     gateways = [await serve(), await serve(), await serve()]
     body = {"model": "tiny", "stream": True, **asked}
-    async with engine(says(byte_level_tokenizer), step_s=0.05) as fake:
+    made = engine(says(byte_level_tokenizer), step_s=0.05)
+    made.load_changes = HONOURS
+    async with made as fake:
         await settled(lambda: all(served.streams.fleet.engines for served in gateways))
         expected = merged(await events(gateways[0].session, path, body))
         found: list[Event] = []

@@ -51,7 +51,7 @@ class Answer:
         }
         self.tokens: list[list[int]] = [[] for _ in range(n)]
         self.texts = [""] * n
-        self.logprobs: list[list[float]] = [[] for _ in range(n)]
+        self.logprobs: list[list[float]] = [[] for _ in range(n)]  # of each token: its own, then its alternatives
         self.ends: list[tuple[str, Any] | None] = [None] * n
         self.usage: dict[str, int] = {}
         self.ids: set[str] = set()
@@ -88,8 +88,9 @@ class Answer:
             index = choice["index"]
             self.tokens[index] += choice["token_ids"]
             self.texts[index] += choice["text"]
-            if choice.get("logprobs"):
-                self.logprobs[index] += choice["logprobs"]["token_logprobs"]
+            if scored := choice.get("logprobs"):
+                for logprob, top in zip(scored["token_logprobs"], scored["top_logprobs"], strict=True):
+                    self.logprobs[index] += [logprob, *top.values()]
             if choice["finish_reason"]:
                 self.ends[index] = choice["finish_reason"], choice.get("stop_reason")
             if "stop" not in self.body:  # text that may belong to a stop string is held back, and with it its tokens
@@ -101,13 +102,14 @@ class Answer:
         assert self.texts == other.texts
         assert self.ends == other.ends
         assert self.usage == other.usage
+        assert all(map(bool, self.logprobs)) == ("logprobs" in self.body)
         for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)  # logits are rounded differently in a prefill
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words: each resumes where it stopped."""
-    ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(8)]
+    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words, given tokens: each resumes."""
+    ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(9)]
     signs = "~^@`"  # no two of them are one token: what comes next depends on the two before
     pairs = [a + b for a in signs for b in signs]
     word = {"type": "string", "maxLength": 5}
@@ -135,6 +137,16 @@ def bodies() -> list[dict[str, Any]]:
             "ignore_eos": True,
             "allowed_token_ids": [tokenizer().encode(sign, add_special_tokens=False)[0] for sign in signs],
             "bad_words": [sign * 2 for sign in signs] + [pair + pair[0] for pair in pairs],
+        },
+        {
+            "prompt": ids[8],
+            "max_tokens": 500,
+            "top_k": 4,
+            "seed": 11,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "logprob_token_ids": [600, 5, 17],
+            "return_tokens_as_token_ids": True,
         },
     ]
 

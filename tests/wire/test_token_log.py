@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from engine.wire.token_log import LoggedOutput
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def say(engine: EngineSide, *deltas: Delta, name: str = "e1", finished: tuple[str, ...] = ()) -> Any:
@@ -54,6 +57,22 @@ def test_what_goes_in_comes_out() -> None:
     said = token_log.read(logged.tokens, fields["finish:1"], fields["head:1"], values)
     assert said == LoggedOutput([2**32 - 1, 0, 7], Finish("stop", 7), probs, 16, probs[:2])
     assert token_log.read(None, None) == LoggedOutput([])
+
+
+@pytest.mark.parametrize("alternatives", [0, 20, 128])
+def test_log_probabilities_take_what_the_docs_say(alternatives: int) -> None:
+    """With the largest ids that a vocabulary has, so at most that."""
+    text = " ".join((ROOT / "docs" / "api.md").read_text(encoding="utf-8").split())
+    found = re.search(r"it keeps (\d+) bytes a token, and up to (\d+) for each alternative", text)
+    assert found is not None
+    head, each = map(int, found.groups())
+    top = [(2**31 + one, -1 / (one + 3)) for one in range(alternatives)]
+    journal = token_log.Journal()
+    journal.hold("a", [0])
+    batches = [("g", TokenBatch("e", [Delta("a", 0, [1], logprobs=[TokenLogprob(-1 / 3, top)])]))]
+    journal.add(batches, [])
+    [(_, _, framed)] = journal.due(batches).extras
+    assert head + (each - 1) * alternatives <= len(framed) - 4 <= head + each * alternatives + 2  # 2: a longer head
 
 
 async def test_another_engine_gets_the_tokens_so_far(bus: Bus) -> None:
