@@ -101,7 +101,8 @@ class _Strings:
 def _parser_class() -> type[Any]:
     """Return transformers' parser, extended by what a gateway needs.  Its import takes a second.
 
-    It uses private methods and attributes, as `RegionReader.finish` does, so `pyproject.toml` bounds the version."""
+    It uses private methods and attributes, as the functions below and `RegionReader.finish` do, so `pyproject.toml`
+    bounds the version."""
     from transformers.utils.chat_parsing import ResponseParser
 
     class Parser(ResponseParser):  # type: ignore[misc]
@@ -111,21 +112,6 @@ def _parser_class() -> type[Any]:
         _pos: int
         _strings: _Strings | None = None  # of the region that a marker opened
         _began = _body_end = 0  # in the buffer: where the region's marker begins, and where its text ends
-
-        def feed_events(self, text: str, first: FirstChars) -> list[dict[str, Any]]:
-            """Return the events of more text.  `first` saves the search for markers in most of it."""
-            chars = first.get(self._current)
-            if chars is not None and self._pos == len(self._buffer) and chars.isdisjoint(text):
-                events: list[dict[str, Any]] = []
-                self._buffer += text
-                self._accumulate(events, text)
-                self._pos += len(text)
-            else:
-                events = self.feed(text)
-            if self._pos > KEPT_CHARS and not self._structured():
-                cut = self._pos - 1  # one character stays: patterns may look behind
-                self._buffer, self._pos, self._body_end = self._buffer[cut:], 1, self._body_end - cut
-            return events
 
         def _scan(self, watch: list[Any], eos: bool) -> tuple[Any, int]:
             return _scan_outside_strings(self, super()._scan, watch, eos)
@@ -158,6 +144,36 @@ def _parser_class() -> type[Any]:
                 events[-1] |= {"raw": raw, "marker": self._pos > self._body_end}
 
     return Parser
+
+
+def _pass_through(parser: Any, text: str, first: FirstChars) -> bool:
+    """Add text to the open region if no marker can begin in it, and return whether that is so.
+
+    That is most text.  It costs neither a search nor an event."""
+    chars = first.get(parser._current)
+    if chars is None or not parser._opened or parser._pos < len(parser._buffer) or not chars.isdisjoint(text):
+        return False
+    parser._buffer += text
+    parser._pos = parser._body_end = len(parser._buffer)
+    if parser._structured():
+        parser._body += text
+    elif parser._pos > KEPT_CHARS:
+        _drop_text(parser)
+    return True
+
+
+def _events_of(parser: Any, text: str) -> list[dict[str, Any]]:
+    """Return the events of more text, in which markers are looked for."""
+    events: list[dict[str, Any]] = parser.feed(text)
+    if parser._pos > KEPT_CHARS and not parser._structured():
+        _drop_text(parser)
+    return events
+
+
+def _drop_text(parser: Any) -> None:
+    """Forget what the parser has dealt with, but one character: patterns may look behind."""
+    cut = parser._pos - 1
+    parser._buffer, parser._pos, parser._body_end = parser._buffer[cut:], 1, parser._body_end - cut
 
 
 def _scan_outside_strings(parser: Any, scan: Callable[..., Any], watch: list[Any], eos: bool) -> tuple[Any, int]:
@@ -401,8 +417,12 @@ class RegionReader:
 
     def push(self, text: str) -> None:
         """Add text of the answer."""
-        if text and not self.ended:
-            for event in self._parser.feed_events(text, self._first):
+        if not text or self.ended:
+            return
+        if _pass_through(self._parser, text, self._first):
+            self._grow(text)
+        else:
+            for event in _events_of(self._parser, text):
                 self._apply(event)
 
     def finish(self, *, cut: bool) -> None:
@@ -428,16 +448,19 @@ class RegionReader:
         if self.ended:
             return
         if kind == "region_chunk":
-            if self._kind == "calls":
-                self._grow_call(event["text"])
-            else:
-                self._add_text(event["text"])
+            self._grow(event["text"])
         elif kind == "region_open":
             self._open(event)
         elif self._kind == "calls":
             self._close_call(event)
         else:
             self._close_text(event["marker"])
+
+    def _grow(self, text: str) -> None:
+        if self._kind == "calls":
+            self._grow_call(text)
+        else:
+            self._add_text(text)
 
     def _open(self, event: dict[str, Any]) -> None:
         name = event["field"]
@@ -508,10 +531,15 @@ class RegionReader:
 
 def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
     """Return content, reasoning and calls of parts."""
-    texts = [part for part in parts if isinstance(part, TextDelta)]
-    content = "".join(part.text for part in texts if not part.reasoning)
-    reasoning = "".join(part.text for part in texts if part.reasoning)
-    return content, reasoning, [part for part in parts if isinstance(part, CallDelta)]
+    content, reasoning, calls = "", "", list[CallDelta]()
+    for part in parts:
+        if isinstance(part, CallDelta):
+            calls.append(part)
+        elif part.reasoning:
+            reasoning += part.text
+        else:
+            content += part.text
+    return content, reasoning, calls
 
 
 def _calls_of(value: Any) -> list[tuple[str, str]] | None:

@@ -22,7 +22,7 @@ from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.orders import REQUEST_LOST
 from service.queue_updates import Waiting
-from service.regions import Part, Reading, ResponseTemplate, TextDelta, split
+from service.regions import Part, Reading, ResponseTemplate, split
 from service.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
@@ -136,11 +136,10 @@ class TextStream:
 class RegionStream:
     """A `TextStream` whose text is cut into regions.  What it returns depends on the tokens, not on how they arrive."""
 
-    __slots__ = ("_new", "_reader", "_text", "reasoning_tokens")
+    __slots__ = ("_reader", "_text", "reasoning_tokens")
 
     def __init__(self, text: TextStream, template: ResponseTemplate, reading: Reading) -> None:
         self._text, self._reader = text, template.reader(reading)
-        self._new: list[Part] = []  # until `take`
         self.reasoning_tokens = 0  # consumed while the reasoning was open, its markers included
 
     @property
@@ -168,37 +167,29 @@ class RegionStream:
         """Whether the answer has a tool call."""
         return self._reader.calls > 0
 
-    def push(self, tokens: list[int]) -> str:
-        """Consume tokens, up to the end of the answer; return the content that may be sent now."""
+    def push(self, tokens: list[int]) -> None:
+        """Consume tokens, up to the end of the answer."""
         reader, text = self._reader, self._text
         for token in tokens:
             open_before = reader.reasoning
             reader.push(text.push([token]))
             self.reasoning_tokens += open_before or reader.reasoning
-            if self.complete:
+            if reader.ended or text.matched is not None:
                 reader.finish(cut=True)
                 break
-        return self._take()
 
     def count_hidden(self) -> None:
         """Count a stop token, which is no text."""
         self.reasoning_tokens += self._reader.reasoning
 
-    def finish(self, *, cut: bool = False) -> str:
-        """End the answer; return the rest of its content.  `cut`: it could have been longer."""
+    def finish(self, *, cut: bool = False) -> None:
+        """End the answer.  `cut`: it could have been longer."""
         self._reader.push(self._text.finish())
         self._reader.finish(cut=cut)
-        return self._take()
-
-    def _take(self) -> str:
-        parts = self._reader.take_parts()
-        self._new += parts
-        return "".join(part.text for part in parts if isinstance(part, TextDelta) and not part.reasoning)
 
     def take(self) -> list[Part]:
         """Return what is new since the last call, content included, in the order in which the model wrote it."""
-        found, self._new = self._new, []
-        return found
+        return self._reader.take_parts()
 
     def take_offsets(self) -> list[int]:
         """Return the number of characters before each token consumed since the last call."""
@@ -343,8 +334,9 @@ def _read_regions(
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=hides_last)
         stream.take()
     before = stream.tokens
-    text = stream.push(tokens[:-1] if hides_last else tokens) if not stream.complete else ""
-    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    if not stream.complete:
+        stream.push(tokens[:-1] if hides_last else tokens)
+    piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens)
     if stream.complete:  # the engine computed some more before it was stopped
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
@@ -354,12 +346,12 @@ def _read_regions(
             raise _failure(finish, waiting)
         if hides_last and tokens:
             stream.count_hidden()
-        piece.text += stream.finish(cut=finish.reason == "length")
+        stream.finish(cut=finish.reason == "length")
         _add_finish(piece, finish, valid)
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"
     piece.parts = stream.take()
-    _, piece.reasoning, piece.calls = split(piece.parts)
+    piece.text, piece.reasoning, piece.calls = split(piece.parts)
     piece.reasoning_tokens = stream.reasoning_tokens
     _add_scores(piece, mailbox, stream, valid, logprobs)
     return piece

@@ -336,6 +336,24 @@ def test_a_long_answer_keeps_little_of_itself() -> None:
     assert reader.take()[0] == text
 
 
+@pytest.mark.parametrize("name", ["hermes", "hermes-thinking", "mistral", "glm", "granite4", "deepseek-v3.1"])
+def test_text_in_which_no_marker_can_begin_is_not_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of content and of a tool call alike: a search costs more than all else that a token's text takes."""
+    parser = type(TEMPLATES[name].reader(Reading("", calls=True))._parser)
+    feed, fed = parser.feed, list[str]()
+    monkeypatch.setattr(parser, "feed", lambda self, text: fed.append(text) or feed(self, text))
+    words = [f" word{at}" for at in range(2000)]
+    assert read(name, words).content.strip() == "".join(words).strip()
+    assert len(fed) == 1  # which opens the region
+    fed.clear()
+    opening, rest = "<tool_call>", [f'"{at}", ' for at in range(500)]
+    if name == "hermes":
+        call = [opening, '{"name": "f", "arguments": {"a": [', *rest, "0]}}", "</tool_call>"]
+        [(_, arguments)] = read(name, call).calls
+        assert len(json.loads(arguments)["a"]) == 501
+        assert len(fed) == 2  # the markers
+
+
 # ---------------------------------------------------------------------------------------------- which template is whose
 
 
