@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.blocks import BlockPool
-from engine.core.policy.step_cost import FIRST, FLOOR
+from engine.core.policy.step_cost import FIRST
 from engine.core.scheduler import Scheduler
 from engine.executor.base import ModelInfo, ScriptedExecutor
 from engine.tools.simulate import FAR, StepTime, engine_limits
@@ -66,12 +66,12 @@ def test_a_slow_engine_claims_the_prompt_tokens_of_its_next_two_steps() -> None:
     assert claimable < room / 100, "its KV cache alone would have let it claim so much"
 
 
-def test_a_fast_engine_claims_a_quarter_of_a_second() -> None:
+def test_a_fast_engine_claims_a_fifth_of_a_second() -> None:
     engine = Engine(FAST)
     engine.decode(50)
     steps = engine.core.claimable() / engine.core._prompt_budget()
     step_s = FAST(50, engine.core._prompt_budget())
-    assert 0.8 < steps * step_s / 0.25 < 1.25
+    assert 0.8 < steps * step_s / 0.2 < 1.25
     assert steps > 10
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_known_at_first() -> None:
     engine.run()
     assert engine.core.claimable() == 0  # the next step shows how long one without prompts takes
     engine.run()
-    assert engine.core.claimable() >= FLOOR
+    assert engine.core.claimable() > 0
 
 
 def test_a_flood_that_waits_in_the_queue_gets_as_many_prompt_tokens_as_one_that_was_claimed() -> None:
