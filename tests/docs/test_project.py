@@ -91,7 +91,7 @@ def test_hooks_and_ci_call_the_commands_of_the_repository() -> None:
 def run_ci(
     folder: Path, words: list[str], status: dict[str, int]
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run .ci/run with a `make` that ends so, and everything installed.  Return what it did, and what make was asked."""
+    """Run .ci/run with a `make` that ends so, and everything installed.  Return what it did and what make was asked."""
     lines = "".join(f"{target}) exit {code};; " for target, code in status.items())
     asked = folder / "asked"
     asked.unlink(missing_ok=True)
