@@ -32,6 +32,7 @@ DATA = Path(__file__).with_name("response_templates.json")
 # Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
 HEAD_CHARS = 4096  # of a tool call: a name that has not appeared by then is read when the call is complete
+KNOWN_CHARS = 2**16  # of which a region knows whether markers begin with them; beyond, any other character may
 KEPT_CHARS = 4096  # of text that the parser has dealt with, before it is dropped
 _STRING_MARK = re.compile(r'["\\]')
 _JSON_MARK = re.compile(r'["\\{}\[\]]')
@@ -65,8 +66,37 @@ class Reading(msgspec.Struct, frozen=True):
     parallel: bool = True  # more than one call in an answer; else the answer ends with the first
 
 
-# Region -> the characters with which markers begin that it looks for.  A region is not listed where they are unknown.
-FirstChars = dict[str | None, frozenset[str]]
+# Patterns in which what precedes a marker counts.
+_LOOKS_BEHIND = re.compile(r"\(\?<[=!]|\\[bBGmM]|(?<!\[)\^")
+
+
+class _FirstChars:
+    """The characters with which the markers of one region begin, learnt from its patterns as characters appear."""
+
+    __slots__ = ("_begin", "_known", "_patterns")
+
+    def __init__(self, patterns: list[Any]) -> None:
+        """`patterns`: of the module `regex`, which tells whether a text could become a match."""
+        self._known, self._begin = set[str](), set[str]()
+        # None: any character may, where a pattern looks at what precedes it.
+        self._patterns = None if any(_LOOKS_BEHIND.search(one.pattern) for one in patterns) else patterns
+
+    def are_in(self, text: str) -> bool:
+        """Return whether a marker may begin in a text that is not the first of an answer."""
+        if self._patterns is None:
+            return True
+        if not self._known.issuperset(text):
+            if len(self._known) > KNOWN_CHARS:
+                return True
+            new = set(text) - self._known
+            self._begin |= {
+                char for char in new if any(one.match("x" + char, 1, partial=True) for one in self._patterns)
+            }
+            self._known |= new
+        return not self._begin.isdisjoint(text)
+
+
+FirstChars = dict[str | None, _FirstChars]  # of regions
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -150,8 +180,12 @@ def _pass_through(parser: Any, text: str, first: FirstChars) -> bool:
     """Add text to the open region if no marker can begin in it, and return whether that is so.
 
     That is most text.  It costs neither a search nor an event."""
-    chars = first.get(parser._current)
-    if chars is None or not parser._opened or parser._pos < len(parser._buffer) or not chars.isdisjoint(text):
+    if not parser._opened or parser._pos < len(parser._buffer):
+        return False
+    if (chars := first.get(parser._current)) is None:
+        watched = [field.open_re if kind == "open" else field.close_re for kind, field in parser._watchlist()]
+        chars = first[parser._current] = _FirstChars(watched)
+    if chars.are_in(text):
         return False
     parser._buffer += text
     parser._pos = parser._body_end = len(parser._buffer)
@@ -204,7 +238,7 @@ def _check_tags(field: Any, body: str) -> None:
 
 
 class ResponseTemplate:
-    """A response template, ready to read answers.  Immutable."""
+    """A response template, ready to read answers.  Immutable, but for what it learns of its patterns."""
 
     def __init__(self, described: dict[str, Any], name: str = "") -> None:
         """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
@@ -214,7 +248,7 @@ class ResponseTemplate:
         fields: dict[str, Any] = described["fields"]
         rest = {name: field for name, field in fields.items() if KINDS.get(name) != "calls"}
         self._without_calls = parser({**described, "fields": rest}, prefix="")._spec if rest else self._full
-        self._first = {calls: _first_chars(described["fields"], calls) for calls in (True, False)}
+        self._first: dict[bool, FirstChars] = {True: {}, False: {}}  # whether calls are looked for
         self.has_calls = len(rest) < len(fields)
         self.has_reasoning = any(KINDS.get(name) == "reasoning" for name in rest)
         self.call_markers = [
@@ -261,35 +295,6 @@ def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
     for key in keys:
         value = described.get(key, [])
         yield from [value] if isinstance(value, str) else value
-
-
-def _first_chars(fields: dict[str, Any], calls: bool) -> FirstChars:
-    """Return with which characters the markers of each region begin; `calls`: whether calls are looked for."""
-    found: FirstChars = {}
-    outside: set[str] | None = set()
-    implicit = None
-    for name, field in fields.items():
-        if KINDS.get(name) == "calls" and not calls:
-            continue
-        opens, closes = (_begins(field, key) for key in ("open", "close"))
-        if not field.keys() & {"open", "open_pattern"}:
-            implicit, opens = name, closes
-        elif closes is not None:
-            found[name] = frozenset(closes)
-        outside = None if opens is None or outside is None else outside | opens
-    if outside is not None:
-        found[implicit] = frozenset(outside)
-    return found
-
-
-def _begins(field: dict[str, Any], key: str) -> set[str] | None:
-    """Return the first characters of a marker; None if its pattern may begin with anything."""
-    pattern = field.get(f"{key}_pattern")
-    if pattern is None:
-        return {text[0] for text in _texts(field, (key,))}
-    # A literal character that is not repeated, and no alternative.
-    first = re.match(r"(?:([^\w\s\\.^$*+?{}\[\]()|])|\\([^\w\s]))(?![*?{])", pattern)
-    return None if first is None or "|" in pattern.replace("\\|", "") else {first[1] or first[2]}
 
 
 def _head(field: dict[str, Any]) -> _Head | None:
