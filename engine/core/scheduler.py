@@ -26,6 +26,7 @@ from engine.core.accounting import Auditor
 from engine.core.batch import Batch
 from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
+from engine.core.forced import ForcedTokens
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Limits, Outputs
 from engine.core.occupancy import shared_fraction, used_positions, wasted_positions
@@ -66,6 +67,7 @@ class Scheduler:
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.beams = BeamGroups(pool, self.batch, limits)
+        self.forced = ForcedTokens(self.report.totals)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
@@ -85,6 +87,7 @@ class Scheduler:
             preemption=self.preemption,
             swapping=self.swapping,
             beams=self.beams,
+            forced=self.forced,
         )
         self.auditor = Auditor(
             pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
@@ -175,10 +178,11 @@ class Scheduler:
         builder, batch = self.builder, self.batch
         builder.begin_plan(self.limits)
         builder.attend_decoding()
-        beam_tokens = builder.advance_beams()
+        extra = builder.advance_beams()
+        extra += builder.jump(self.limits.step_tokens - batch.decoding - extra)
         started = list(batch.prefilling)
         budget = prompt_budget(self.limits, self.step_cost, batch, len(self.waiting), self.requests.behind)
-        builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - beam_tokens))
+        builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - extra))
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
@@ -201,31 +205,38 @@ class Scheduler:
             0,
         )
         self._end_failed(result)
+        step, forced = result.step, result.forced
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
-            if seq is None or seq.state is State.FINISHED:  # it ended while this step ran
+            # It ended while this step ran, or has jumped: then the token is known, and the jump has sealed its blocks.
+            if seq is None or seq.state is State.FINISHED or step < seq.jumped_in:
                 continue
             tokens = seq.tokens
-            tokens.append(token)
+            if (computed := len(tokens) - seq.unconfirmed) % block_size == 0 and seq.table:
+                self.allocation.seal(seq, computed)
+            if seq.unconfirmed or slot in forced:
+                if not (fresh := self.forced.append(seq, token, forced.get(slot, ()))):
+                    continue
+            else:
+                tokens.append(token)
+                fresh = [token]
             known = len(tokens)
-            if token in seq.stops:
-                finish = Finish("stop", token)
+            if (last := fresh[-1]) in seq.stops:
+                finish = Finish("stop", last)
             elif known == seq.limit:
                 finish = Finish("length")
             else:
                 finish = None
             request = seq.request
-            first = known - 1 - len(request.token_ids)
+            first = known - len(fresh) - len(request.token_ids)
             if first == 0:
                 self.report.record("first", seq)
             if first == 0 or slot in result.logprobs:
                 delta = full_delta(seq, first, finish, result.logprobs.get(slot))
             else:
-                delta = Delta(request.id, first, [token], finish, seq.index)
+                delta = Delta(request.id, first, fresh, finish, seq.index)
             deltas[request.gateway].append(delta)
-            generated += 1
-            if (known - 1) % block_size == 0 and seq.table:
-                self.allocation.seal(seq, known - 1)
+            generated += len(fresh)
             if finish is not None:
                 self.admission.forecast.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)

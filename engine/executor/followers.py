@@ -14,6 +14,7 @@ class Row(Protocol):
     """What decides which token one sequence may sample next."""
 
     error: str  # why it allows none; empty: it does
+    forced: Sequence[int]  # the tokens that must follow the one taken in last, where it found out about them then
 
     def take(self, token: int) -> None:
         """Take in the token that the sequence has sampled."""
@@ -40,3 +41,8 @@ def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, s
     for follower in followers:
         follower.row.take(tokens[follower.at])
     return {follower.slot: follower.row.error for follower in followers if follower.row.error}
+
+
+def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
+    """Return the tokens that must follow what each slot sampled, where there are some, after `advance`."""
+    return {follower.slot: list(follower.row.forced) for follower in followers if follower.row.forced}
