@@ -1,7 +1,7 @@
 """Forced tokens: tokens that are known before a step samples them, because a grammar allows no others (jump-forward).
 
-A result may name tokens that must follow the sampled one (`StepResult.forced`).  They join the known tokens at once.  So
-`known - computed` of a decoding sequence exceeds 1, and the next plan computes all of them in one slice: a jump.
+A result may name tokens that must follow the sampled one (`StepResult.forced`).  They join the known tokens at once.
+So `known - computed` of a decoding sequence exceeds 1, and the next plan computes all of them in one slice: a jump.
 
     tokens     0 ......... computed | t | f1 f2 f3         result of step 7: slot 3 sampled t, forced [f1 f2 f3]
     plan 8                          [t   f1 f2 f3] ──> samples what follows f3; four tokens in one step
@@ -24,8 +24,10 @@ from engine.core.blocks import AccountingError
 from engine.core.limits import Totals
 from engine.core.sequence import Sequence, State
 
-# A jump turns a decode step into one with a slice, so it has to save more than one step.
-FEWEST = 3  # tokens of a jump, the one sampled last included
+# Fewest tokens of a jump, the one sampled last included.  A jump turns a decode step into one with a slice, so it has
+# to save two steps.  5 answers of 96 tokens by SmolLM2-135M, of the schemas of `python -m engine.tools structured`,
+# took 478 steps without jumps, and 421, 430, 436 and 463 with a FEWEST of 2, 3, 4 and 6.
+FEWEST = 3
 
 
 class ForcedTokens:

@@ -103,8 +103,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
     impossible: dict[int, str] = {}  # by slot: its request's own settings leave no token; what it computed is sound
-    # By slot: the tokens that must follow the sampled one, because its grammar allows no others.  A slot that samples them
-    # one by one gets the same ones.
+    # By slot: the tokens that must follow the sampled one, because its grammar allows no others.  A slot that samples
+    # them one by one gets the same ones.
     forced: dict[int, list[int]] = {}
     # By slot, for slices with `candidates`: (token ids, log-probabilities of the raw logits), likeliest first; float32.
     candidates: dict[int, tuple[list[int], list[float]]] = {}

@@ -89,10 +89,10 @@ class PlanBuilder:
         return self._decoding - before
 
     def jump(self, budget: int) -> int:
-        """Let decoding sequences compute their forced tokens at once (forced.py), in at most half of the `budget` tokens.
+        """Let decoding sequences compute their forced tokens at once (forced.py), in at most half of `budget` tokens.
 
-        A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes as ever.  Returns the
-        tokens in addition to the one that each of them computes in any case."""
+        A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes as ever.  Returns
+        the tokens in addition to the one that each of them computes in any case."""
         left = budget // 2
         for seq in self._forced.ready(self._step):
             start = seq.computed_before(self._step)

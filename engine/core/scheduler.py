@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.core.accounting import Auditor
-from engine.core.batch import Batch
+from engine.core.batch import Batch, IssuedPlan
 from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
 from engine.core.forced import ForcedTokens
@@ -193,19 +193,10 @@ class Scheduler:
         """Take a step's tokens: append them, seal blocks that became full, end what met a stop token or its length.
 
         Results arrive in the order of their plans.  Raises AccountingError when one is missing."""
-        issued = self.batch.commit(result.step)
-        if result.step_s and not issued.swaps:
-            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
-        if result.swap_s:
-            self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
-        occupants, deltas, block_size, generated = (
-            self.batch.slots.occupants,
-            self.report.deltas,
-            self.pool.block_size,
-            0,
-        )
+        self._record_times(result, self.batch.commit(result.step))
         self._end_failed(result)
-        step, forced = result.step, result.forced
+        occupants, deltas, block_size = self.batch.slots.occupants, self.report.deltas, self.pool.block_size
+        step, forced, generated = result.step, result.forced, 0
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
             # It ended while this step ran, or has jumped: then the token is known, and the jump has sealed its blocks.
@@ -220,13 +211,11 @@ class Scheduler:
             else:
                 tokens.append(token)
                 fresh = [token]
-            known = len(tokens)
+            known, finish = len(tokens), None
             if (last := fresh[-1]) in seq.stops:
                 finish = Finish("stop", last)
             elif known == seq.limit:
                 finish = Finish("length")
-            else:
-                finish = None
             request = seq.request
             first = known - len(fresh) - len(request.token_ids)
             if first == 0:
@@ -337,6 +326,13 @@ class Scheduler:
                 self._cut_short(seq, Finish("length"))
             elif seq not in fresh:
                 self.waiting.add(seq)
+
+    def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
+        """Tell the step cost model what a step took."""
+        if result.step_s and not issued.swaps:
+            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
+        if result.swap_s:
+            self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
 
     def _end_failed(self, result: StepResult) -> None:
         """Take a step's prompt logprobs, then end the requests that could not sample."""

@@ -155,12 +155,11 @@ class ScriptedExecutor:
             tokens.append(self.token(sampler, position))
             self._decoding[slot] = sampler, position + 1
         constraints = self._constraints
-        impossible, forced = {}, {}
+        impossible: dict[int, str] = {}
+        forced: dict[int, list[int]] = {}
         if constraints and constraints.active:
             impossible, forced = self._constrain(constraints, slots, tokens)
-        return StepResult(
-            plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible, forced=forced
-        )
+        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible, forced=forced)
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
         self._decoding[slot] = sampler, position

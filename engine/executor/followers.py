@@ -14,7 +14,10 @@ class Row(Protocol):
     """What decides which token one sequence may sample next."""
 
     error: str  # why it allows none; empty: it does
-    forced: Sequence[int]  # the tokens that must follow the one taken in last, where it found out about them then
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The tokens that must follow the one taken in last, where that was when they were found."""
 
     def take(self, token: int) -> None:
         """Take in the token that the sequence has sampled."""

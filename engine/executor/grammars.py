@@ -7,8 +7,8 @@ On a GPU the model of step N+1 is launched before step N is collected.  Then mat
 and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
 followed a grammar when it was launched (followers.py).
 
-A matcher takes in tokens that the grammar forces as soon as they are known.  The mask then allows only the next of them,
-whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
+A matcher takes in tokens that the grammar forces as soon as they are known.  The mask then allows only the next of
+them, whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
 
     tokens     { "name" : | " J o             the matcher has taken in `{ "name` when `{` is sampled:
                  ~~~~~~ forced                forced [`"name`], and nothing behind it: a blank may follow, or `":`
@@ -16,8 +16,8 @@ whether the scheduler jumps over them or lets them be sampled one by one (engine
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
 
-Masks and forced tokens are functions of the grammar and of the tokens emitted so far.  So a sequence that resumes, after a preemption
-or on another engine, gets the same masks, and with them the same tokens.
+Masks and forced tokens are functions of the grammar and of the tokens emitted so far.  So a sequence that resumes,
+after a preemption or on another engine, gets the same masks, and with them the same tokens.
 
 llguidance does the work: https://github.com/guidance-ai/llguidance.  Its matchers never raise.  One that fails stays
 failed and allows only end tokens.  Here such a slot allows nothing, so that its request ends with an error.
@@ -114,18 +114,18 @@ class _Row:
 
     def look_ahead(self) -> None:
         """Take in the tokens that are forced next, unless some are ahead."""
-        if not self.jumps or self.ahead:
+        matcher = self.matcher
+        if matcher is None or not self.jumps or self.ahead:
             return
-        while self.ahead < MOST_FORCED and (token := self._forced_next()) >= 0:
-            self.matcher.consume_token(token)
+        while self.ahead < MOST_FORCED and (token := self._forced_next(matcher)) >= 0:
+            matcher.consume_token(token)
             self.taken.append(token)
             self.ahead += 1
         self.reported = not self.ahead
 
-    def _forced_next(self) -> int:
+    def _forced_next(self, matcher: llguidance.LLMatcher) -> int:
         """Return the only token that the grammar allows next; -1: it allows several, or none."""
-        matcher = self.matcher
-        if matcher is None or self.taken[-1:] == [self.end]:
+        if self.taken[-1:] == [self.end]:
             return -1
         if forced := matcher.compute_ff_tokens():
             return forced[0]

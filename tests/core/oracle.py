@@ -165,7 +165,7 @@ class OracleExecutor:
         """Write the step's tokens to the cache.  Returns where each slot's sequence ends now."""
         for piece in plan.slices:  # a jump: the slot computes its slice instead of the one token
             if piece.slot in self.decoding:
-                sampler, position, token = self.decoding.pop(piece.slot)
+                _, position, token = self.decoding.pop(piece.slot)
                 assert piece.sampler is not None
                 assert (piece.start, piece.token_ids[0]) == (position, token)
                 history = [*self.context(piece.slot, piece.start), *piece.token_ids]

@@ -18,7 +18,7 @@ def answer(seed: int, new: int = 60, *, index: int = 0, ignore_eos: bool = True)
 
 
 def foreseen_seed(position: int, least: int) -> int:
-    """A seed for which the oracle foresees at least so many tokens behind the one at an output position, none before."""
+    """A seed for which the oracle foresees so many tokens behind the one at an output position, none before."""
     for seed in range(20_000):
         said = PROMPT + answer(seed, position + 1)
         runs = [foreseen(said[: len(PROMPT) + at + 1]) for at in range(position + 1)]

@@ -53,15 +53,14 @@ ORDER = record(
     delivery_address=record(street_and_house={"type": "string", "maxLength": 4}, is_a_business={"type": "boolean"}),
     payment_method={"enum": ["invoice by mail", "invoice by letter", "credit card"]},
 )
-SCHEMAS = {
+SCHEMAS: dict[str, dict[str, Any]] = {
     "record": ORDER,
     "list": {"type": "array", "items": record(temperature_c={"enum": [20, 21]}), "minItems": 2, "maxItems": 3},
     "constant": {"const": {"a constant": ["that", "is", "forced", "from its", "beginning to its end"]}},
     "union": {"anyOf": [record(first_kind={"const": "one"}), record(second_kind={"const": "two"})]},
 }
-GREEDY: dict[str, Any] = {"temperature": 0.0}
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
+    "greedy": {"temperature": 0.0},
     "seeded": {"seed": 11},
     "hot": {"seed": 12, "temperature": 2.0, "top_k": 40, "top_p": 0.9},
     "penalties": {"seed": 13, "presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3},
@@ -199,12 +198,12 @@ def test_a_forced_token_that_another_setting_forbids_is_not_jumped(llm: LLM, fie
     found = Grammars(Path(llm.config.model), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((1, VOCAB // 32), np.int32))
     at = next(at for at in range(1, len(whole)) if len(forced_behind(found, grammar, whole[:at])) > 3)
     forbidden = whole[at + 2]
-    how: dict[str, Any] = {
+    fields: dict[str, dict[str, Any]] = {
         "bad_words": {"bad_words": [whole[at : at + 3]]},
         "allowed_token_ids": {"allowed_token_ids": [token for token in range(VOCAB) if token != forbidden]},
         "logit_bias": {"logit_bias": [(forbidden, -math.inf)]},
-    }[field]
-    jumping, plain = both(llm, asked(grammar, **how))
+    }
+    jumping, plain = both(llm, asked(grammar, **fields[field]))
     assert jumping.answers == plain.answers
     assert jumping.outputs[0].finish_reason == "error"
     assert "no token is possible" in jumping.outputs[0].message
@@ -372,12 +371,13 @@ def test_the_scripted_executor_jumps_with_two_steps_in_flight(checkpoint: Callab
 
 @pytest.mark.gpu
 def test_jumps_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
-    """Step N+1 is in flight when result N names forced tokens.  Logits depend on the rows of a step there, so tokens are
-    compared with what the grammar allows, and the answers that are forced as a whole exactly."""
+    """Step N+1 is in flight when result N names forced tokens.  Logits depend on the rows of a step there.
+
+    So answers are compared with their schemas, and those that are forced as a whole are compared exactly."""
     llm = LLM(str(checkpoint("llama")), device="cuda", dtype="bfloat16", kv_blocks=256)
     jumping, plain = both(llm, asked(regex("(a|b)nd this is what follows it to the end")))
     assert jumping.answers == plain.answers
-    assert 0 < jumping.jumped
+    assert jumping.jumped > 0
     assert jumping.steps < plain.steps
     wanted = [asked(schema(SCHEMAS[name]), seed=seed) for seed in range(8) for name in SCHEMAS]
     found = llm.generate([PROMPT] * len(wanted), wanted, max_new_tokens=300)
