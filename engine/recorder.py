@@ -76,7 +76,9 @@ class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     orders: list[Arrival | Abort | ResetPrefixCache] = []  # taken in before the plan
     stalled: bool = False  # no plan was made: the outbox was full
     failed: bool = False  # the steps in flight were lost
-    result: StepResult | None = None  # of the step that was collected, without rows, tokens and texts; of forced tokens their number
+    result: StepResult | None = (
+        None  # of the step that was collected, without rows, tokens and texts; of forced tokens their number
+    )
     plan: int = 0  # checksum of the plan; 0: none
     events: list[Entry] = []
     blocks: list[bytes] = []  # for each "ended" in `events`: DIGEST bytes of each full block, in order

@@ -124,7 +124,7 @@ class Batch:
         return sorted(self._due.pop(step, ()), key=lambda s: s.rank)
 
     def pause(self, seq: Sequence) -> None:
-        """Take the slot, leave the blocks.  All known tokens are computed, except the one sampled last."""
+        """Take the slot, leave the blocks.  All known tokens are computed but the one sampled last and forced ones."""
         self.remove(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += seq.greatest_blocks(self._block_size)

@@ -59,9 +59,10 @@ LIMITS = llguidance.LLParserLimits(
 # A mask takes about 30 us.  For this many it is worth a thread, which runs while the model computes.
 THREADED = 4
 FAILED = "the grammar cannot be followed any further"
-# Forced tokens that are looked for at a time.  llguidance finds all of them with each question, and a question is asked
-# for each token, so that the tokens are those of the masks that it would write.
-MOST_FORCED = 64
+# llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
+# write.  Each answer has all that are left and takes 2 us a token.  So this bounds the tokens of all answers of a step:
+# a run of up to 63 tokens is found as a whole, a longer one in parts.
+MOST_FOUND = 2048
 
 
 class GrammarError(Exception):
@@ -117,19 +118,21 @@ class _Row:
         matcher = self.matcher
         if matcher is None or not self.jumps or self.ahead:
             return
-        while self.ahead < MOST_FORCED and (token := self._forced_next(matcher)) >= 0:
-            matcher.consume_token(token)
-            self.taken.append(token)
+        found = 0
+        while found < MOST_FOUND and (forced := self._forced_next(matcher)):
+            matcher.consume_token(forced[0])
+            self.taken.append(forced[0])
             self.ahead += 1
+            found += len(forced)
         self.reported = not self.ahead
 
-    def _forced_next(self, matcher: llguidance.LLMatcher) -> int:
-        """Return the only token that the grammar allows next; -1: it allows several, or none."""
+    def _forced_next(self, matcher: llguidance.LLMatcher) -> list[int]:
+        """Return the tokens that the grammar forces now; empty: it allows several, or none."""
         if self.taken[-1:] == [self.end]:
-            return -1
+            return []
         if forced := matcher.compute_ff_tokens():
-            return forced[0]
-        return self.end if matcher.is_stopped() and matcher.is_accepting() else -1
+            return forced
+        return [self.end] if self.end >= 0 and matcher.is_stopped() and matcher.is_accepting() else []
 
 
 def follows(row: _Row, grammar: str, emitted: list[int]) -> bool:

@@ -186,8 +186,7 @@ async def test_a_killed_engine_continues_every_stream(served: Served, client: ai
     last = {**bodies()[0], "stop": stop}
     undisturbed.append(await Answer(last).read(client, served.url))
     assert undisturbed[-1].ends == [("stop", stop)]
-    assert [len(said) for said in undisturbed[6].tokens] == [600, 600]
-    assert all(said.count("the_name_of_this_entry") > 10 for said in undisturbed[6].texts)
+    assert all(said.count("the_name_of_this_entry") > 4 for said in undisturbed[6].texts)
 
     answers = [Answer(body) for body in [*bodies(), last]]
     reading = begin(answers, client, served.url)
