@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -49,7 +50,7 @@ class BusThread:
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None where no metrics are served."""
-        self.relieved = self.queued = False  # see Inbox
+        self.relieved, self.queued = False, 0  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -235,14 +236,15 @@ class BusThread:
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
         """Send what has gathered, claim what fits, pass the reply to the loop."""
         deltas, finished, count = self._gather()
-        load, room_tokens, room_requests = self._room(report)
+        load, room_tokens, room_requests, claim_tokens = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group, load)) for gateway, group in deltas.items()]
         began = time.monotonic()
-        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, self._prefix_report(report))
+        prefixes = self._prefix_report(report)
+        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, prefixes, claim_tokens)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
         self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
-        self.queued = bus.queue_share > 0
+        self.queued = math.ceil(bus.queue_share)
         self.pool.wanted = bus.watched
         self._telemetry.clock_skew_s = bus.clock.skew_s
         self._sent += count
@@ -268,8 +270,9 @@ class BusThread:
             deltas = {gateway: merged(group) for gateway, group in deltas.items()}
         return deltas, finished, count
 
-    def _room(self, report: Report) -> tuple[EngineLoad, int, int]:
-        """Return the load, prompt tokens and requests to offer: the report's, less the claims made after it."""
+    def _room(self, report: Report) -> tuple[EngineLoad, int, int, int]:
+        """Return load, prompt tokens and requests to offer, and prompt tokens to claim at once: the report's, less the
+        claims made after it."""
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
         taken = sum(tokens for _, tokens in self._claimed)
@@ -277,8 +280,9 @@ class BusThread:
         if taken:
             load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
         if self._died:  # the report was made before
-            return msgspec.structs.replace(load, yield_tokens=0), 0, 0
-        return load, max(0, report.room_tokens - taken), max(0, report.room_requests - len(self._claimed))
+            return msgspec.structs.replace(load, yield_tokens=0), 0, 0, 0
+        room_tokens, claim_tokens = max(0, report.room_tokens - taken), max(0, report.claim_tokens - taken)
+        return load, room_tokens, max(0, report.room_requests - len(self._claimed)), claim_tokens
 
     def _prefix_report(self, report: Report) -> PrefixReport | None:
         """Return what the prefix cache gained and lost since the last exchange; None if this engine publishes none."""

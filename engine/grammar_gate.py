@@ -30,8 +30,8 @@ class GrammarGate:
         return self._inbox.relieved
 
     @property
-    def queued(self) -> bool:
-        """Whether more requests wait than this engine has taken."""
+    def queued(self) -> int:
+        """Requests that wait in the shared queue, this engine's share of them."""
         return self._inbox.queued
 
     def drain(self, wait_s: float) -> list[Order]:

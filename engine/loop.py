@@ -138,6 +138,7 @@ class Engine:
     def _accept(self, wait_s: float) -> TurnRecord:
         """Pass the orders that have arrived to the scheduler."""
         orders = self._inbox.drain(wait_s)
+        self.core.claims.queued = self._inbox.queued
         now = time.monotonic()
         for order in orders:
             apply_order(self.core, order)
@@ -152,6 +153,7 @@ class Engine:
             unix_ms=steady_ms(),
             was_idle=self._idle,
             orders=orders,
+            queued=self.core.claims.queued,
             totals=self.core.report.totals,
             canary=self.canary.counts,
             count_wasted_slots=self.core.wasted_positions,
@@ -197,11 +199,13 @@ class Engine:
         core, now = self.core, time.monotonic()
         record.draining = self.draining
         room_tokens, room_requests = (0, 0) if record.draining else core.room()
-        record.load = self._load.describe(core, now, draining=record.draining, queued=self._inbox.queued)
+        claim_tokens = core.claimable() if room_tokens else 0
+        record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0)
         record.outputs = core.outputs()
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running))
-        report = Report(record.load, room_tokens, room_requests, self._accepted, self._dropped, costs)
+        counts = self._accepted, self._dropped
+        report = Report(record.load, room_tokens, room_requests, *counts, costs, claim_tokens)
         self._outbox.put(record.outputs, report)
         if self._behind_since and not core.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0

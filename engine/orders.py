@@ -16,6 +16,7 @@ from engine.core.limits import Outputs
 from engine.core.scheduler import Scheduler
 from engine.wire.clock import RedisClock
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate
+from engine.wire.records import ANY_TOKENS
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class Inbox(Protocol):
     """Where orders come from."""
 
     relieved: bool  # another engine can take over every request of this one
-    queued: bool  # more requests wait than this engine has taken
+    queued: int  # requests that wait in the shared queue, this engine's share of them
 
     def drain(self, wait_s: float) -> Sequence[Order]:
         """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
@@ -58,6 +59,9 @@ class Report(msgspec.Struct, frozen=True):
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
     costs: StepCosts = StepCosts()
+    claim_tokens: int = (
+        ANY_TOKENS  # of room_tokens, how many to claim at once; the prompt that exceeds them is the last
+    )
 
 
 class Outbox(Protocol):
@@ -74,7 +78,8 @@ class Outbox(Protocol):
 class LocalBox:
     """Inbox and outbox in memory, for a caller in the same process."""
 
-    relieved = full = queued = False
+    relieved = full = False
+    queued = 0
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
         self.orders: list[Order] = []  # the caller appends, the engine takes

@@ -29,7 +29,7 @@ from engine.request_log import digest
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Abort, Generate, Sampling
 
-VERSION = 3
+VERSION = 4
 DIGEST = 8  # bytes kept of a block's digest
 STOP = 0  # stands for every token that ends an output
 PRIVATE = ("model", "served_name", "redis_url", "namespace", "engine_id", "kernels", "flight_log", "request_log")
@@ -75,6 +75,7 @@ class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     now_ms: int  # unix time the plan was made for
     orders: list[Arrival | Abort | ResetPrefixCache] = []  # taken in before the plan
     stalled: bool = False  # no plan was made: the outbox was full
+    queued: int = 0  # requests that waited in the shared queue, this engine's share of them
     failed: bool = False  # the steps in flight were lost
     result: StepResult | None = (
         None  # of the step that was collected, without rows, tokens and texts; of forced tokens their number
@@ -137,6 +138,7 @@ def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
             for order in record.orders
         ],
         record.stalled,
+        record.queued,
         record.failed,
         result,
         _checksum(record.plan),

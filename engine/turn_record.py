@@ -26,6 +26,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     unix_ms: int  # unix time at marks[0], on this process's clock
     was_idle: bool  # no request was here after the turn before
     orders: list[Order]  # as the inbox gave them
+    queued: int = 0  # requests that waited in the shared queue, this engine's share of them
     now_ms: int = 0  # unix time the plan was made for
     stalled: bool = False  # no plan was made, because the outbox was full
     plan: StepPlan | None = None  # the step that was submitted

@@ -54,10 +54,12 @@ class Cost(msgspec.Struct, frozen=True):
 
     @property
     def size_class(self) -> int:
-        """The power of two of its tokens that are certain: prompts, and outputs up to their least length.
+        """The power of two of its tokens that are certain, in quarters: prompts, and outputs up to their least length.
 
         Smaller classes start first within the on-time lane, so more requests start in time with the same blocks."""
-        return min(SIZE_CLASSES - 1, (self.prompt_tokens + self.continuations * self.least_tokens).bit_length())
+        tokens = max(1, self.prompt_tokens + self.continuations * self.least_tokens)
+        power = tokens.bit_length() - 1
+        return min(SIZE_CLASSES - 1, 4 * power + (4 * tokens >> power) - 4)
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from engine.wire.messages import FOREVER_MS, Abort, Generate, Sampling
 
 
 class Box:
-    relieved, queued = False, True
+    relieved, queued = False, 3
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
@@ -50,7 +50,7 @@ def test_a_request_waits_and_others_pass() -> None:
     assert gate.drain(0.0) == [slow]
     gate.drain(0.5)
     assert box.waits[-1] == 0.5
-    assert gate.queued
+    assert gate.queued == 3
     assert not gate.relieved
 
 

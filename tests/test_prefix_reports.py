@@ -202,7 +202,7 @@ class FakeSide:
         self.reports: list[PrefixReport | None] = []
 
     async def exchange(self, *words: Any) -> ExchangeReply:
-        self.reports.append(words[-1])
+        self.reports.append(words[5])
         if len(self.reports) > 1:
             return ExchangeReply([], [])
         request = Generate("a", "g", [1] * 1100, 1, Sampling(), 0)

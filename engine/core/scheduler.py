@@ -36,6 +36,7 @@ from engine.core.plan_builder import PlanBuilder
 from engine.core.plan_edits import PlanEdits
 from engine.core.policy.admission import admission_policy
 from engine.core.policy.allocation import allocation_policy
+from engine.core.policy.claims import Claims
 from engine.core.policy.fairness import Fairness
 from engine.core.policy.prompt_budget import prompt_budget
 from engine.core.policy.step_cost import StepCostModel
@@ -66,6 +67,7 @@ class Scheduler:
         self.swapping = Swapping(pool, host or HostPool(), self.step_cost, limits.preempt, limits.block_bytes)
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
+        self.claims = Claims(self.step_cost, self.batch, self.waiting)
         self.beams = BeamGroups(pool, self.batch, limits)
         self.forced = ForcedTokens(self.report.totals)
         self.isolation = Isolation()
@@ -108,6 +110,7 @@ class Scheduler:
         if not group:
             self.report.finish_request(request.id)
             return
+        self.claims.note(len(request.token_ids))
         self.requests.open(request, group)
         self.beams.open(request, group, {i for i, output in enumerate(outputs or ()) if output is None})
         if why := refusal(request, outputs, self.limits, room) or self.beams.refusal(request, group[0].limit):
@@ -181,7 +184,9 @@ class Scheduler:
         extra = builder.advance_beams()
         extra += builder.jump(self.limits.step_tokens - batch.decoding - extra)
         started = list(batch.prefilling)
-        budget = prompt_budget(self.limits, self.step_cost, batch, len(self.waiting), self.requests.behind)
+        budget = self._prompt_budget()
+        if budget > 0:  # else this step only measures
+            self.admission.forecast.step_tokens = budget
         builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - extra))
         builder.continue_prompts(started)
         builder.resume_paused()
@@ -281,6 +286,12 @@ class Scheduler:
             return 0, 0
         return max(0, self.admission.free_blocks(self.waiting)) * self.pool.block_size, max(0, slots)
 
+    def claimable(self) -> int:
+        """Prompt tokens to claim at once from the shared queue, of those that `room` has: what the next steps compute.
+
+        The prompt that exceeds them is still claimed.  0: claim none now."""
+        return self.claims.at_once(self._prompt_budget())
+
     def yielding(self) -> tuple[list[str], int]:
         """(tenants that hold their share or more, prompt tokens of others that could start because sequences of these
         tenants would be preempted for fairness).  A few steps old when many sequences run."""
@@ -311,6 +322,14 @@ class Scheduler:
     def shared_fraction(self) -> float:
         """1 - blocks held / entries of all block tables; 0: nothing is shared.  O(sequences)."""
         return shared_fraction(self.live(), self.pool.total - self.pool.available)
+
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that the next step may have.  Requests count as waiting here if they were left in the shared
+        queue because others are computed first."""
+        waiting = len(self.waiting)
+        if self.claims.queued:
+            waiting += self.claims.fitting(self.room()[0])
+        return prompt_budget(self.limits, self.step_cost, self.batch, waiting, self.requests.behind)
 
     # -------------------------------------------------------------------------------------------------------- endings
 

@@ -25,6 +25,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -232,7 +233,9 @@ class _Engine:
         batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
         finished, self.finished, self.deltas = self.finished, [], []
         self.exchanges += 1
-        reply = await self.side.exchange(batches, finished, self.load, *self.core.room(), report)
+        room, claimable = self.core.room(), self.core.claimable()
+        reply = await self.side.exchange(batches, finished, self.load, *room, report, claimable)
+        self.core.claims.queued = math.ceil(self.side.queue_share)
         for request in reply.generates:
             claim = reply.claim(request.id)
             self.backlog.add(request.id, len(request.token_ids) - claim.held_tokens)

@@ -159,7 +159,7 @@ def replay(log: Log) -> tuple[int, Difference | None]:
                 box.orders.append(_order(number, order, found, config.block_size))
             else:
                 box.orders.append(order)
-        executor.turn, box.full = turn, turn.stalled
+        executor.turn, box.full, box.queued = turn, turn.stalled, turn.queued
         engine.turn()
         made = logged(latest.record, config.block_size, log.header.info.fingerprint)
         if (made.plan, made.events) != (turn.plan, turn.events):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import uuid
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from engine.wire.link import BusDown, Link
 from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
 from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.prefixes import PrefixReport, PublishedPrefixes
-from engine.wire.records import Claim, ExchangeReply
+from engine.wire.records import ANY_TOKENS, Claim, ExchangeReply
 from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
 RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
@@ -92,13 +93,15 @@ class EngineSide:
         room_tokens: int,
         room_requests: int,
         prefixes: PrefixReport | None = None,
+        claim_tokens: int = ANY_TOKENS,
     ) -> ExchangeReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Appends each (gateway, batch) to the gateway's stream and its tokens to the log, and charges the tenants for
         them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
-        first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  One claim is at most a fair share:
-        the whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
+        first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  The prompt that exceeds
+        `claim_tokens` is the last one; those held as prefixes do not count.  One claim is at most a fair share: the
+        whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
         ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
         a batch.
 
@@ -114,18 +117,13 @@ class EngineSide:
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
-        while (reply := await self._send(batches, finished, load, room_tokens, room_requests, prefixes)) is None:
+        room = room_tokens, room_requests, claim_tokens
+        while (reply := await self._send(batches, finished, load, room, prefixes)) is None:
             prefixes = msgspec.structs.replace(prefixes, added=[], removed=[]) if prefixes is not None else None
             self._prefixes.start_afresh()
             gone = set(await self._rejoin(load))
             reassigned += gone
-            batches = [
-                (
-                    gateway,
-                    msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id not in gone]),
-                )
-                for gateway, batch in batches
-            ]
+            batches = [(gateway, _without(batch, gone)) for gateway, batch in batches]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
         works, orders, queued, engines, _, watched, retry_ms = reply
@@ -166,8 +164,7 @@ class EngineSide:
         batches: list[tuple[str, TokenBatch]],
         finished: list[str],
         load: EngineLoad,
-        room_tokens: int,
-        room_requests: int,
+        room: tuple[int, int, int],
         prefixes: PrefixReport | None,
     ) -> Any:
         """Run one exchange under a sequence number of its own; return Redis' reply, None if it was refused."""
@@ -192,8 +189,7 @@ class EngineSide:
                 self._epoch,
                 self._lease_ms,
                 self._encode(load),
-                room_tokens,
-                room_requests,
+                *room,
                 self._encode(finished),
                 self._encode(produced),
                 self._encode(logged.pieces),
@@ -319,3 +315,8 @@ class EngineSide:
         # A new subscription is cheaper than finding out what a half-broken one still receives.
         await self._bell.aclose()  # type: ignore[no-untyped-call]
         await self._bell.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")
+
+
+def _without(batch: TokenBatch, ids: Container[str]) -> TokenBatch:
+    """Return a batch without the deltas of these requests."""
+    return msgspec.structs.replace(batch, deltas=[delta for delta in batch.deltas if delta.id not in ids])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from engine.executor import ops
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.system.processes import ROOT, Process, ending
 from tests.system.stack import free_port
+from tests.system.tls import behind_tls, self_signed, url_of
 
 pytestmark = pytest.mark.system
 PATIENCE_S = 200.0
@@ -45,16 +47,28 @@ sys.addaudithook(note)
 """
 
 
-# Secrets that a file of values expects in the cluster.
-GIVEN = {("redis", "secret"): "hush"}
+# Secrets that a file of values expects in the cluster, as (name, key).
+GIVEN = {
+    ("redis", "secret"): "hush",
+    ("keys", "api-keys"): "a-key",
+    ("tenants", "tenants.toml"): f'[ours]\nweight = 2.0\nkey_sha256 = ["{hashlib.sha256(b"their-key").hexdigest()}"]\n',
+    ("hub", "token"): "no-hub-is-asked",
+}
 
 
 class Node:
     """Runs pods' containers as processes: paths below `folder` instead of /, ports of its own instead of theirs."""
 
-    def __init__(self, folder: Path, manifests: list[Manifest], *, pod: str = "0") -> None:
-        """`pod`: the end of the pods' names."""
-        self.folder, self._pod = folder, pod
+    def __init__(
+        self,
+        folder: Path,
+        manifests: list[Manifest],
+        *,
+        pod: str = "0",
+        secrets: dict[tuple[str, str], str] | None = None,
+    ) -> None:
+        """`pod`: the end of the pods' names.  `secrets`: further ones of the cluster, as GIVEN."""
+        self.folder, self._pod, self._secrets = folder, pod, GIVEN | (secrets or {})
         self.manifests = manifests
         self.pods = pods(manifests)
         self.ports = {name: free_port() for name in ("http", "metrics", "gateway-metrics", "redis")}
@@ -75,6 +89,10 @@ class Node:
         """A mounted path as it is on this machine."""
         return re.sub(r"^/(?=(tmp|var/cache/quire|data|etc/quire)(/|$))", f"{self.folder}/", text)
 
+    def here_in(self, secret: str) -> str:
+        """A secret with the mounted path of a certificate as it is on this machine."""
+        return secret.replace("=/etc/quire/", f"={self.folder}/etc/quire/")
+
     def environment(self, component: str, container: Manifest) -> dict[str, str]:
         """As the kubelet makes it: secrets and fields looked up, $(NAMES) replaced; names of Services resolved."""
         found: dict[str, str] = {}
@@ -91,14 +109,17 @@ class Node:
     def _mount_secrets(self, pod_spec: Manifest) -> None:
         volumes = {volume["name"]: volume.get("secret") for volume in pod_spec.get("volumes", [])}
         for mount in pod_spec["containers"][0].get("volumeMounts", []):
-            for item in (volumes.get(mount["name"]) or {}).get("items", []):
+            if not (source := volumes.get(mount["name"])):
+                continue
+            every = [{"key": key, "path": key} for name, key in self._secrets if name == source["secretName"]]
+            for item in source.get("items", every):
                 path = Path(self.here(mount["mountPath"])) / item["path"]
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(self._secret(volumes[mount["name"]]["secretName"], item["key"]))
+                path.write_text(self._secret(source["secretName"], item["key"]))
 
     def _secret(self, name: str, key: str) -> str:
-        if (given := GIVEN.get((name, key))) is not None:
-            return given
+        if (given := self._secrets.get((name, key))) is not None:
+            return self.here_in(given)
         secret = only(self.manifests, "Secret", name)
         return secret.get("stringData", {}).get(key) or base64.b64decode(secret["data"][key]).decode()
 
@@ -188,7 +209,7 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
     small |= {"kv_dtype": "auto", "max_seqs": 32}
     engine = changes.setdefault("engine", {})
     engine["config"] = engine.get("config", {}) | small
-    changes["apiKeys"] = {"keys": ["a-key"]}
+    changes.setdefault("apiKeys", {"keys": ["a-key"]})
     # The chart makes up a password and, in a cluster, finds it again in the next release.
     changes.setdefault("redis", {}).setdefault("bundled", {})["passwordSecret"] = {"name": "redis", "key": "secret"}
     return changes
@@ -196,25 +217,30 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def released(node: Node, kernels: Path) -> Iterator[tuple[Process, Process]]:
-    """Run a whole release: Redis, then one engine and one gateway, ready.  Ends what still runs of it."""
+    """Run a whole release: its Redis, then one engine and one gateway, ready.  Ends what still runs of it."""
+    with bundled_redis(node) if "redis" in node.pods else nullcontext(), ending([]) as processes:
+        gateway = node.start("gateway")
+        processes.append(gateway)
+        wait(lambda: node.probe("gateway", "startup"), gateway)
+        assert node.probe("gateway", "liveness")
+        assert not node.probe("gateway", "readiness")  # no model is loaded yet
+        assert not node.probe("engine", "startup")
+        engine = start_engine(node, kernels)
+        processes.append(engine)
+        wait(lambda: node.probe("gateway", "readiness"), engine, gateway)
+        yield engine, gateway
+
+
+@contextmanager
+def bundled_redis(node: Node) -> Iterator[None]:
     redis = node.start_redis()
-    with ending([]) as processes:
-        try:
-            wait(lambda: node.probe("redis", "startup"))
-            assert node.probe("redis", "readiness")
-            gateway = node.start("gateway")
-            processes.append(gateway)
-            wait(lambda: node.probe("gateway", "startup"), gateway)
-            assert node.probe("gateway", "liveness")
-            assert not node.probe("gateway", "readiness")  # no model is loaded yet
-            assert not node.probe("engine", "startup")
-            engine = start_engine(node, kernels)
-            processes.append(engine)
-            wait(lambda: node.probe("gateway", "readiness"), engine, gateway)
-            yield engine, gateway
-        finally:
-            redis.send_signal(signal.SIGTERM)
-            assert redis.wait(30) == 0
+    try:
+        wait(lambda: node.probe("redis", "startup"))
+        assert node.probe("redis", "readiness")
+        yield
+    finally:
+        redis.send_signal(signal.SIGTERM)
+        assert redis.wait(30) == 0
 
 
 def start_engine(node: Node, kernels: Path) -> Process:
@@ -253,11 +279,29 @@ def test_an_upgrade_cuts_no_answer(name: str, tmp_path: Path, checkpoint: Callab
     """`helm upgrade` with other options: new pods become ready, old ones get SIGTERM while they answer.
 
     The old engine hands a stream over to the new one, and the old gateway passes it on to its end."""
+    check_upgrade(name, tmp_path, checkpoint("llama"), {})
+
+
+@pytest.mark.timeout(400)
+def test_an_upgrade_on_a_managed_redis_cuts_no_answer(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    """Its URL, certificate, the clients' keys and the tenants are secrets of the cluster."""
+    certificate = self_signed(tmp_path)
+    with behind_tls(certificate) as proxy:
+        secrets = {
+            ("redis-url", "url"): url_of(proxy, Path("/etc/quire/redis-tls/ca.crt")),
+            ("redis-ca", "ca.crt"): certificate[0].read_text(),
+        }
+        check_upgrade("external-redis", tmp_path, checkpoint("llama"), secrets)
+        assert proxy.connections >= 8  # two engines and two gateways
+
+
+def check_upgrade(name: str, folder: Path, model: Path, secrets: dict[tuple[str, str], str]) -> None:
+    """Upgrade a release with one of the files of values while it answers."""
     kernels = ops.build(ops.default_directory())
-    changes = runnable(name, checkpoint("llama"))
-    old = Node(tmp_path / "old", rendered(changes))
+    changes = runnable(name, model)
+    old = Node(folder / "old", rendered(changes), secrets=secrets)
     changes["engine"]["config"] |= {"max_seqs": 16, "kv_blocks": 200}
-    new = Node(tmp_path / "new", rendered(changes), pod="1")
+    new = Node(folder / "new", rendered(changes), pod="1", secrets=secrets)
     new.ports["redis"] = old.ports["redis"]
     with released(old, kernels) as (engine, gateway), ending([]) as processes, ThreadPoolExecutor(1) as client:
         assert helm_test(old).returncode == 0

@@ -78,7 +78,7 @@ class Ends(ScriptedExecutor):
 class Box:
     """Inbox and outbox, at times full; the clock moves 7 ms a turn."""
 
-    relieved = queued = False
+    relieved, queued = False, 0
 
     def __init__(self) -> None:
         self.full = False
@@ -101,7 +101,7 @@ def fly(
     """Random requests, with shared prefixes, follow-ups on answers, siblings, aborts, deadlines and lost steps.
 
     `resets`: part of the turns that empty the prefix cache."""
-    rng, others = random.Random(seed), random.Random(f"resets {seed}")
+    rng, others, queue = random.Random(seed), random.Random(f"resets {seed}"), random.Random(f"queue {seed}")
     first = rng.randrange(20, 90)  # then some in a row, so that suspects are isolated
     executor = Ends(config.kv_blocks, seed, frozenset(range(first, first + 8) if seed % 3 == 0 else ()))
     box = Box()
@@ -135,7 +135,7 @@ def fly(
             box.orders.append(Abort(victim, rng.random() < 0.3, rng.choice([-1, 0, 1])))
         if others.random() < resets:
             box.orders.append(ResetPrefixCache())
-        box.full = rng.random() < 0.03
+        box.full, box.queued = rng.random() < 0.03, queue.choice([0, 0, 3, 100])
         engine.turn()
     flight.close()
     return engine
@@ -298,7 +298,7 @@ def test_a_record_cut_short_ends_the_log_and_another_file_is_refused(
     for data, complaint in (
         *((rubbish, "is no flight log") for rubbish in (b"", b"\n", b"\x00\xff\n", b'{"a": 1}\n' * 9, b"[]\n")),
         (older, "its version is 2"),
-        (b'{"flight_log":3}\n', "missing required field"),
+        (b'{"flight_log":4}\n', "missing required field"),
         (whole + b'{"orders":[]}\n', "missing required field"),
     ):
         path.write_bytes(data)

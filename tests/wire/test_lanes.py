@@ -243,3 +243,23 @@ async def test_a_tenant_keeps_its_counter_when_its_only_request_moves(bus: Bus) 
     fleet = await gateway.fleet()
     assert fleet.late.requests == 2
     assert fleet.tenants["quiet"].counter == before
+
+
+async def test_an_engine_claims_what_it_can_compute_soon_and_the_rest_stays_in_the_lanes(bus: Bus) -> None:
+    gateway, engine = await bus.gateway(), await bus.engine(late_share=0.0)
+    for name in ("a", "b", "c"):
+        await gateway.submit(generate(name, 10), bounds=within(1000))
+
+    async def claim(tokens: int) -> list[str]:
+        return ids(await engine.exchange([], [], load("e1"), 1000, 10, claim_tokens=tokens))
+
+    assert await claim(0) == []
+    assert await claim(11) == ["a", "b"]  # the one that exceeds it is the last one
+    # The room that is left is still offered, and a small request overtakes what was not claimed.
+    assert (await gateway.fleet()).room_tokens == 980
+    small = QueueBounds(target_ms=600_000, size_class=0)
+    await gateway.submit(generate("d", 500), bounds=QueueBounds(target_ms=600_000, size_class=2))
+    await gateway.submit(generate("e", 5), bounds=small)
+    assert await claim(1) == ["c"]
+    assert await claim(1) == ["e"]
+    assert await claim(1) == ["d"]  # however long it is

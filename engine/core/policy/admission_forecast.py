@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from engine.core.blocks import BlockPool
 from engine.core.policy.forecast import Demand, Held, LengthModel
 from engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, State
 
 # How sure the forecast is: standard deviations of a normal with the same quantile.  It chooses a point on the curve
 # in docs/notes/core.md.  With lengths known there are no preemptions at any caution.
@@ -29,6 +29,7 @@ class AdmissionForecast:
         self.lengths = LengthModel()  # of outputs, by tenant
         self.calibration = ForecastAccuracy()
         self.ask_again = 0  # the forecast refused; it is not asked again before this step
+        self.step_tokens = 1 << 62  # prompt tokens that a step may have
         self._pool, self._worst_case = pool, worst_case
         self._demand: Demand | None = None  # of the holders, while a plan is made
         self._rows = 0  # how many were summed up last
@@ -99,6 +100,7 @@ class AdmissionForecast:
 
     def _with(self, demand: Demand, seq: Sequence, hits: list[int], late: int) -> int:
         """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
+        late += self._later(demand, seq.known - len(hits) * self._pool.block_size)
         self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
         for sibling in seq.siblings:
             shared = -(-(seq.known + 1) // self._pool.block_size) - sibling.fork_blocks
@@ -111,9 +113,17 @@ class AdmissionForecast:
         self._rows = 0
         for seq, tokens, shared in self._parts(holders, step, common):
             self._rows += 1
-            self._expect(demand, seq, tokens, shared, late)
+            later = self._later(demand, seq.known - seq.computed) if seq.state is State.PREFILLING else 0
+            self._expect(demand, seq, tokens, shared, late + later)
         demand.hold(len(common))
         return demand
+
+    def _later(self, demand: Demand, to_compute: int) -> int:
+        """Steps by which a sequence ends later than if its prompt, and those before it, were computed in one step.
+
+        `to_compute`: prompt tokens that it still needs; they are added to those of the demand."""
+        demand.to_compute += to_compute
+        return max(0, demand.to_compute - 1) // self.step_tokens
 
     def _parts(self, holders: Iterable[Sequence], step: int, common: set[int]) -> Iterator[tuple[Sequence, int, int]]:
         """(sequence, tokens it holds, its first blocks that are shared) of each holder, and of the siblings that

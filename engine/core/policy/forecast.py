@@ -225,6 +225,7 @@ class Demand:
 
     def __init__(self, block_size: int, caution: float) -> None:
         """`caution`: the quantile, in standard deviations of a normal."""
+        self.to_compute = 0  # prompt tokens that its sequences have still to compute
         self._size = block_size
         self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks by which each sequence has grown
         self._caution = caution

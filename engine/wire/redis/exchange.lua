@@ -1,4 +1,5 @@
 -- One exchange of an engine: enter and send its tokens, end requests, claim requests, take orders, renew the lease.
+-- `claim_tokens`: prompt tokens to claim at once; the prompt that exceeds them is the last one.
 -- `finished`: ids.  `produced`: {tenant = output tokens}.  `pieces`: id, continuation, output position, tokens, ... of
 -- what goes into the logs; `tokens`: all of those, 4 bytes each.  `empties_tail`: '1' if the pieces leave nothing of
 -- the tail.  `late_share`: least share of the claimed prompt tokens that the late lane gets.
@@ -14,12 +15,13 @@
 --   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
-local room_tokens, room_requests, finished, produced, pieces = unpack(ARGV, 7, 11)
-local tokens, empties_tail, late_share, publishes, added, removed = unpack(ARGV, 12, 17)
-local token_us, step_us, backlog, extras = unpack(ARGV, 18, 21)
-local EXTRAS, BATCHES = 22, 22 + 3 * extras  -- where they begin in ARGV
+local room_tokens, room_requests, claim_tokens, finished, produced, pieces = unpack(ARGV, 7, 12)
+local tokens, empties_tail, late_share, publishes, added, removed = unpack(ARGV, 13, 18)
+local token_us, step_us, backlog, extras = unpack(ARGV, 19, 22)
+local EXTRAS, BATCHES = 23, 23 + 3 * extras  -- where they begin in ARGV
 local state, tail = P .. 'engine:' .. engine, P .. 'tail:' .. engine
 room_tokens, room_requests, late_share = tonumber(room_tokens), tonumber(room_requests), tonumber(late_share)
+claim_tokens = tonumber(claim_tokens)
 
 local function leaves_hole()  -- whether a piece begins beyond the end of its log
   for i = 1, #pieces, 4 do
@@ -114,6 +116,7 @@ local function claim(id, size, request)  -- returns whether there was room for i
   count_share(late_share, dequeue(id), size)
   hold(engine, id)
   local held = request and request.held > 0 and prefix_tokens(request.held) or 0
+  claim_tokens = claim_tokens - (size - held)
   claimed[#claimed + 1] = {id, held, request and request.passed and 1 or 0}
   return true
 end
@@ -129,7 +132,8 @@ local function claim_suspect()  -- returns whether this engine claims nothing el
 end
 
 -- All engines share a burst, whichever asks first: each exchange takes a fair part of what waits, and the next exchange
--- follows with the next step.  A request that does not fit ends the claim: smaller ones would keep it waiting.
+-- follows with the next step.  A request that does not fit ends the claim: smaller ones would keep it waiting.  So does
+-- one that exceeds `claim_tokens`: what this engine cannot compute yet stays in the lanes, in their order.
 --
 -- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
 -- Returns the ms after which the engine should ask again, 0 for no such time.
@@ -141,7 +145,7 @@ local function claim_share()
     me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog),
           windows = {}, passed = {on_time = {}, late = {}}}
   end
-  while #claimed < most do
+  while #claimed < most and claim_tokens > 0 do
     local lane, id, size, tenant = next_request(late_share, left)
     if not id or size > room_tokens then break end
     if not me then
@@ -178,7 +182,7 @@ local function claim_from_crowd()
   local report, crowd = cmsgpack.unpack(load), {}
   for _, tenant in ipairs(report.crowd or {}) do crowd[tenant] = true end
   room_tokens = report.yield_tokens or 0
-  while room_tokens > 0 do
+  while room_tokens > 0 and claim_tokens > 0 do
     local id, size = head('on_time', crowd)
     if not id then id, size = head('late', crowd) end
     if not id or size <= room(engine) or not claim(id, size) then break end
