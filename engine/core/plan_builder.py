@@ -88,13 +88,23 @@ class PlanBuilder:
             self._decoding += len(group.members)
         return self._decoding - before
 
-    def jump(self, budget: int) -> int:
-        """Let decoding sequences compute their forced tokens at once (forced.py), in at most half of `budget` tokens.
+    def jump(self, budget: int, free: int) -> int:
+        """Let decoding sequences compute their forced tokens at once (forced.py).
 
-        A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes as ever.  Returns
-        the tokens in addition to the one that each of them computes in any case."""
-        left = budget // 2
-        for seq in self._forced.ready(self._step):
+        `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
+        hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
+        is left to prompts.  A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes
+        as ever.  Returns the tokens in addition to the one that each of them computes in any case."""
+        ready = self._forced.ready(self._step)
+        if not ready or budget <= 0:
+            return 0
+        most = min(budget, free)
+        if self._waiting or self._batch.prefilling:
+            most //= 2
+        elif len(ready) == self._batch.decoding:
+            most = free
+        left = most
+        for seq in ready:
             start = seq.computed_before(self._step)
             end = self._jump_end(seq, start, left)
             if end - start < FEWEST:
@@ -106,9 +116,8 @@ class PlanBuilder:
             self._seal_computed(seq, start - self._batch.late, end)  # steps in flight computed the first ones
             self._decoding -= 1
             left -= end - start - 1
-        jumped = budget // 2 - left
-        self._report.totals.jumped_tokens += jumped
-        return jumped
+        self._report.totals.jumped_tokens += most - left
+        return most - left
 
     def _jump_end(self, seq: Sequence, start: int, left: int) -> int:
         """Return where a jump from `start` ends that computes at most `left` tokens more than a decode step."""

@@ -181,13 +181,13 @@ class Scheduler:
         builder, batch = self.builder, self.batch
         builder.begin_plan(self.limits)
         builder.attend_decoding()
-        extra = builder.advance_beams()
-        extra += builder.jump(self.limits.step_tokens - batch.decoding - extra)
+        beam_tokens = builder.advance_beams()
         started = list(batch.prefilling)
         budget = self._prompt_budget()
         if budget > 0:  # else this step only measures
             self.admission.forecast.step_tokens = budget
-        builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - extra))
+        free = self.limits.step_tokens - batch.decoding - beam_tokens
+        builder.start_favoured(min(budget, free) - builder.jump(budget, free))
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.core.blocks import AccountingError
 from engine.core.forced import FEWEST
+from engine.core.policy.step_cost import PROBE
+from tests.core import oracle
 from tests.core.oracle import EOS, FORCED, foreseen, reference
 from tests.core.rig import Rig
 
@@ -183,3 +186,31 @@ def test_a_slot_that_samples_another_token_is_an_accounting_error() -> None:
     result.tokens[0] += 1
     with pytest.raises(AccountingError, match="was forced"):
         rig.core.commit(result)
+
+
+@pytest.mark.parametrize("mates", [0, 1])
+def test_jumps_leave_steps_in_which_decoding_is_measured(mates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on the stretch of a decode step needs the time of one without slices: until then no prompt advances.
+
+    Here every sequence with a grammar could jump in every step, `mates` have none."""
+    monkeypatch.setattr(oracle, "foreseen", lambda context: 4)
+    rig = Rig(blocks=1000, depth=1, step_tokens=256, chunk_tokens=256)
+    rig.core.limits = msgspec.structs.replace(rig.limits, itl_stretch=2.0)
+    for seed in range(4):
+        rig.add(PROMPT, 900, seed=seed, ignore_eos=True, grammar=FORCED if seed >= mates else "")
+
+    def step() -> None:
+        before = rig.executor.forward_tokens
+        assert rig.submit()
+        result = rig.executor.collect()
+        seconds = 1e-3 + 1e-4 * (rig.executor.forward_tokens - before)
+        rig.core.commit(msgspec.structs.replace(result, step_s=seconds))
+        rig.collect_outputs()
+
+    for _ in range(PROBE):
+        step()
+    assert rig.executor.jumps > PROBE
+    late = rig.add([*PROMPT, 3], 5, seed=9, ignore_eos=True)
+    for _ in range(len(PROMPT) + 4):
+        step()
+    assert rig.answers[late, 0]
