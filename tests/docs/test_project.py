@@ -83,29 +83,38 @@ def test_hooks_and_ci_call_the_commands_of_the_repository() -> None:
             assert "/" not in word or (ROOT / word).exists(), word
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
     commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    for job, command, runs in (("test", ".ci/run", "make lint"), ("clients", ".ci/run clients", "make clients")):
-        assert any(step.get("run") == command for step in workflow["jobs"][job]["steps"])
-        assert runs in commands
+    assert any(step.get("run") == ".ci/run" for step in workflow["jobs"]["test"]["steps"])
+    for command in ("make lint", "make clients", "make test"):
+        assert command in commands
+
+
+def run_ci(
+    folder: Path, words: list[str], status: dict[str, int]
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run .ci/run with a `make` that ends so, and everything installed.  Return what it did and what make was asked."""
+    lines = "".join(f"{target}) exit {code};; " for target, code in status.items())
+    asked = folder / "asked"
+    asked.unlink(missing_ok=True)
+    (folder / "make").write_text(f'#!/bin/sh\necho "$1" >> {asked}\ncase "$1" in {lines} esac\n')
+    for name in ("make", "prometheus", "redis-server", "luacheck", "chromedriver"):
+        (folder / name).touch()
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run", *words], env=environment, capture_output=True, text=True, check=False)
+    return done, asked.read_text(encoding="utf-8").split()
 
 
 @pytest.mark.parametrize(("fetched", "passed", "status"), [(0, 0, 0), (0, 1, 2), (1, 0, 0)])
 def test_clients_are_left_out_only_where_their_packages_cannot_be_fetched(
     tmp_path: Path, fetched: int, passed: int, status: int
 ) -> None:
-    """With a `make` that does what is said here, and notes for what it was asked."""
-    (tmp_path / "make").write_text(
-        f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\n'
-        f'case "$1" in fetch-clients) exit {2 * fetched};; clients) exit {2 * passed};; *) exit 9;; esac\n'
-    )
-    (tmp_path / "make").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [ROOT / ".ci" / "run", "clients"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status
-    assert (tmp_path / "asked").read_text().split() == ["fetch-clients", "clients"][: 2 - fetched]
-    assert done.stderr.count("\n") == fetched
-    assert ("cannot be fetched" in done.stderr) == bool(fetched)
+    for words, before, after in (["clients"], [], []), ([], ["lint"], ["test"]):
+        done, asked = run_ci(tmp_path, words, {"fetch-clients": 2 * fetched, "clients": 2 * passed})
+        assert done.returncode == status
+        expected = ["fetch-clients", "clients"][: 2 - fetched]
+        assert asked == before + expected + (after if not status else [])
+        assert done.stderr.count("\n") == fetched
+        assert ("cannot be fetched" in done.stderr) == bool(fetched)
 
 
 def test_the_table_of_clients_has_the_versions_that_are_tested() -> None:
