@@ -354,6 +354,18 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("quire_generated_tokens", "counter", "Output tokens.", lambda t: t.totals.generated_tokens),
     Row(
+        "quire_forced_tokens",
+        "counter",
+        "Output tokens that a grammar forced, so that they were known before they were sampled.",
+        lambda t: t.totals.forced_tokens,
+    ),
+    Row(
+        "quire_jumped_tokens",
+        "counter",
+        "Forced tokens that were computed together with the token before them: steps saved.",
+        lambda t: t.totals.jumped_tokens,
+    ),
+    Row(
         "quire_preemptions",
         "counter",
         "Preemptions: sequences that lost their slot and KV blocks to others.",

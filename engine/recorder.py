@@ -77,7 +77,9 @@ class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     stalled: bool = False  # no plan was made: the outbox was full
     queued: int = 0  # requests that waited in the shared queue, this engine's share of them
     failed: bool = False  # the steps in flight were lost
-    result: StepResult | None = None  # of the step that was collected, without rows, tokens and texts
+    result: StepResult | None = (
+        None  # of the step that was collected, without rows, tokens and texts; of forced tokens their number
+    )
     plan: int = 0  # checksum of the plan; 0: none
     events: list[Entry] = []
     blocks: list[bytes] = []  # for each "ended" in `events`: DIGEST bytes of each full block, in order
@@ -126,6 +128,7 @@ def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
     result, events = record.result, record.outputs.events
     if result is not None:
         blank: dict[str, object] = {"slots": [], "tokens": [], "logprobs": {}, "prompt_logprobs": {}, "candidates": {}}
+        blank["forced"] = {slot: [0] * len(tokens) for slot, tokens in result.forced.items()}
         texts = {"failed": dict.fromkeys(result.failed, ""), "impossible": dict.fromkeys(result.impossible, "")}
         result = msgspec.structs.replace(result, **blank, **texts)
     return LoggedTurn(

@@ -291,6 +291,14 @@ engine = Board(
             sequences,
             Panel("Tokens of a step", quantiles("quire_step_tokens")),
             Panel("Output tokens", {"{{engine}}": rate("quire_generated_tokens_total", "engine")}, "cps"),
+            Panel(
+                "Tokens that grammars forced",
+                {
+                    "known before they were sampled": rate("quire_forced_tokens_total"),
+                    "computed without a step of their own": rate("quire_jumped_tokens_total"),
+                },
+                "cps",
+            ),
             Panel("Sequences ended", {"{{reason}}": rate("quire_sequences_ended_total", "reason")}, "cps"),
             Panel(
                 "Waiting inside the engine",

@@ -136,6 +136,27 @@ def test_whoever_was_preempted_resumes(preempt: Any, swaps: bool) -> None:
     traced.provider.shutdown()
 
 
+def test_forced_tokens_and_the_steps_that_they_save_are_counted(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor that knows three tokens behind each one."""
+    executor = traced.engine.executor
+    assert isinstance(executor, ScriptedExecutor)
+    collect = executor.collect
+
+    def foresee() -> StepResult:
+        result, runs = collect(), executor._decoding.items()
+        forced = {slot: [executor.token(sampler, at + i) for i in range(3)] for slot, (sampler, at) in runs}
+        return msgspec.structs.replace(result, forced=forced)
+
+    monkeypatch.setattr(executor, "collect", foresee)
+    traced.run(a_request(prompt=10, tokens=40))
+    samples = traced.samples()
+    assert samples["quire_generated_tokens_total"] == 40
+    assert 0 < samples["quire_jumped_tokens_total"] < samples["quire_forced_tokens_total"] < 40
+    assert traced.engine.core.step + samples["quire_jumped_tokens_total"] <= 42  # two steps in flight
+
+
 def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) -> None:
     traced.run(Resume(a_request(prompt=10, tokens=6), [[1, 2, 3]]))
     (resume,), (decode,) = traced.named("resume"), traced.named("decode")

@@ -104,6 +104,14 @@ class Batch:
         self.decoding += 1
         self.schedule(seq, step, now=forked)
 
+    def jump(self, seq: Sequence, end: int, step: int) -> None:
+        """Let a decoding sequence compute all tokens before `end` in `step`, and decode on from the next step."""
+        seq.unconfirmed = seq.known - end
+        seq.jumped_in = step
+        seq.computed = end
+        seq.since = step + 1
+        self.schedule(seq, step + 1)
+
     def schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
         """Enter the next step that needs the scheduler: its table is full, or its last token has been sampled."""
         full = step + len(seq.table) * self._block_size - seq.computed
@@ -116,7 +124,7 @@ class Batch:
         return sorted(self._due.pop(step, ()), key=lambda s: s.rank)
 
     def pause(self, seq: Sequence) -> None:
-        """Take the slot, leave the blocks.  All known tokens are computed, except the one sampled last."""
+        """Take the slot, leave the blocks.  All known tokens are computed but the one sampled last and forced ones."""
         self.remove(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += seq.greatest_blocks(self._block_size)

@@ -63,6 +63,8 @@ class Totals(msgspec.Struct):
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0  # of these, known before a step sampled them, because a grammar allowed no other token
+    jumped_tokens: int = 0  # of these, computed together with the token before them instead of in a step of their own
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
     yields: int = 0  # of these, for fairness between tenants

@@ -4,7 +4,7 @@ A *slot* is a sequence's place in the executor's batch.  It moves through three 
 that move:
 
     free --Start--> prompt --Slice(s)--> decoding --freed_slots--> free
-                                  \\-- Fork --> decoding
+                                  \\-- Fork --> decoding --Slice--> decoding   (a jump)
 
   * `Start` puts a sequence into a slot and gives it a block table (cached prefix included).
   * A `Slice` computes given tokens of a slot.  While prompt chunks remain `sampler` is None; the slice that carries a
@@ -12,6 +12,9 @@ that move:
   * From the next step on the slot *decodes*: each step it computes the token it sampled last and samples one more,
     without being named again, until it is freed.  So plan N+1 can be issued before result N is known, and a steady
     step takes core and wire time for what changed, not for what runs.
+  * A slice with a `sampler` may name a slot that decodes: a *jump*.  The slot computes these tokens instead of the one
+    it sampled last, samples after the last of them, and decodes on.  The first one is what the slot would compute now.
+    The others were forced by a grammar (`StepResult.forced`).
   * A slice with `candidates` reports the likeliest tokens after its last one.  The slot neither samples nor decodes: it
     waits for its next slice.  So beams are computed (beam_groups.py): the scheduler chooses their tokens.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
@@ -49,7 +52,8 @@ class Sampler(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     prompt_len: int  # output position of a sample = its position in the sequence - prompt_len
     stop_ids: list[int]  # end-of-sequence and stop tokens, masked while fewer than min_tokens are out; else empty
-    history: list[int] = []  # every known token, prompt first; only when a penalty, a grammar or bad_words read it
+    # Every token before the one to sample, prompt first; only when a penalty, a grammar or bad_words read it.
+    history: list[int] = []
     sibling: int = 0  # mixed into the seed, so that n continuations differ
 
 
@@ -99,5 +103,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
     impossible: dict[int, str] = {}  # by slot: its request's own settings leave no token; what it computed is sound
+    # By slot: the tokens that must follow the sampled one, because its grammar allows no others.  A slot that samples
+    # them one by one gets the same ones.
+    forced: dict[int, list[int]] = {}
     # By slot, for slices with `candidates`: (token ids, log-probabilities of the raw logits), likeliest first; float32.
     candidates: dict[int, tuple[list[int], list[float]]] = {}

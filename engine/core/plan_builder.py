@@ -3,6 +3,7 @@
 begin             empty edits
 attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
 advance_beams     groups of beams whose tokens have been chosen compute them
+jump              sequences with tokens that a grammar forced compute them at once
 start_favoured    a tenant below its share starts first; others give up blocks for it
 continue_prompts  started prompts advance by a chunk
 resume_paused     paused sequences get a slot again
@@ -15,6 +16,7 @@ from __future__ import annotations
 from engine.core.batch import Batch
 from engine.core.beam_groups import BeamGroups
 from engine.core.blocks import BlockPool
+from engine.core.forced import FEWEST, ForcedTokens
 from engine.core.isolation import Isolation
 from engine.core.limits import Limits
 from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
@@ -47,11 +49,12 @@ class PlanBuilder:
         preemption: Preemption,
         swapping: Swapping,
         beams: BeamGroups,
+        forced: ForcedTokens,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
-        self._preemption, self._swapping, self._beams = preemption, swapping, beams
+        self._preemption, self._swapping, self._beams, self._forced = preemption, swapping, beams, forced
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
@@ -84,6 +87,46 @@ class PlanBuilder:
                 self._advance(seq)
             self._decoding += len(group.members)
         return self._decoding - before
+
+    def jump(self, budget: int, free: int) -> int:
+        """Let decoding sequences compute their forced tokens at once (forced.py).
+
+        `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
+        hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
+        is left to prompts.  A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes
+        as ever.  Returns the tokens in addition to the one that each of them computes in any case."""
+        ready = self._forced.ready(self._step)
+        if not ready or budget <= 0:
+            return 0
+        most = min(budget, free)
+        if self._waiting or self._batch.prefilling:
+            most //= 2
+        elif len(ready) == self._batch.decoding:
+            most = free
+        left = most
+        for seq in ready:
+            start = seq.computed_before(self._step)
+            end = self._jump_end(seq, start, left)
+            if end - start < FEWEST:
+                continue
+            self._edits.grow(seq, max(0, -(-end // self._pool.block_size) - len(seq.table)))
+            self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler_of(seq, end)))
+            self._edits.named.add(id(seq))
+            self._batch.jump(seq, end, self._step)
+            self._seal_computed(seq, start - self._batch.late, end)  # steps in flight computed the first ones
+            self._decoding -= 1
+            left -= end - start - 1
+        self._report.totals.jumped_tokens += most - left
+        return most - left
+
+    def _jump_end(self, seq: Sequence, start: int, left: int) -> int:
+        """Return where a jump from `start` ends that computes at most `left` tokens more than a decode step."""
+        end = min(seq.known, start + min(self._chunk_tokens, left + 1))
+        more = -(-end // self._pool.block_size) - len(seq.table)
+        if more <= 0:
+            return end
+        spare = self._pool.available - self._batch.promised_blocks()
+        return end if more <= spare and self._admission.may_grow(seq) else len(seq.table) * self._pool.block_size
 
     def start_favoured(self, budget: int) -> None:
         """Start sequences of tenants that hold less than their share, with all `budget` prompt tokens to take."""
@@ -204,8 +247,7 @@ class PlanBuilder:
         seq.table = self._allocation.start_table(seq, hits)
         if seq.host:
             totals.swapped_in_blocks += self._swapping.swap_in(seq)
-            for full in range(len(hits) + 1, seq.computed // size + 1):
-                self._seal_ahead(seq, full * size)
+            self._seal_computed(seq, len(hits) * size, seq.computed)
         else:
             seq.computed = len(hits) * size
             seq.prompt_logprobs = []
@@ -247,9 +289,9 @@ class PlanBuilder:
         if seq.siblings or id(seq) not in self._edits.named:  # the first beam of a group names all
             self._edits.named.update(map(id, (*self._beams.members(seq), *seq.siblings)))
         seq.computed = end
-        for full in range(start // size + 1, end // size + 1):
-            self._seal_ahead(seq, full * size)
+        self._seal_computed(seq, start, end)
         if sampler is not None:
+            seq.unconfirmed = 0
             self._batch.prefilling.remove(seq)
             self._fork_siblings(seq)
         elif candidates and seq.siblings:
@@ -278,15 +320,19 @@ class PlanBuilder:
             self._batch.begin_decoding(sibling, self._step + 1, forked=True)
         self._batch.begin_decoding(seq, self._step + 1, forked=bool(siblings))
 
-    def _seal_ahead(self, seq: Sequence, end: int) -> None:
-        """Let other sequences find a block that this very plan computes."""
-        if (block := self._allocation.seal(seq, end)) is not None:
-            self._edits.sealed.append(block)
+    def _seal_computed(self, seq: Sequence, start: int, end: int) -> None:
+        """Let other sequences find the blocks that became full from token `start` to `end`.
+
+        This very plan computes the last of them."""
+        size = self._pool.block_size
+        for full in range(start // size + 1, end // size + 1):
+            if (block := self._allocation.seal(seq, full * size)) is not None:
+                self._edits.sealed.append(block)
 
 
-def sampler_of(seq: Sequence) -> Sampler:
-    """Return what the executor needs to sample for a sequence."""
-    sampling = seq.request.sampling
+def sampler_of(seq: Sequence, end: int | None = None) -> Sampler:
+    """Return what the executor needs to sample for a sequence after its first `end` tokens; None: after all of them."""
+    sampling, end = seq.request.sampling, seq.known if end is None else end
     reads_history = (
         sampling.presence_penalty != 0
         or sampling.frequency_penalty != 0
@@ -297,7 +343,7 @@ def sampler_of(seq: Sequence) -> Sampler:
     return Sampler(
         sampling,
         seq.prompt_len,
-        sorted(seq.stops) if seq.known - seq.prompt_len < sampling.min_tokens else [],
-        list(seq.tokens) if reads_history else [],
+        sorted(seq.stops) if end - seq.prompt_len < sampling.min_tokens else [],
+        seq.tokens[:end] if reads_history else [],
         seq.index,
     )

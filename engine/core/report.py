@@ -47,11 +47,11 @@ class SchedulerReport:
 
 
 def full_delta(seq: Sequence, first: int, finish: Finish | None, logprob: TokenLogprob | None) -> Delta:
-    """Build a delta with everything that a client may have asked for beyond the token."""
+    """Build a delta of the tokens from output position `first` on, with everything that a client may have asked for."""
     return Delta(
         seq.request.id,
         first,
-        [seq.tokens[-1]],
+        seq.tokens[seq.prompt_len + first :],
         finish,
         seq.index,
         None if logprob is None else [logprob],

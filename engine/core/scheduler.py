@@ -23,9 +23,10 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.core.accounting import Auditor
-from engine.core.batch import Batch
+from engine.core.batch import Batch, IssuedPlan
 from engine.core.beam_groups import BeamGroup, BeamGroups
 from engine.core.blocks import BlockPool, HostPool
+from engine.core.forced import ForcedTokens
 from engine.core.isolation import FAILED_TWICE, Isolation
 from engine.core.limits import Limits, Outputs
 from engine.core.occupancy import shared_fraction, used_positions, wasted_positions
@@ -68,6 +69,7 @@ class Scheduler:
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.claims = Claims(self.step_cost, self.batch, self.waiting)
         self.beams = BeamGroups(pool, self.batch, limits)
+        self.forced = ForcedTokens(self.report.totals)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
@@ -87,6 +89,7 @@ class Scheduler:
             preemption=self.preemption,
             swapping=self.swapping,
             beams=self.beams,
+            forced=self.forced,
         )
         self.auditor = Auditor(
             pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
@@ -183,7 +186,8 @@ class Scheduler:
         budget = self._prompt_budget()
         if budget > 0:  # else this step only measures
             self.admission.forecast.step_tokens = budget
-        builder.start_favoured(min(budget, self.limits.step_tokens - batch.decoding - beam_tokens))
+        free = self.limits.step_tokens - batch.decoding - beam_tokens
+        builder.start_favoured(min(budget, free) - builder.jump(budget, free))
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
@@ -194,43 +198,39 @@ class Scheduler:
         """Take a step's tokens: append them, seal blocks that became full, end what met a stop token or its length.
 
         Results arrive in the order of their plans.  Raises AccountingError when one is missing."""
-        issued = self.batch.commit(result.step)
-        if result.step_s and not issued.swaps:
-            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
-        if result.swap_s:
-            self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
-        occupants, deltas, block_size, generated = (
-            self.batch.slots.occupants,
-            self.report.deltas,
-            self.pool.block_size,
-            0,
-        )
+        self._record_times(result, self.batch.commit(result.step))
         self._end_failed(result)
+        occupants, deltas, block_size = self.batch.slots.occupants, self.report.deltas, self.pool.block_size
+        step, forced, generated = result.step, result.forced, 0
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
-            if seq is None or seq.state is State.FINISHED:  # it ended while this step ran
+            # It ended while this step ran, or has jumped: then the token is known, and the jump has sealed its blocks.
+            if seq is None or seq.state is State.FINISHED or step < seq.jumped_in:
                 continue
             tokens = seq.tokens
-            tokens.append(token)
-            known = len(tokens)
-            if token in seq.stops:
-                finish = Finish("stop", token)
+            if (computed := len(tokens) - seq.unconfirmed) % block_size == 0 and seq.table:
+                self.allocation.seal(seq, computed)
+            if seq.unconfirmed or slot in forced:
+                if not (fresh := self.forced.append(seq, token, forced.get(slot, ()))):
+                    continue
+            else:
+                tokens.append(token)
+                fresh = [token]
+            known, finish = len(tokens), None
+            if (last := fresh[-1]) in seq.stops:
+                finish = Finish("stop", last)
             elif known == seq.limit:
                 finish = Finish("length")
-            else:
-                finish = None
             request = seq.request
-            first = known - 1 - len(request.token_ids)
+            first = known - len(fresh) - len(request.token_ids)
             if first == 0:
                 self.report.record("first", seq)
             if first == 0 or slot in result.logprobs:
                 delta = full_delta(seq, first, finish, result.logprobs.get(slot))
             else:
-                delta = Delta(request.id, first, [token], finish, seq.index)
+                delta = Delta(request.id, first, fresh, finish, seq.index)
             deltas[request.gateway].append(delta)
-            generated += 1
-            if (known - 1) % block_size == 0 and seq.table:
-                self.allocation.seal(seq, known - 1)
+            generated += len(fresh)
             if finish is not None:
                 self.admission.forecast.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)
@@ -345,6 +345,13 @@ class Scheduler:
                 self._cut_short(seq, Finish("length"))
             elif seq not in fresh:
                 self.waiting.add(seq)
+
+    def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
+        """Tell the step cost model what a step took."""
+        if result.step_s and not issued.swaps:
+            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
+        if result.swap_s:
+            self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
 
     def _end_failed(self, result: StepResult) -> None:
         """Take a step's prompt logprobs, then end the requests that could not sample."""

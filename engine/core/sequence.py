@@ -4,7 +4,8 @@
     KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
 
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
-prefilling, and 1 while decoding.  After a preemption it is what neither the prefix cache nor host memory has kept.
+prefilling, and 1 while decoding, or more while a grammar has forced tokens that no step has sampled yet (forced.py).
+After a preemption it is what neither the prefix cache nor host memory has kept.
 
     waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
@@ -52,6 +53,8 @@ class Sequence(msgspec.Struct, eq=False):
     )
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
+    unconfirmed: int = 0  # the last so many tokens are forced ones that results may still report as sampled
+    jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed
     host: list[int] = []  # while swapped: host blocks with the computed tokens, in the order of its table
     started_before: bool = False  # it has run; if it waits now, it was preempted

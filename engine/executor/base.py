@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
 from engine.executor.constraints import IMPOSSIBLE, Constraints
-from engine.executor.followers import advance
+from engine.executor.followers import advance, forced_tokens
 from engine.executor.grammars import Grammars
 
 
@@ -155,21 +155,26 @@ class ScriptedExecutor:
             tokens.append(self.token(sampler, position))
             self._decoding[slot] = sampler, position + 1
         constraints = self._constraints
-        impossible = self._constrain(constraints, slots, tokens) if constraints and constraints.active else {}
-        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible)
+        impossible: dict[int, str] = {}
+        forced: dict[int, list[int]] = {}
+        if constraints and constraints.active:
+            impossible, forced = self._constrain(constraints, slots, tokens)
+        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible, forced=forced)
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
         self._decoding[slot] = sampler, position
-        if self._constraints is not None:
-            self._constraints.free(slot)
         if Constraints.wanted(sampler.sampling):
             vocab_size = self.info.vocab_size
             self._constraints = self._constraints or Constraints(_mask(self.max_seqs, vocab_size), vocab_size)
             self._constraints.assign(slot, sampler)
+        elif self._constraints is not None:
+            self._constraints.free(slot)
 
     @staticmethod
-    def _constrain(constraints: Constraints, slots: list[int], tokens: list[int]) -> dict[int, str]:
-        """Replace the tokens that are forbidden.  Returns why a slot has no token, by slot."""
+    def _constrain(
+        constraints: Constraints, slots: list[int], tokens: list[int]
+    ) -> tuple[dict[int, str], dict[int, list[int]]]:
+        """Replace the tokens that are forbidden.  Returns by slot why it has no token, and the tokens forced next."""
         impossible = {}
         constraints.fill()
         followers = constraints.followers(slots)
@@ -177,7 +182,7 @@ class ScriptedExecutor:
             tokens[at] = constraints.choose(slot, tokens[at])
             if tokens[at] < 0:
                 tokens[at], impossible[slot] = 0, IMPOSSIBLE
-        return impossible | advance(followers, tokens)
+        return impossible | advance(followers, tokens), forced_tokens(followers)
 
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""

@@ -242,6 +242,8 @@ class Batch:
         edits = self._edits(plan)
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
+        for piece in plan.slices:  # one that decodes jumps: it computes its slice instead
+            self._leave(piece.slot)
         decoding = len(self._order)
         for piece in plan.slices:
             if piece.sampler:

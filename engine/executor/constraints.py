@@ -55,15 +55,18 @@ class Constraints:
             self.grammars.reset()
 
     def assign(self, slot: int, sampler: Sampler) -> None:
-        """Give a slot what its sequence is held to, advanced by what that has generated before.
+        """Give a slot what its sequence is held to, advanced by what that has generated before, instead of what it had.
 
         Raises RuntimeError where a grammar is wanted and there are none: the scheduler refuses such a request."""
+        self._banned.free(slot)
+        if sampler.sampling.bad_words:
+            self._banned.assign(slot, sampler)
         if sampler.sampling.grammar:
             if self.grammars is None:
                 raise RuntimeError("a request with a grammar reached an executor that cannot follow one")
             self.grammars.assign(slot, sampler)
-        if sampler.sampling.bad_words:
-            self._banned.assign(slot, sampler)
+        elif self.grammars is not None:
+            self.grammars.free(slot)
 
     def free(self, slot: int) -> None:
         """Forget what a slot is held to; harmless when it is to nothing."""

@@ -15,6 +15,10 @@ class Row(Protocol):
 
     error: str  # why it allows none; empty: it does
 
+    @property
+    def forced(self) -> Sequence[int]:
+        """The tokens that must follow the one taken in last, where that was when they were found."""
+
     def take(self, token: int) -> None:
         """Take in the token that the sequence has sampled."""
 
@@ -40,3 +44,8 @@ def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, s
     for follower in followers:
         follower.row.take(tokens[follower.at])
     return {follower.slot: follower.row.error for follower in followers if follower.row.error}
+
+
+def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
+    """Return the tokens that must follow what each slot sampled, where there are some, after `advance`."""
+    return {follower.slot: list(follower.row.forced) for follower in followers if follower.row.forced}

@@ -7,11 +7,17 @@ On a GPU the model of step N+1 is launched before step N is collected.  Then mat
 and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
 followed a grammar when it was launched (followers.py).
 
+A matcher takes in tokens that the grammar forces as soon as they are known.  The mask then allows only the next of
+them, whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
+
+    tokens     { "name" : | " J o             the matcher has taken in `{ "name` when `{` is sampled:
+                 ~~~~~~ forced                forced [`"name`], and nothing behind it: a blank may follow, or `":`
+
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
 
-A matcher is a function of the grammar and of the tokens emitted so far.  So a sequence that resumes, after a preemption
-or on another engine, gets the same masks, and with them the same tokens.
+Masks and forced tokens are functions of the grammar and of the tokens emitted so far.  So a sequence that resumes,
+after a preemption or on another engine, gets the same masks, and with them the same tokens.
 
 llguidance does the work: https://github.com/guidance-ai/llguidance.  Its matchers never raise.  One that fails stays
 failed and allows only end tokens.  Here such a slot allows nothing, so that its request ends with an error.
@@ -20,12 +26,13 @@ failed and allows only end tokens.  Here such a slot allows nothing, so that its
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import llguidance
@@ -34,6 +41,7 @@ import numpy.typing as npt
 
 from engine.core.plan import Sampler
 from engine.executor.followers import Follower, following
+from engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +59,94 @@ LIMITS = llguidance.LLParserLimits(
 # A mask takes about 30 us.  For this many it is worth a thread, which runs while the model computes.
 THREADED = 4
 FAILED = "the grammar cannot be followed any further"
+# llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
+# write.  Each answer has all that are left and takes 2 us a token.  So this bounds the tokens of all answers of a step:
+# a run of up to 63 tokens is found as a whole, a longer one in parts.
+MOST_FOUND = 2048
 
 
 class GrammarError(Exception):
     """The tokenizer cannot be used for grammars; one line for the log and for the client."""
 
 
+def may_jump(sampling: Sampling) -> bool:
+    """Return whether forced tokens of a request may be computed without being sampled.
+
+    Log-probabilities need the logits of each position.  The other settings may forbid a token that the grammar forces,
+    which ends the request when that token is to be sampled."""
+    return (
+        sampling.logprobs < 0
+        and not sampling.bad_words
+        and not sampling.allowed_token_ids
+        and all(added > -math.inf for _, added in sampling.logit_bias)
+    )
+
+
 @dataclass(slots=True)
 class _Row:
     """The grammar state of one sequence in its slot."""
 
-    matcher: llguidance.LLMatcher | None  # None: `error` says why
+    grammar: str
+    matcher: llguidance.LLMatcher | None  # None: `error` says why, or the row of a jump has it now
     held: npt.NDArray[np.int32] | None  # bits of the tokens that may not end the answer yet
     early: int = 0  # outputs for which they are held back, where the grammar allows another token
     error: str = ""
-    sampled: int = -1  # the token that the matcher takes in before its next mask; -1: none
+    jumps: bool = False
+    end: int = -1  # the only end token; -1: there are several
+    taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
+    ahead: int = 0  # the last so many of them are forced, and sampled one by one or not at all
+    forced: list[int] = field(default_factory=list)  # of these, what is to be reported with the token taken in last
+    reported: bool = True  # whether those ahead have been
 
     def take(self, token: int) -> None:
-        """Note the token that was sampled, for the next `fill`."""
-        if self.matcher is not None:
-            self.sampled = token
-            self.early -= 1
+        """Take in the token that was sampled, and what it forces."""
+        self.forced = []
+        if self.matcher is None or token < 0:
+            return
+        self.early -= 1
+        if self.ahead:
+            self.ahead -= 1
+        else:
+            self.matcher.consume_token(token)
+            self.taken.append(token)
+        self.look_ahead()
+        if not self.reported:
+            self.forced, self.reported = self.taken[len(self.taken) - self.ahead :], True
+
+    def look_ahead(self) -> None:
+        """Take in the tokens that are forced next, unless some are ahead."""
+        matcher = self.matcher
+        if matcher is None or not self.jumps or self.ahead:
+            return
+        found = 0
+        while found < MOST_FOUND and (forced := self._forced_next(matcher)):
+            matcher.consume_token(forced[0])
+            self.taken.append(forced[0])
+            self.ahead += 1
+            found += len(forced)
+        self.reported = not self.ahead
+
+    def _forced_next(self, matcher: llguidance.LLMatcher) -> list[int]:
+        """Return the tokens that the grammar forces now; empty: it allows several, or none."""
+        if self.taken[-1:] == [self.end]:
+            return []
+        if forced := matcher.compute_ff_tokens():
+            return forced
+        return [self.end] if self.end >= 0 and matcher.is_stopped() and matcher.is_accepting() else []
+
+
+def follows(row: _Row, grammar: str, emitted: list[int]) -> bool:
+    """Return whether the matcher of a row serves a sequence that has emitted these tokens.
+
+    It does where the matcher has taken in these, and behind them only tokens that they force."""
+    known = len(row.taken) - row.ahead
+    return (
+        row.matcher is not None
+        and not row.error
+        and row.grammar == grammar
+        and known <= len(emitted) <= len(row.taken)
+        and row.taken[: len(emitted)] == emitted
+    )
 
 
 class Grammars:
@@ -130,16 +205,28 @@ class Grammars:
         self._rows.clear()
 
     def assign(self, slot: int, sampler: Sampler) -> None:
-        """Give a slot the grammar of the sequence that starts in it, advanced by what that has emitted before."""
-        emitted = sampler.history[sampler.prompt_len :]
+        """Give a slot the grammar of the sequence that starts or jumps in it, advanced by what that has emitted before.
+
+        A sequence that jumps keeps its matcher.  Steps in flight have another row, which tells of no token any more."""
+        sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
-        row = self._rows[slot] = _Row(None, held, sampler.sampling.min_tokens - len(emitted))
+        before = self._rows.get(slot)
+        early, end = sampling.min_tokens - len(emitted), self._eos_ids[0] if len(set(self._eos_ids)) == 1 else -1
+        row = _Row(sampling.grammar, None, held, early, jumps=may_jump(sampling), end=end)
+        self._rows[slot] = row
+        if before is not None and follows(before, row.grammar, emitted):
+            row.matcher, before.matcher, row.taken = before.matcher, None, before.taken
+            row.ahead = len(row.taken) - len(emitted)
+            row.look_ahead()
+            return
         try:
-            row.matcher = self._matcher(sampler.sampling.grammar)
+            row.matcher = self._matcher(sampling.grammar)
         except GrammarError as error:
             row.error = str(error)
         else:
             row.matcher.consume_tokens(emitted)
+            row.taken = emitted
+            row.look_ahead()
 
     def free(self, slot: int) -> None:
         """Forget the grammar of a slot; harmless when it has none."""
@@ -183,13 +270,8 @@ class Grammars:
             self._filling = self._filler.submit(self._compute)
 
     def _compute(self) -> None:
-        """Let llguidance take in the tokens and write the masks.  It lets other threads run meanwhile."""
-        sampled = [(row.matcher, row.sampled) for row in self._rows.values() if row.matcher and row.sampled >= 0]
-        if sampled:
-            self._executor.consume_token_par(sampled)
-        for row in self._rows.values():
-            row.sampled = -1
-        sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None]
+        """Let llguidance write the masks where no token is ahead.  It lets other threads run meanwhile."""
+        sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None and not row.ahead]
         if sound:
             count, words = self.mask.shape
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
@@ -205,6 +287,11 @@ class Grammars:
         if not self._finish_filling():
             self._compute()
         for slot, row in self._rows.items():
+            if row.ahead:
+                next_one = row.taken[-row.ahead]
+                self.mask[slot] = 0
+                self.mask[slot].view(np.uint32)[next_one // 32] = 1 << next_one % 32
+                continue
             self._check(row)
             if row.error:
                 self.mask[slot] = 0

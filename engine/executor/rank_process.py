@@ -73,7 +73,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 def digest(result: StepResult) -> int:
     """Return a checksum of what a step sampled, which is the same on every rank."""
-    said = (result.step, result.slots, result.tokens, sorted(result.failed), sorted(result.impossible))
+    forced = sorted(result.forced.items())
+    said = (result.step, result.slots, result.tokens, forced, sorted(result.failed), sorted(result.impossible))
     return zlib.crc32(msgspec.msgpack.encode(said))
 
 

@@ -164,7 +164,7 @@ class SamplerBank:
 
     def assign(self, slot: int, sampler: Sampler) -> None:
         """Give a slot the settings of the sequence that starts in it.  Takes effect with the next `flush`."""
-        self.free(slot)
+        self._forget(slot)
         s = sampler.sampling
         record = self._records[slot]
         record["seed"], record["sibling"], record["prompt_len"] = s.seed, sampler.sibling, sampler.prompt_len
@@ -179,8 +179,10 @@ class SamplerBank:
             if self._following is None:
                 raise RuntimeError("a request with a grammar or bad_words reached an executor without masks")
             constraints, masks = self._following
-            constraints.assign(slot, sampler)
+            constraints.assign(slot, sampler)  # one that jumps keeps its matcher
             record["mask"] = masks.address(slot)
+        elif self._following is not None:
+            self._following[0].free(slot)
         lines = []
         # A grammar holds back the stop tokens itself.
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
@@ -203,11 +205,14 @@ class SamplerBank:
 
     def free(self, slot: int) -> None:
         """Forget the settings of a slot; harmless when it never sampled."""
+        self._forget(slot)
+        if self._following is not None:
+            self._following[0].free(slot)
+
+    def _forget(self, slot: int) -> None:
         self._give_back(slot)
         self._general.discard(slot)
         self._reports.pop(slot, None)
-        if self._following is not None:
-            self._following[0].free(slot)
 
     def _give_back(self, slot: int) -> None:
         for lines, line in self._held.pop(slot, ()):

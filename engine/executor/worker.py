@@ -28,7 +28,7 @@ from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
 from engine.executor.beam_candidates import BeamCandidates, find_candidates
 from engine.executor.constraints import IMPOSSIBLE, Constraints
-from engine.executor.followers import Follower, advance
+from engine.executor.followers import Follower, advance, forced_tokens
 from engine.executor.grammars import Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
@@ -297,6 +297,7 @@ class Worker:
             impossible=impossible,
             device_s=seconds,
             candidates=candidates,
+            forced=forced_tokens(pending.followers),
         )
 
     def _decode(self, number: int, beams: tuple[tuple[int, int], ...]) -> Launched:

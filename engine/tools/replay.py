@@ -109,7 +109,13 @@ class RecordedExecutor(ScriptedExecutor):
 
         samples = sorted(zip(made.slots, made.tokens, strict=True), key=place)
         slots, tokens = [slot for slot, _ in samples], [token for _, token in samples]
-        return msgspec.structs.replace(turn.result, step=made.step, slots=slots, tokens=tokens)
+        forced = {slot: self._forced(slot, len(run)) for slot, run in turn.result.forced.items()}
+        return msgspec.structs.replace(turn.result, step=made.step, slots=slots, tokens=tokens, forced=forced)
+
+    def _forced(self, slot: int, count: int) -> list[int]:
+        """The tokens that follow the one just sampled."""
+        sampler, position = self._decoding[slot]
+        return [self.token(sampler, position + at) for at in range(count)]
 
     def _output(self, sampler: Sampler) -> Output:
         return self._found[sampler.sampling.seed, sampler.sibling]

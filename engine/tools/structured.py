@@ -12,6 +12,9 @@ Prints one line of JSON:
     batchN_ratio, batchN_ratio_low, batchN_ratio_high           structured over plain: median, least, most of the pairs
     batchN_added_ms_a_token                                     median of the differences
     batchN_mask_ms, batchN_mask_p99_ms                          host time of the masks of a step, which a GPU hides
+    batchN_plain_steps, batchN_structured_steps                 medians of the steps of a round
+    batchN_jumped                                               share of the structured tokens that took no step of
+                                                                their own, because the grammar forced them
 """
 
 from __future__ import annotations
@@ -120,10 +123,15 @@ def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> 
     tokens_per_s(llm, batch, 16, grammars, seed=-1)  # to warm up: grammars are compiled once
     plain: list[float] = []
     structured: list[float] = []
+    steps: dict[bool, list[int]] = {False: [], True: []}
+    core, totals = llm.engine.core, llm.engine.core.report.totals
+    jumped_before = totals.jumped_tokens
     with timed_masks() as masks:
         for turn in range(rounds):
             for kind, times in ((grammars, structured), ([], plain))[:: 1 if turn % 2 else -1]:
+                before = core.step
                 times.append(tokens_per_s(llm, batch, tokens, kind, seed=2 * turn + bool(kind)))
+                steps[bool(kind)].append(core.step - before)
     ratios = [a / b for a, b in zip(structured, plain, strict=True)]
     added = [(1 / a - 1 / b) * batch * 1e3 for a, b in zip(structured, plain, strict=True)]
     masks.sort()
@@ -136,6 +144,9 @@ def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> 
         "added_ms_a_token": statistics.median(added),
         "mask_ms": statistics.mean(masks) * 1e3,
         "mask_p99_ms": percentiles(masks, "mask")["mask_p99_ms"],
+        "plain_steps": statistics.median(steps[False]),
+        "structured_steps": statistics.median(steps[True]),
+        "jumped": (totals.jumped_tokens - jumped_before) / (rounds * batch * tokens),
     }
     say(f"batch {batch}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     return {f"batch{batch}_{name}": value for name, value in figures.items()}

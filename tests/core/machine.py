@@ -11,7 +11,7 @@ from engine.core.limits import Admission, Allocation
 from engine.core.sequence import State
 from engine.core.swapping import Preempt
 from engine.wire.messages import Beams
-from tests.core.oracle import VOCAB
+from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR, Rig
 
 PREFIXES = [list(range(1, 13)), list(range(20, 41)), [7] * 9]
@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 5]),
         tenant=st.sampled_from([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
         prompt_logprobs=st.sampled_from([-1, -1, 0]),
+        grammar=st.sampled_from(["", "", FORCED]),
     )
     def add(
         self,
@@ -76,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         tenant: tuple[str, float],
         prompt_logprobs: int,
+        grammar: str,
     ) -> None:
         deadline = FAR if life == FAR else self.rig.now + life
         who: dict[str, Any] = {
@@ -86,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "weight": tenant[1],
         }
         what: dict[str, Any] = {"seed": seed, "ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs}
+        what["grammar"] = grammar
         self.rig.add(prefix + tail, new, n=n, **what, **who)
 
     @precondition(lambda self: self.rig.limits.allocation == "paged")

@@ -23,6 +23,14 @@ def next_token(context: list[int], seed: int, sibling: int) -> int:
     return int.from_bytes(digest, "little") % VOCAB
 
 
+FORCED = "forced"  # the grammar of requests whose next tokens the oracle foresees
+
+
+def foreseen(context: list[int]) -> int:
+    """How many tokens a result reports as forced behind a context: a function of the context, nothing else."""
+    return max(0, blake2b(repr(context).encode(), digest_size=1, salt=b"forced").digest()[0] % 12 - 4)
+
+
 def likeliest(context: list[int], count: int) -> tuple[list[int], list[float]]:
     """The next tokens of a beam and their log-probabilities: a function of the context, nothing else."""
     digest = blake2b(repr(context).encode(), digest_size=2 * VOCAB // 2).digest()
@@ -68,6 +76,7 @@ class OracleExecutor:
         self.max_seqs = max_seqs
         self.forward_tokens = 0
         self.copied = 0
+        self.jumps = 0
         self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails
 
     def reset(self) -> None:
@@ -96,6 +105,7 @@ class OracleExecutor:
             slots.append(slot)
             sampled.append(token)
             self.decoding[slot] = sampler, ends[slot], token
+        forced = {slot: run for slot, sampler in samplers.items() if (run := self._forced(slot, ends[slot], sampler))}
         found = {}
         for piece in plan.slices:
             if piece.candidates:
@@ -106,7 +116,17 @@ class OracleExecutor:
             for piece in plan.slices
             if piece.targets
         }
-        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored, candidates=found)
+        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored, candidates=found, forced=forced)
+
+    def _forced(self, slot: int, end: int, sampler: Sampler) -> list[int]:
+        """The tokens that follow the one just sampled, as far as they are foreseen; known ones may be among them."""
+        if sampler.sampling.grammar != FORCED:
+            return []
+        context = [*self.context(slot, end), self.decoding[slot][2]]
+        first = len(context)
+        for _ in range(foreseen(context)):
+            context.append(next_token(context, sampler.sampling.seed, sampler.sibling))
+        return context[first:]
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Apply swaps, poison, freed slots and copies, in the order of a step."""
@@ -143,6 +163,14 @@ class OracleExecutor:
 
     def _write_tokens(self, plan: StepPlan) -> dict[int, int]:
         """Write the step's tokens to the cache.  Returns where each slot's sequence ends now."""
+        for piece in plan.slices:  # a jump: the slot computes its slice instead of the one token
+            if piece.slot in self.decoding:
+                _, position, token = self.decoding.pop(piece.slot)
+                assert piece.sampler is not None
+                assert (piece.start, piece.token_ids[0]) == (position, token)
+                history = [*self.context(piece.slot, piece.start), *piece.token_ids]
+                assert piece.sampler.history in ([], history)
+                self.jumps += 1
         work = [(slot, position, [token]) for slot, (_, position, token) in self.decoding.items()]
         work += [(piece.slot, piece.start, list(piece.token_ids)) for piece in plan.slices]
         for slot, position, tokens in work:

@@ -65,6 +65,7 @@ class Rig:
             block_bytes=64,
             allocation=allocation,
             beams=True,
+            grammars=True,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -178,6 +179,8 @@ class Rig:
             return False
         self.decoding -= set(plan.freed_slots)
         given = sum(len(piece.token_ids) for piece in plan.slices)
+        jumps = {piece.slot for piece in plan.slices if piece.sampler} & self.decoding
+        self.decoding -= jumps
         assert given + len(self.decoding) <= self.limits.step_tokens
         assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
         named = {piece.slot for piece in plan.slices} | {fork.slot for fork in plan.forks}

@@ -97,7 +97,7 @@ def test_reserve_counts_blocks_that_two_sequences_computed_at_the_same_time() ->
     """Tables [0, 1, 5 ...] and [0, 2, 5 ...]: what they share is not their beginning alone."""
     machine = SchedulerMachine()
     machine.choose(preempt="recompute", caching=True, host_blocks=40, allocation="paged", admission="reserve")
-    plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1}
+    plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1, "grammar": ""}
     last = {"life": FAR, "salt": "", "tenant": ("", 1.0)}
     tail = [45, 10, 12, 29, 32, 1, 31, 34, 30, 22, 46, 1]
     heavy = {"life": FAR, "salt": "tenant", "tenant": ("heavy", 3.0)}

@@ -89,8 +89,9 @@ def test_a_pydantic_model_comes_back(client: openai.OpenAI, seed: int) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_streamed_equals_whole(client: openai.OpenAI) -> None:
-    """With continuations, penalties and logprobs."""
+@pytest.mark.parametrize("scored", [{"logprobs": True, "top_logprobs": 2}, {}])
+def test_streamed_equals_whole(client: openai.OpenAI, scored: dict[str, Any]) -> None:
+    """With continuations, penalties and logprobs.  Without logprobs forced tokens arrive several at a time."""
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": SAID,
@@ -99,8 +100,7 @@ def test_streamed_equals_whole(client: openai.OpenAI) -> None:
         "n": 3,
         "max_tokens": 300,
         "frequency_penalty": 1.0,
-        "logprobs": True,
-        "top_logprobs": 2,
+        **scored,
     }
     whole = client.chat.completions.create(**asked)
     texts, ends = ["", "", ""], [""] * 3

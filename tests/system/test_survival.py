@@ -108,12 +108,15 @@ class Answer:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words, given tokens: each resumes."""
+    """Greedy, sampled, parallel, penalties, logprobs, min_tokens, schema, bad words, given tokens: each resumes.
+
+    Most tokens of the schema's answers are forced, so an engine that dies leaves them within a run of these."""
     ids = [[20 + i, 30 + i, 40 + i] * (3 + 4 * i) for i in range(9)]
     signs = "~^@`"  # no two of them are one token: what comes next depends on the two before
     pairs = [a + b for a in signs for b in signs]
     word = {"type": "string", "maxLength": 5}
-    entry = {"type": "object", "properties": {"name": word, "n": {"type": "integer"}}, "required": ["name", "n"]}
+    parts = {"the_name_of_this_entry": word, "how_often_it_is_there": {"type": "integer", "minimum": 0, "maximum": 9}}
+    entry = {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
     return [
         {"prompt": ids[0], "max_tokens": 700, "temperature": 0, "ignore_eos": True},
         {"prompt": ids[1], "max_tokens": 500, "n": 2, "top_k": 4, "seed": 5, "ignore_eos": True},
@@ -195,6 +198,7 @@ async def test_a_killed_engine_continues_every_stream(served: Served, client: ai
     last = {**bodies()[0], "stop": stop}
     undisturbed.append(await Answer(last).read(client, served.url))
     assert undisturbed[-1].ends == [("stop", stop)]
+    assert all(said.count("the_name_of_this_entry") > 4 for said in undisturbed[6].texts)
 
     answers = [Answer(body) for body in [*bodies(), last]]
     reading = begin(answers, client, served.url)

@@ -62,7 +62,17 @@ class Ends(ScriptedExecutor):
             step_s=rng.uniform(0.001, 0.01),
             swapped_bytes=1000,
             swap_s=rng.choice([0.0, 0.0001, 0.01]),
+            forced=self._forced(rng),
         )
+
+    def _forced(self, rng: random.Random) -> dict[int, list[int]]:
+        """Tokens that follow those just sampled, known before they are, by slot."""
+        runs = {slot: rng.randrange(1, 9) for slot in self._decoding if rng.random() < 0.05}
+        return {
+            slot: [self.token(sampler, position + at) for at in range(runs[slot])]
+            for slot, (sampler, position) in self._decoding.items()
+            if slot in runs
+        }
 
 
 class Box:

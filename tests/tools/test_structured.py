@@ -28,6 +28,9 @@ def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFi
     low, middle, high = (figures[f"batch2_{name}"] for name in ("ratio_low", "ratio", "ratio_high"))
     assert 0 < low <= middle <= high
     assert figures["batch2_mask_ms"] > 0
+    assert figures["batch2_plain_steps"] >= 12
+    assert 0 < figures["batch2_structured_steps"] < 24
+    assert 0 <= figures["batch2_jumped"] < 1
 
 
 def test_a_model_without_a_tokenizer_is_one_line(
