@@ -1,6 +1,6 @@
 """A million operations on the scheduler, with the block accounting checked after each.
 
-    python -m tests.system.chaos soak [--operations 1000000] [--seed 1]
+    python -m tests.system.chaos soak [--operations 1000000] [--seed 1] [--result NAME]
 
 Episodes of some hundred operations drive the state machine of tests/core/machine.py: requests with shared
 prefixes, siblings, salts, tenants and deadlines arrive and leave, steps run and fail, engines crash.  Each episode has
@@ -20,10 +20,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from engine.core.limits import Admission
 from engine.core.swapping import Preempt
+from loadtest import machine
 from tests.core.machine import PREFIXES, SchedulerMachine
 from tests.core.oracle import VOCAB
 from tests.core.rig import BAD_SEED, FAR
@@ -183,11 +184,25 @@ def soak(
     raise AssertionError
 
 
+def figures(soaked: Soaked, error: str) -> dict[str, Any]:
+    """Return what a result file has."""
+    return {
+        "clean": not error,
+        "operations": dict(soaked.operations),
+        "schedulers": soaked.episodes,
+        "requests": soaked.requests,
+        "tokens": soaked.tokens,
+        "audits": soaked.audits,
+        "seconds": round(soaked.seconds, 1),
+    }
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=1_000_000, help="at least; the last episode runs to its end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--episode", type=int, default=0, help="number of the first episode")
+    parser.add_argument("--result", help="write the figures to loadtest/results/NAME.json")
     options = parser.parse_args(words)
     soaked, error = soak(
         options.operations, options.seed, first=options.episode, say=lambda line: print(line, flush=True)
@@ -203,6 +218,10 @@ def main(words: list[str]) -> int:
     )
     if error:
         print(error, file=sys.stderr)
+    if options.result:
+        machine.write(
+            options.result, shlex.join(["python", "-m", "tests.system.chaos", "soak", *words]), figures(soaked, error)
+        )
     return 1 if error else 0
 
 
