@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 
 from engine.core.blocks import AccountingError
-from engine.core.limits import Totals
+from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence, State
 
 # Fewest tokens of a jump, the one sampled last included.  A jump turns a decode step into one with a slice, so it has
@@ -33,8 +33,8 @@ FEWEST = 3
 class ForcedTokens:
     """Appends forced tokens to their sequences, and knows which sequences have some to compute."""
 
-    def __init__(self, totals: Totals) -> None:
-        self._totals = totals
+    def __init__(self, report: SchedulerReport) -> None:
+        self._report = report
         self._ahead: dict[int, Sequence] = {}  # by id: sequences with forced tokens that a plan may compute
 
     def append(self, seq: Sequence, sampled: int, forced: Tokens[int]) -> list[int]:
@@ -53,7 +53,7 @@ class ForcedTokens:
             fresh.append(token)
             if token in seq.stops or len(tokens) == seq.limit:
                 break
-        self._totals.forced_tokens += len(fresh) - (seq.unconfirmed == 0)
+        self._report.totals.forced_tokens += len(fresh) - (seq.unconfirmed == 0)
         seq.unconfirmed = len(tokens) - first - 1
         if seq.unconfirmed:
             self._ahead[id(seq)] = seq

@@ -69,7 +69,7 @@ class Scheduler:
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.claims = Claims(self.step_cost, self.batch, self.waiting)
         self.beams = BeamGroups(pool, self.batch, limits)
-        self.forced = ForcedTokens(self.report.totals)
+        self.forced = ForcedTokens(self.report)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)

@@ -7,6 +7,7 @@ import pytest
 
 from engine.core.blocks import AccountingError
 from engine.core.forced import FEWEST
+from engine.core.limits import Totals
 from engine.core.policy.step_cost import PROBE
 from tests.core import oracle
 from tests.core.oracle import EOS, FORCED, foreseen, reference
@@ -47,6 +48,15 @@ def test_forced_tokens_take_fewer_steps_than_tokens(depth: int) -> None:
     assert forced.core.step < plain.core.step
     assert plain.core.report.totals.forced_tokens == plain.core.report.totals.jumped_tokens == 0
     assert max(len(delta.token_ids) for delta in forced.deltas) > FEWEST
+
+
+def test_counts_begin_anew_when_the_prefix_warm_up_is_done() -> None:
+    """It gives the report new totals, for metrics to count what clients asked for."""
+    rig = Rig()
+    rig.core.report.totals = Totals()
+    rig.add(PROMPT, 60, seed=5, ignore_eos=True, grammar=FORCED)
+    rig.run()
+    assert 0 < rig.core.report.totals.jumped_tokens <= rig.core.report.totals.forced_tokens
 
 
 def test_a_jump_saves_a_step_for_each_token_that_it_computes() -> None:

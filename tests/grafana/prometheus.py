@@ -25,6 +25,12 @@ from tests.system.processes import ROOT, Process, ending, wait_until_ready
 from tests.system.stack import free_port
 
 ALERTS = ROOT / "grafana" / "alerts.yaml"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a_long_name_that_is_in_every_answer": {"type": "integer"}},
+    "required": ["a_long_name_that_is_in_every_answer"],
+    "additionalProperties": False,
+}
 # Nothing on this machine is reached through a proxy.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -83,7 +89,9 @@ class Deployment:
             self._stopping.wait(0.05)
 
     def _send(self, turn: int) -> None:
-        """Send a request.  Every fifth one is invalid, and every third one would rather be refused than be late."""
+        """Send a request.  Every fifth one is invalid, and every third one would rather be refused than be late.
+
+        Every fourth one wants an object whose names the grammar forces."""
         body = {
             "model": "tiny",
             "prompt": "Twenty requests share this prefix of some tokens. " + f"And not this: {turn}. " * (1 + turn % 5),
@@ -92,6 +100,8 @@ class Deployment:
             "ignore_eos": True,
             "n": 1 + (turn % 7 == 0),
         }
+        if turn % 4 == 1:
+            body |= {"guided_json": SCHEMA, "ignore_eos": False}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.KEYS[turn % 2]}"}
         if turn % 3 == 0:
             headers["X-Max-Queue-Wait"] = "0"

@@ -209,7 +209,8 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
     small |= {"kv_dtype": "auto", "max_seqs": 32}
     engine = changes.setdefault("engine", {})
     engine["config"] = engine.get("config", {}) | small
-    changes.setdefault("apiKeys", {"keys": ["a-key"]})
+    if "existingSecret" not in changes.get("apiKeys", {}):  # else it is one of GIVEN
+        changes["apiKeys"] = {"keys": ["a-key"]}
     # The chart makes up a password and, in a cluster, finds it again in the next release.
     changes.setdefault("redis", {}).setdefault("bundled", {})["passwordSecret"] = {"name": "redis", "key": "secret"}
     return changes

@@ -26,7 +26,7 @@ from engine.core.limits import Admission
 from engine.core.swapping import Preempt
 from loadtest import machine
 from tests.core.machine import PREFIXES, SchedulerMachine
-from tests.core.oracle import VOCAB
+from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR
 
 EPISODE = (50, 600)  # operations, least and most
@@ -117,6 +117,7 @@ class Episode:
             priority=dice.choice([0, 0, 5]),
             tenant=dice.choice([("", 1.0), ("", 1.0), ("light", 0.5), ("heavy", 3.0)]),
             prompt_logprobs=dice.choice([-1, -1, 0]),
+            grammar=dice.choice(["", "", FORCED]),
         )
 
     def _submit(self) -> None:
