@@ -59,9 +59,8 @@ class Report(msgspec.Struct, frozen=True):
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
     costs: StepCosts = StepCosts()
-    claim_tokens: int = (
-        ANY_TOKENS  # of room_tokens, how many to claim at once; the prompt that exceeds them is the last
-    )
+    # Of room_tokens, how many to claim at once; the prompt that exceeds them is the last one.
+    claim_tokens: int = ANY_TOKENS
 
 
 class Outbox(Protocol):

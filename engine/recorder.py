@@ -77,9 +77,8 @@ class LoggedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     stalled: bool = False  # no plan was made: the outbox was full
     queued: int = 0  # requests that waited in the shared queue, this engine's share of them
     failed: bool = False  # the steps in flight were lost
-    result: StepResult | None = (
-        None  # of the step that was collected, without rows, tokens and texts; of forced tokens their number
-    )
+    # Of the step that was collected, without rows, tokens and texts; of forced tokens their number.
+    result: StepResult | None = None
     plan: int = 0  # checksum of the plan; 0: none
     events: list[Entry] = []
     blocks: list[bytes] = []  # for each "ended" in `events`: DIGEST bytes of each full block, in order

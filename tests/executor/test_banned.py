@@ -27,9 +27,9 @@ from engine.llm import LLM, Output
 from engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
-from tests.executor.test_grammars import PERSON, choice, schema
+from tests.executor.matchers import PROMPT, schema
+from tests.executor.test_grammars import PERSON, choice
 
-PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
 V = 70  # a vocabulary that needs three words of a mask, the last one in part
 FEW = st.integers(0, 3)  # tokens that meet often
 SEQUENCES = st.lists(st.lists(FEW, min_size=1, max_size=5), min_size=1, max_size=8)

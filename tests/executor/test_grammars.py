@@ -16,7 +16,6 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.plan import Sampler
 from engine.executor import followers
 from engine.executor.base import ScriptedExecutor, scripted_token
 from engine.executor.grammars import FAILED, Grammars
@@ -26,18 +25,8 @@ from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
+from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema
 from tests.schemas import kinds, samplings
-
-EOS = tokenizer().eos_token_id
-PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
-
-
-def schema(value: Any) -> str:
-    return compile_grammar(Constraint("schema", "json", value))
-
-
-def regex(pattern: str) -> str:
-    return compile_grammar(Constraint("regex", "regex", pattern))
 
 
 def choice(*texts: str) -> str:
@@ -274,10 +263,6 @@ def test_a_step_that_failed_is_computed_again(checkpoint: Callable[[str], Path])
 # ---------------------------------------------------------------------------------------------------- masks, matchers
 
 
-def grammars(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = None) -> Grammars:
-    return Grammars(directory, vocab_size=vocab, eos_ids=eos or [EOS], mask=np.zeros((4, -(-vocab // 32)), np.int32))
-
-
 def allowed(found: Grammars, slot: int) -> set[int]:
     bits = np.unpackbits(found.mask[slot].view(np.uint8), bitorder="little")
     return set(bits.nonzero()[0].tolist())
@@ -291,15 +276,10 @@ def errors(found: Grammars) -> dict[int, str]:
     return followers.advance(found.followers(range(4)), [0] * 4)
 
 
-def begin(found: Grammars, slot: int, grammar: str, history: list[int], **sampling: Any) -> None:
-    stops = [EOS] if sampling.get("min_tokens") else []
-    found.assign(slot, Sampler(Sampling(grammar=grammar, **sampling), 1, stops, [7, *history]))
-
-
 def test_padded_logits_are_never_allowed(checkpoint: Callable[[str], Path]) -> None:
     """The model has more logits than the tokenizer has tokens, in a number that 32 does not divide."""
-    found = grammars(checkpoint("llama"), vocab=VOCAB + 13)
-    begin(found, 2, compile_grammar(Constraint("regex", "regex", "(.|\n)*")), [])
+    found = four_slots(checkpoint("llama"), vocab=VOCAB + 13)
+    begin(found, 2, regex("(.|\n)*"), [])
     found.fill()
     assert found.mask.shape == (4, -(-(VOCAB + 13) // 32))
     assert max(allowed(found, 2)) < VOCAB
@@ -307,7 +287,7 @@ def test_padded_logits_are_never_allowed(checkpoint: Callable[[str], Path]) -> N
 
 
 def test_every_end_token_is_allowed_where_the_grammar_accepts(checkpoint: Callable[[str], Path]) -> None:
-    found = grammars(checkpoint("llama"), eos=[EOS, 2])
+    found = four_slots(checkpoint("llama"), eos=[EOS, 2])
     begin(found, 1, choice("a", "ab"), [])
     found.fill()
     assert not allowed(found, 1) & {EOS, 2}
@@ -322,7 +302,7 @@ def test_a_matcher_is_rebuilt_from_its_tokens(
     checkpoint: Callable[[str], Path], what: dict[str, Any], seed: int, data: st.DataObject
 ) -> None:
     """At any token the mask is that of a matcher which was given all tokens so far at once."""
-    found, grammar, rng = grammars(checkpoint("llama")), schema(what), random.Random(seed)
+    found, grammar, rng = four_slots(checkpoint("llama")), schema(what), random.Random(seed)
     begin(found, 0, grammar, [])
     tokens: list[int] = []
     for _ in range(data.draw(st.integers(0, 40))):
@@ -340,7 +320,7 @@ def test_a_matcher_is_rebuilt_from_its_tokens(
 
 
 def test_a_token_that_the_grammar_forbids_is_an_error(checkpoint: Callable[[str], Path]) -> None:
-    found = grammars(checkpoint("llama"))
+    found = four_slots(checkpoint("llama"))
     begin(found, 0, choice("yes"), tokenizer().encode("no", add_special_tokens=False))
     begin(found, 1, choice("yes"), [])
     found.fill()
@@ -354,7 +334,7 @@ def test_a_token_that_the_grammar_forbids_is_an_error(checkpoint: Callable[[str]
 
 def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_request(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    found = grammars(tmp_path)
+    found = four_slots(tmp_path)
     begin(found, 0, choice("yes"), [])
     found.fill()
     assert errors(found) == {0: "this model's tokenizer cannot be used for grammars"}
@@ -363,7 +343,7 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_request(tmp_path: P
 
 def test_a_hostile_grammar_ends_its_own_request(checkpoint: Callable[[str], Path]) -> None:
     """One that passes the gateway's check, and grows beyond an engine's bounds at a later token."""
-    found = grammars(checkpoint("llama"))
+    found = four_slots(checkpoint("llama"))
     begin(found, 0, regex("((a{1,100}){1,100}){1,100}"), [])
     letter = tokenizer().encode("a", add_special_tokens=False)
     for _ in range(300):

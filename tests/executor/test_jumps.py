@@ -20,28 +20,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.plan import Sampler
 from engine.executor import followers, grammars
 from engine.executor.base import ScriptedExecutor
 from engine.executor.grammars import Grammars
 from engine.llm import LLM, Completion, Output
 from engine.orders import Resume
 from engine.wire.messages import FOREVER_MS, Generate, Sampling
-from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import fail_next_step
+from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema
 from tests.schemas import kinds, samplings
-
-EOS = tokenizer().eos_token_id
-PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
-
-
-def schema(value: Any) -> str:
-    return compile_grammar(Constraint("schema", "json", value))
-
-
-def regex(pattern: str) -> str:
-    return compile_grammar(Constraint("regex", "regex", pattern))
 
 
 def record(**properties: Any) -> dict[str, Any]:
@@ -194,7 +182,7 @@ def test_a_forced_token_that_another_setting_forbids_is_not_jumped(llm: LLM, fie
     """The request ends with an error at that token, as it does without jumps."""
     grammar = schema(ORDER)
     whole = Run(llm, asked(grammar)).outputs[0].token_ids
-    found = Grammars(Path(llm.config.model), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((1, VOCAB // 32), np.int32))
+    found = four_slots(Path(llm.config.model))
     at = next(at for at in range(1, len(whole)) if len(forced_behind(found, grammar, whole[:at])) > 3)
     forbidden = whole[at + 2]
     fields: dict[str, dict[str, Any]] = {
@@ -261,10 +249,6 @@ def test_an_answer_resumes_anywhere_in_a_forced_run(llm: LLM) -> None:
 # --------------------------------------------------------------------------------------------------- masks, matchers
 
 
-def begin(found: Grammars, slot: int, grammar: str, emitted: list[int], **sampling: Any) -> None:
-    found.assign(slot, Sampler(Sampling(grammar=grammar, **sampling), 1, [], [7, *emitted]))
-
-
 def take(found: Grammars, slot: int, token: int) -> list[int]:
     """Let a slot sample a token.  Returns what is reported as forced behind it."""
     at = found.followers([slot])
@@ -290,7 +274,7 @@ def test_forced_tokens_are_those_that_the_masks_allow(
     checkpoint: Callable[[str], Path], what: dict[str, Any], seed: int
 ) -> None:
     """Slot 0 knows of forced tokens, slot 1 does not, slot 2 is given all tokens at once at each of them."""
-    found = Grammars(checkpoint("llama"), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((3, VOCAB // 32), np.int32))
+    found = four_slots(checkpoint("llama"))
     grammar, rng = schema(what), random.Random(seed)
     begin(found, 0, grammar, [])
     begin(found, 1, grammar, [], logprobs=0)
@@ -311,7 +295,7 @@ def test_finding_forced_tokens_is_bounded_work(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long run a part is found at a time, at least one token."""
-    found = Grammars(checkpoint("llama"), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((1, VOCAB // 32), np.int32))
+    found = four_slots(checkpoint("llama"))
     grammar = regex("(a|b)cdefghijklmnopq(r|s)")
     whole = forced_behind(found, grammar, first := tokenizer().encode("a", add_special_tokens=False))
     for most in (1, len(whole) + 1, 3 * len(whole)):
@@ -330,7 +314,7 @@ def test_finding_forced_tokens_is_bounded_work(
 
 def test_a_jump_keeps_its_matcher_and_steps_in_flight_tell_of_no_token(checkpoint: Callable[[str], Path]) -> None:
     """As on a GPU: the slot jumps while a step is in flight that samples the first forced token."""
-    found = Grammars(checkpoint("llama"), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((1, VOCAB // 32), np.int32))
+    found = four_slots(checkpoint("llama"))
     grammar = regex("(a|b)cdefg(h|i)")
     begin(found, 0, grammar, [])
     first = allowed(found, 0)[0]
@@ -350,7 +334,7 @@ def test_a_jump_keeps_its_matcher_and_steps_in_flight_tell_of_no_token(checkpoin
 
 
 def test_a_jump_over_a_part_of_a_run_is_followed_by_the_rest(checkpoint: Callable[[str], Path]) -> None:
-    found = Grammars(checkpoint("llama"), vocab_size=VOCAB, eos_ids=[EOS], mask=np.zeros((1, VOCAB // 32), np.int32))
+    found = four_slots(checkpoint("llama"))
     grammar = regex("(a|b)cdefg(h|i)")
     begin(found, 0, grammar, [])
     first = allowed(found, 0)[0]
@@ -365,7 +349,7 @@ def test_a_jump_over_a_part_of_a_run_is_followed_by_the_rest(checkpoint: Callabl
 
 
 def test_with_several_end_tokens_the_end_is_not_forced(checkpoint: Callable[[str], Path]) -> None:
-    found = Grammars(checkpoint("llama"), vocab_size=VOCAB, eos_ids=[EOS, 2], mask=np.zeros((1, VOCAB // 32), np.int32))
+    found = four_slots(checkpoint("llama"), eos=[EOS, 2])
     grammar = regex("(a|b)cd")
     begin(found, 0, grammar, [])
     for token in [first := allowed(found, 0)[0], *take(found, 0, first)]:

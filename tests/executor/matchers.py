@@ -1,0 +1,36 @@
+"""Grammars as requests bring them, and their matchers without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.core.plan import Sampler
+from engine.executor.grammars import Grammars
+from engine.wire.messages import Sampling
+from service.grammar import Constraint, compile_grammar
+from tests.checkpoints import VOCAB, tokenizer
+
+EOS = tokenizer().eos_token_id
+PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
+
+
+def schema(value: Any) -> str:
+    return compile_grammar(Constraint("schema", "json", value))
+
+
+def regex(pattern: str) -> str:
+    return compile_grammar(Constraint("regex", "regex", pattern))
+
+
+def four_slots(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = None) -> Grammars:
+    """Return an executor's grammars with four slots, none of which follows one."""
+    return Grammars(directory, vocab_size=vocab, eos_ids=eos or [EOS], mask=np.zeros((4, -(-vocab // 32)), np.int32))
+
+
+def begin(found: Grammars, slot: int, grammar: str, emitted: list[int], **sampling: Any) -> None:
+    """Start a sequence in a slot, or let it jump: it has emitted these tokens."""
+    stops = [EOS] if sampling.get("min_tokens") else []
+    found.assign(slot, Sampler(Sampling(grammar=grammar, **sampling), 1, stops, [7, *emitted]))
