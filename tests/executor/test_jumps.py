@@ -377,11 +377,11 @@ def test_the_scripted_executor_jumps_with_two_steps_in_flight(checkpoint: Callab
 def test_jumps_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
     """Step N+1 is in flight when result N names forced tokens.  Logits depend on the rows of a step there.
 
-    So answers are compared with their schemas, and those that are forced as a whole are compared exactly."""
+    So answers are compared with their schemas, and those that are forced as a whole are compared exactly.  These end
+    with their first token: nothing is left to compute."""
     llm = LLM(str(checkpoint("llama")), device="cuda", dtype="bfloat16", kv_blocks=256)
     jumping, plain = both(llm, asked(regex("(a|b)nd this is what follows it to the end")))
     assert jumping.answers == plain.answers
-    assert jumping.jumped > 0
     assert jumping.steps < plain.steps
     wanted = [asked(schema(SCHEMAS[name]), seed=seed) for seed in range(8) for name in SCHEMAS]
     found = llm.generate([PROMPT] * len(wanted), wanted, max_new_tokens=300)
@@ -395,4 +395,4 @@ def test_jumps_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
             jsonschema.validate(json.loads(output.text), list(SCHEMAS.values())[at % len(SCHEMAS)])
             finished += 1
     assert finished > len(found) / 2
-    assert totals.jumped_tokens < totals.forced_tokens
+    assert 0 < totals.jumped_tokens < totals.forced_tokens
