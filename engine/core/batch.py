@@ -24,7 +24,9 @@ class IssuedPlan(NamedTuple):
     """What the scheduler remembers of a plan until its result arrives."""
 
     decoding: int  # sequences that decode in it
-    prompt_tokens: int
+    prompt_tokens: int  # of all slices
+    jumps: int  # sequences that compute forced tokens in a slice
+    jump_tokens: int  # of these slices
     swaps: bool  # it copies blocks to or from the host
     sealed: list[int]  # blocks that entered the prefix index before they were written
 
@@ -54,10 +56,10 @@ class Batch:
         """Steps in flight: how many plans are ahead of the last result."""
         return self.step - self.committed
 
-    def issue(self, decoding: int, prompt_tokens: int, swaps: bool, sealed: list[int]) -> int:
+    def issue(self, plan: IssuedPlan) -> int:
         """Record that the next plan is issued.  Returns its step number."""
         self.step += 1
-        self._issued.append(IssuedPlan(decoding, prompt_tokens, swaps, sealed))
+        self._issued.append(plan)
         return self.step
 
     def commit(self, step: int) -> IssuedPlan:

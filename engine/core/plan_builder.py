@@ -13,7 +13,7 @@ finish            the StepPlan
 
 from __future__ import annotations
 
-from engine.core.batch import Batch
+from engine.core.batch import Batch, IssuedPlan
 from engine.core.beam_groups import BeamGroups
 from engine.core.blocks import BlockPool
 from engine.core.forced import FEWEST, ForcedTokens
@@ -24,6 +24,7 @@ from engine.core.plan_edits import PlanEdits
 from engine.core.policy.admission import AdmissionPolicy
 from engine.core.policy.allocation import AllocationPolicy
 from engine.core.policy.fairness import PREEMPTIBLE, Fairness
+from engine.core.policy.jumps import JumpCosts
 from engine.core.preemption import Preemption
 from engine.core.report import SchedulerReport
 from engine.core.sequence import Sequence, State
@@ -50,14 +51,18 @@ class PlanBuilder:
         swapping: Swapping,
         beams: BeamGroups,
         forced: ForcedTokens,
+        jump_costs: JumpCosts,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
-        self._preemption, self._swapping, self._beams, self._forced = preemption, swapping, beams, forced
+        self._preemption, self._swapping, self._beams = preemption, swapping, beams
+        self._forced, self._jump_costs = forced, jump_costs
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
+        self._jumps = 0  # sequences that jump in it
+        self._jump_tokens = 0  # that these compute
         self._budget = 0  # prompt tokens that the plan can still take
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
 
@@ -65,6 +70,7 @@ class PlanBuilder:
         """Begin the next plan."""
         self._step = self._batch.step + 1
         self._chunk_tokens = limits.chunk_tokens
+        self._jumps = self._jump_tokens = 0
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
@@ -94,7 +100,8 @@ class PlanBuilder:
         `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
         hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
         is left to prompts.  A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes
-        as ever.  Returns the tokens in addition to the one that each of them computes in any case."""
+        as ever.  Where the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
+        addition to the one that each of them computes in any case."""
         ready = self._forced.ready(self._step)
         if not ready or budget <= 0:
             return 0
@@ -103,6 +110,9 @@ class PlanBuilder:
             most //= 2
         elif len(ready) == self._batch.decoding:
             most = free
+        tokens = min(most, sum(seq.known - seq.computed_before(self._step) - 1 for seq in ready))
+        if not self._batch.prefilling and not self._jump_costs.pay(tokens, self._decoding):
+            return 0
         left = most
         for seq in ready:
             start = seq.computed_before(self._step)
@@ -115,6 +125,8 @@ class PlanBuilder:
             self._batch.jump(seq, end, self._step)
             self._seal_computed(seq, start - self._batch.late, end)  # steps in flight computed the first ones
             self._decoding -= 1
+            self._jumps += 1
+            self._jump_tokens += end - start
             left -= end - start - 1
         self._report.totals.jumped_tokens += most - left
         return most - left
@@ -191,7 +203,10 @@ class PlanBuilder:
             pool.discarded += poison
             return None
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        step = self._batch.issue(self._decoding, prompt_tokens, swapping.planned, edits.take_sealed())
+        jumps = self._jumps, self._jump_tokens
+        step = self._batch.issue(
+            IssuedPlan(self._decoding, prompt_tokens, *jumps, swapping.planned, edits.take_sealed())
+        )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
         return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps)
 

@@ -38,6 +38,7 @@ from engine.core.policy.admission import admission_policy
 from engine.core.policy.allocation import allocation_policy
 from engine.core.policy.claims import Claims
 from engine.core.policy.fairness import Fairness
+from engine.core.policy.jumps import JumpCosts
 from engine.core.policy.prompt_budget import prompt_budget
 from engine.core.policy.step_cost import StepCostModel
 from engine.core.preemption import Preemption
@@ -70,6 +71,7 @@ class Scheduler:
         self.claims = Claims(self.step_cost, self.batch, self.waiting)
         self.beams = BeamGroups(pool, self.batch, limits)
         self.forced = ForcedTokens(self.report)
+        self.jump_costs = JumpCosts(self.step_cost)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
@@ -90,6 +92,7 @@ class Scheduler:
             swapping=self.swapping,
             beams=self.beams,
             forced=self.forced,
+            jump_costs=self.jump_costs,
         )
         self.auditor = Auditor(
             pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
@@ -347,9 +350,12 @@ class Scheduler:
                 self.waiting.add(seq)
 
     def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
-        """Tell the step cost model what a step took."""
+        """Tell the cost models what a step took."""
         if result.step_s and not issued.swaps:
-            self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
+            if issued.jumps and issued.prompt_tokens == issued.jump_tokens:
+                self.jump_costs.record(result.step_s, issued.decoding + issued.jumps)
+            else:
+                self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
         if result.swap_s:
             self.step_cost.record_swap(result.swapped_bytes, result.swap_s)
 

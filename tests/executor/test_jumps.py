@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import msgspec
@@ -20,6 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.core.policy.jumps import JumpCosts
 from engine.executor import followers, grammars
 from engine.executor.base import ScriptedExecutor
 from engine.executor.grammars import Grammars
@@ -55,6 +57,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "min_tokens": {"seed": 14, "min_tokens": 30},
     "bias": {"seed": 15, "logit_bias": [(EOS, 50.0), (80, -100.0)]},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jumps_pay() -> Iterator[None]:
+    """Whatever they cost on this machine: every jump that is possible is taken."""
+    with mock.patch.object(JumpCosts, "pay", return_value=True):
+        yield
 
 
 @pytest.fixture(scope="module")

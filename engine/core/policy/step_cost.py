@@ -31,17 +31,17 @@ class StepCostModel:
         self.swap_bytes_per_s = swap_bytes_per_s
         self.token_s = 0.0  # of a prompt token, on top of the decode-only step; 0: not known
         self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a step without prompts
-        self._mixed = 0  # steps with prompts and decoding sequences since the last one without prompts
+        self.mixed_steps = 0  # with slices and decoding sequences, since the last one without slices
 
     def record_step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
         """Learn from a step without a swap.  `seqs`: sequences that decoded in it."""
         if not prompt_tokens:
-            self._mixed = 0
+            self.mixed_steps = 0
             size = seqs.bit_length()
             average = self._decode_s.get(size, seconds)
             self._decode_s[size] = average + STEADY * (min(seconds, OUTLIER * average) - average)
             return
-        self._mixed += seqs > 0
+        self.mixed_steps += seqs > 0
         alone = self.decode_s(max(1, seqs))
         beyond = max(0.0, seconds - alone)
         reading = beyond / prompt_tokens
@@ -75,7 +75,7 @@ class StepCostModel:
         0: measure this step without any.  None: not known."""
         if not self.token_s:
             return None
-        if not (alone := self.decode_s(seqs)) or self._mixed >= PROBE:
+        if not (alone := self.decode_s(seqs)) or self.mixed_steps >= PROBE:
             return 0
         time = AIM * (stretch - 1) * alone * max(1.0, CROWD * pending / (exposed or seqs))
         return max(LEAST, int(time / self.token_s))
