@@ -87,6 +87,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     poison: list[int] = []  # tests: blocks whose content is garbage now; filled with NaN
     swap_out: list[tuple[int, int]] = []  # (block, host block), all layers; no host block twice
     swap_in: list[tuple[int, int]] = []  # (host block, block); the host block is free from the next plan on
+    look_ahead: bool = True  # the result names forced tokens; they are not worth the search where jumps do not pay
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

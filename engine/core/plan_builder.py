@@ -208,7 +208,8 @@ class PlanBuilder:
             IssuedPlan(self._decoding, prompt_tokens, *jumps, swapping.planned, edits.take_sealed())
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
-        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps)
+        look_ahead = self._jump_costs.look_ahead(self._decoding + self._jumps, bool(self._batch.prefilling))
+        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead)
 
     # ----------------------------------------------------------------------------------------------- one sequence
 

@@ -70,12 +70,15 @@ class _Row:
     cleared: list[int] = field(default_factory=list)  # words of the slot's mask that are not EVERY
     fresh: bool = True  # the slot's mask has not been written yet
     error: str = ""  # see followers.Row: what is left is for the other masks to say
-    forced: Sequence[int] = ()  # it forces no token
 
     def take(self, token: int) -> None:
         self.tail.append(token)
         if len(self.tail) > self.trie.depth:
             del self.tail[0]
+
+    def find_forced(self) -> Sequence[int]:
+        """Return none: a mask of banned tokens always allows others."""
+        return ()
 
 
 class BannedSequences:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
 from engine.executor.constraints import IMPOSSIBLE, Constraints
-from engine.executor.followers import advance, forced_tokens
+from engine.executor.followers import Follower, advance, forced_tokens
 from engine.executor.grammars import Grammars
 
 
@@ -158,7 +158,8 @@ class ScriptedExecutor:
         impossible: dict[int, str] = {}
         forced: dict[int, list[int]] = {}
         if constraints and constraints.active:
-            impossible, forced = self._constrain(constraints, slots, tokens)
+            impossible, followers = self._constrain(constraints, slots, tokens)
+            forced = forced_tokens(followers) if plan.look_ahead else {}
         return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible, forced=forced)
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
@@ -173,8 +174,8 @@ class ScriptedExecutor:
     @staticmethod
     def _constrain(
         constraints: Constraints, slots: list[int], tokens: list[int]
-    ) -> tuple[dict[int, str], dict[int, list[int]]]:
-        """Replace the tokens that are forbidden.  Returns by slot why it has no token, and the tokens forced next."""
+    ) -> tuple[dict[int, str], list[Follower]]:
+        """Replace the tokens that are forbidden.  Returns by slot why it has no token, and who follows a grammar."""
         impossible = {}
         constraints.fill()
         followers = constraints.followers(slots)
@@ -182,7 +183,7 @@ class ScriptedExecutor:
             tokens[at] = constraints.choose(slot, tokens[at])
             if tokens[at] < 0:
                 tokens[at], impossible[slot] = 0, IMPOSSIBLE
-        return impossible | advance(followers, tokens), forced_tokens(followers)
+        return impossible | advance(followers, tokens), followers
 
     def token(self, sampler: Sampler, position: int) -> int:
         """The token of a slot at an output position."""

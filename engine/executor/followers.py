@@ -15,12 +15,11 @@ class Row(Protocol):
 
     error: str  # why it allows none; empty: it does
 
-    @property
-    def forced(self) -> Sequence[int]:
-        """The tokens that must follow the one taken in last, where that was when they were found."""
-
     def take(self, token: int) -> None:
         """Take in the token that the sequence has sampled."""
+
+    def find_forced(self) -> Sequence[int]:
+        """Return the tokens that must follow the one taken in last, except those that were returned before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,5 +46,6 @@ def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, s
 
 
 def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
-    """Return the tokens that must follow what each slot sampled, where there are some, after `advance`."""
-    return {follower.slot: list(follower.row.forced) for follower in followers if follower.row.forced}
+    """Find the tokens that must follow what each slot sampled, where there are some.  `advance` comes before."""
+    found = ((follower.slot, follower.row.find_forced()) for follower in followers)
+    return {slot: list(forced) for slot, forced in found if forced}

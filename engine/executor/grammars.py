@@ -7,7 +7,7 @@ On a GPU the model of step N+1 is launched before step N is collected.  Then mat
 and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
 followed a grammar when it was launched (followers.py).
 
-A matcher takes in tokens that the grammar forces as soon as they are known.  The mask then allows only the next of
+A matcher takes in tokens that the grammar forces as soon as they are found.  The mask then allows only the next of
 them, whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
 
     tokens     { "name" : | " J o             the matcher has taken in `{ "name` when `{` is sampled:
@@ -105,12 +105,10 @@ class _Row:
     end: int = -1  # the only end token; -1: there are several
     taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
     ahead: int = 0  # the last so many of them are forced, and sampled one by one or not at all
-    forced: list[int] = field(default_factory=list)  # of these, what is to be reported with the token taken in last
     reported: bool = True  # whether those ahead have been
 
     def take(self, token: int) -> None:
-        """Take in the token that was sampled, and what it forces."""
-        self.forced = []
+        """Take in the token that was sampled."""
         if self.matcher is None or token < 0:
             return
         self.early -= 1
@@ -119,9 +117,14 @@ class _Row:
         else:
             self.matcher.consume_token(token)
             self.taken.append(token)
+
+    def find_forced(self) -> list[int]:
+        """Return what the token taken in last forces, except what was returned before."""
         self.look_ahead()
-        if not self.reported:
-            self.forced, self.reported = self.taken[len(self.taken) - self.ahead :], True
+        if self.matcher is None or self.reported:
+            return []
+        self.reported = True
+        return self.taken[len(self.taken) - self.ahead :]
 
     def look_ahead(self) -> None:
         """Take in the tokens that are forced next, unless some are ahead."""

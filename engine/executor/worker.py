@@ -69,6 +69,7 @@ class Pending:
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
     followers: Sequence[Follower] = ()  # of `slots`, those with a grammar or bad_words
     candidates: BeamCandidates | None = None
+    look_ahead: bool = True  # as in its plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Worker:
         self._sizes = ladder(max_seqs) if self._gpu else []
         self._batch.shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
         self._captured = False
+        self._look_ahead = True  # of the last plan
         self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
         self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
         self._graph_seconds = config.graph_seconds  # that are left for them
@@ -223,6 +225,7 @@ class Worker:
     def launch_model(self, plan: StepPlan) -> Launched:
         """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
+        self._look_ahead = plan.look_ahead
         self._clocks[self._next()].start()
         for slot in plan.freed_slots:
             samplers.free(slot)
@@ -297,7 +300,7 @@ class Worker:
             impossible=impossible,
             device_s=seconds,
             candidates=candidates,
-            forced=forced_tokens(pending.followers),
+            forced=forced_tokens(pending.followers) if pending.look_ahead else {},
         )
 
     def _decode(self, number: int, beams: tuple[tuple[int, int], ...]) -> Launched:
@@ -402,7 +405,7 @@ class Worker:
         clock.stop()
         followers = self._samplers.followers(slots)
         scored = launched.prompt_logprobs
-        return Pending(launched.step, slots, output, clock, logprobs, scored, followers, candidates)
+        return Pending(launched.step, slots, output, clock, logprobs, scored, followers, candidates, self._look_ahead)
 
     def _next(self) -> int:
         """Index of the output buffer that the next step uses."""

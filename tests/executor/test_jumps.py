@@ -118,6 +118,22 @@ def test_jumps_change_no_token(llm: LLM, name: str, how: str) -> None:
     assert jumping.steps < plain.steps
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_plans_that_do_not_look_ahead_change_no_token(llm: LLM, name: str) -> None:
+    """Some tokens that a grammar forces at the start or behind a plan without a search are found by a later one."""
+    jumping, plain = both(llm, asked(schema(SCHEMAS[name])))
+    with mock.patch.object(JumpCosts, "look_ahead", return_value=False):
+        blind, _ = both(llm, asked(schema(SCHEMAS[name])))
+    rng = random.Random(name)
+    with mock.patch.object(JumpCosts, "look_ahead", side_effect=lambda *_: rng.random() < 0.4):
+        sometimes = [Run(llm, asked(schema(SCHEMAS[name]))) for _ in range(4)]
+    assert blind.jumped == 0
+    assert blind.answers == plain.answers
+    assert blind.steps == plain.steps
+    assert all(one.answers == plain.answers for one in sometimes)
+    assert 0 < sum(one.jumped for one in sometimes) < 4 * jumping.jumped
+
+
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(st.lists(st.tuples(kinds(), samplings()), min_size=1, max_size=5))
 def test_random_schemas_in_a_batch(llm: LLM, wanted: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.core.policy.jumps import AGAIN, GAIN, READINGS, JumpCosts
+from engine.core.policy.jumps import GAIN, PATIENCE, READINGS, REST, JumpCosts
 from engine.core.policy.step_cost import StepCostModel
 from tests.core import oracle
 from tests.core.oracle import FORCED
@@ -40,15 +40,41 @@ def test_sizes_of_batches_are_learnt_apart() -> None:
     assert costs.pay(3, 4)
 
 
-def test_a_refused_jump_is_measured_again_now_and_then_and_may_have_become_fast() -> None:
+def plans(costs: JumpCosts, count: int, tokens: int, seqs: int, extra_s: float, *, prompts: bool = False) -> list[str]:
+    """What so many plans do: "jump", "decode" where a jump is refused, "rest" where nothing is looked for."""
+    found = []
+    for _ in range(count):
+        if not costs.look_ahead(seqs, prompts):
+            found.append("rest")
+        elif costs.pay(tokens, seqs):
+            costs.record(DECODE_S + extra_s, seqs)
+            found.append("jump")
+        else:
+            found.append("decode")
+    return found
+
+
+def test_after_some_refusals_the_search_rests_and_one_jump_is_measured_again() -> None:
     costs = measured(0.02, 64)
-    assert [costs.pay(4, 64) for _ in range(2 * AGAIN)] == [*[False] * (AGAIN - 1), True] * 2
-    taken = 0
-    for _ in range(100 * AGAIN):
-        if costs.pay(4, 64):
-            costs.record(DECODE_S, 64)
-            taken += 1
-    assert taken > 50 * AGAIN
+    once = [*["rest"] * REST, "jump"]
+    assert plans(costs, PATIENCE, 4, 64, 0.02) == ["decode"] * PATIENCE
+    assert plans(costs, REST + 1, 4, 64, 0.02) == once
+    assert plans(costs, PATIENCE + REST + 1, 4, 64, 0.02) == [*["decode"] * PATIENCE, *once]
+
+
+def test_jumps_that_have_become_fast_come_back() -> None:
+    costs = measured(0.02, 64)
+    assert plans(costs, 100 * REST, 4, 64, 0.0).count("jump") > 50 * REST
+
+
+def test_a_rest_ends_where_prompts_are_computed_and_holds_for_one_size_only() -> None:
+    costs = measured(0.02, 64)
+    plans(costs, PATIENCE, 4, 64, 0.02)
+    assert costs.look_ahead(64, prompts=True)
+    assert not costs.look_ahead(64, prompts=False)
+    assert costs.look_ahead(8, prompts=False)
+    assert not costs.pay(4, 64)  # what was found with prompts: the rest has not ended
+    assert plans(costs, REST, 4, 64, 0.02).count("jump") == 1
 
 
 def test_one_slow_reading_among_fast_ones_refuses_nothing_for_long() -> None:
