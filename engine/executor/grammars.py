@@ -3,9 +3,9 @@
     ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
     a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ take: its token
 
-On a GPU the model of step N+1 is launched before step N is collected.  Then matchers take in the tokens of step N,
-and `fill` writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step keeps who
-followed a grammar when it was launched (followers.py).
+On a GPU the model of step N+1 is launched before step N is collected.  Then matchers take in the tokens of step N on
+another thread, which writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step
+keeps who followed a grammar when it was launched (followers.py).
 
 A matcher takes in tokens that the grammar forces as soon as they are found.  The mask then allows only the next of
 them, whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
@@ -66,7 +66,8 @@ SLICES = [
     *(f"{STRING_TEXT}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 14, 20, 30)),
     f"{STRING_TEXT}+",
 ]
-# A mask takes about 30 us.  For this many it is worth a thread, which runs while the model computes.
+# A mask takes about 30 us, a token 3 us to take in.  For this many it is worth a thread, which runs while the model
+# computes.
 THREADED = 4
 FAILED = "the grammar cannot be followed any further"
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
@@ -104,19 +105,27 @@ class _Row:
     jumps: bool = False
     end: int = -1  # the only end token; -1: there are several
     taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
+    behind: bool = False  # but for the last of them, which `catch_up` gives it
     ahead: int = 0  # the last so many of them are forced, and sampled one by one or not at all
     reported: bool = True  # whether those ahead have been
 
     def take(self, token: int) -> None:
-        """Take in the token that was sampled."""
+        """Note the token that was sampled, for the matcher to take in before anything else is asked of it."""
         if self.matcher is None or token < 0:
             return
         self.early -= 1
         if self.ahead:
             self.ahead -= 1
         else:
-            self.matcher.consume_token(token)
+            self.catch_up()
             self.taken.append(token)
+            self.behind = True
+
+    def catch_up(self) -> None:
+        """Take in the token that was noted last, if any."""
+        if self.behind and self.matcher is not None:
+            self.matcher.consume_token(self.taken[-1])
+        self.behind = False
 
     def find_forced(self) -> list[int]:
         """Return what the token taken in last forces, except what was returned before."""
@@ -131,6 +140,7 @@ class _Row:
         matcher = self.matcher
         if matcher is None or not self.jumps or self.ahead:
             return
+        self.catch_up()
         found = 0
         while found < MOST_FOUND and (forced := self._forced_next(matcher)):
             matcher.consume_token(forced[0])
@@ -228,6 +238,7 @@ class Grammars:
         row = _Row(sampling.grammar, None, held, early, jumps=may_jump(sampling), end=end)
         self._rows[slot] = row
         if before is not None and follows(before, row.grammar, emitted):
+            before.catch_up()
             row.matcher, before.matcher, row.taken = before.matcher, None, before.taken
             row.ahead = len(row.taken) - len(emitted)
             row.look_ahead()
@@ -280,11 +291,20 @@ class Grammars:
     def begin_fill(self) -> None:
         """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
         if len(self._rows) >= THREADED:
-            self._filling = self._filler.submit(self._compute)
+            self._filling = self._filler.submit(self.compute)
 
-    def _compute(self) -> None:
-        """Let llguidance write the masks where no token is ahead.  It lets other threads run meanwhile."""
+    def compute(self) -> None:
+        """Let llguidance take in what was sampled, and write the masks where no token is ahead.
+
+        It lets other threads run meanwhile."""
         sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None and not row.ahead]
+        behind = [row for row in self._rows.values() if row.behind and row.matcher is not None]
+        if len(behind) >= THREADED:
+            self._executor.consume_token_par([(row.matcher, row.taken[-1]) for row in behind if row.matcher])
+            for row in behind:
+                row.behind = False
+        for row in behind:
+            row.catch_up()
         if sound:
             count, words = self.mask.shape
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
@@ -298,7 +318,7 @@ class Grammars:
     def fill(self) -> None:
         """Write the mask of every slot that has a grammar, or wait for the thread that does."""
         if not self._finish_filling():
-            self._compute()
+            self.compute()
         for slot, row in self._rows.items():
             if row.ahead:
                 next_one = row.taken[-row.ahead]

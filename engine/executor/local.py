@@ -3,6 +3,13 @@
 On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released.  A thread
 in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases the
 interpreter there, so the bus thread runs meanwhile.
+
+Where masks depend on tokens, a step's sampling waits for those of the step before.  Threads compute the masks while
+the loop commits that step and plans the next one:
+
+    device   sample N | model of step N+1            | sample N+1 | model of step N+2
+    threads             masks of step N+1
+    loop     collect N ─ commit N ─ plan N+2 ─ submit N+2: launch sampling N+1, launch model N+2 ─ collect N+1
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from engine.executor.models import builtin, fused
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.weights import fingerprint
 from engine.executor.ranks import ALONE, Ranks
-from engine.executor.worker import GPU_DEPTH, Pending, Worker
+from engine.executor.worker import GPU_DEPTH, Launched, Pending, Worker
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +130,7 @@ class LocalExecutor:
         # nothing.  A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with 2.  It also computes one
         # token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
-        self._in_flight: deque[Pending | StepResult | Exception] = deque()
+        self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
         self._begun: deque[float] = deque()  # when each was submitted
         self._ended = 0.0  # when the last one was collected
 
@@ -132,15 +139,15 @@ class LocalExecutor:
         if len(self._in_flight) >= self.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
         self._begun.append(time.perf_counter())
+        self._launch_sampling()
         if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its slots are freed: what follows is void
             self._in_flight.append(self._in_flight[-1])
             return
         assert self._worker is not None
         try:
-            launched = self._worker.launch_model(plan)
-            if self._in_flight and self._worker.waits_for_tokens(launched):
-                self._collect_early()
-            self._in_flight.append(self._worker.launch_sampling(launched))
+            launched = self._worker.launch_model(plan, all_collected=not self._in_flight)
+            waits = self._in_flight and self._worker.waits_for_tokens(launched)
+            self._in_flight.append(launched if waits else self._worker.launch_sampling(launched))
         except Exception as error:
             log.exception("step %d failed", plan.step)
             self._in_flight.append(error)
@@ -150,16 +157,16 @@ class LocalExecutor:
         """Whether the last step that was submitted failed, so that `collect` will raise."""
         return bool(self._in_flight) and isinstance(self._in_flight[-1], Exception)
 
-    def _collect_early(self) -> None:
-        """Wait for the steps in flight, while the device computes the model of the next one."""
+    def _launch_sampling(self) -> None:
+        """Launch the sampling of the one step in flight, if it waits: the step before it has been collected."""
+        if not self._in_flight or not isinstance(launched := self._in_flight[0], Launched):
+            return
         assert self._worker is not None
-        for at, step in enumerate(self._in_flight):
-            if isinstance(step, Pending):
-                try:
-                    self._in_flight[at] = self._timed(self._worker.collect(step), self._begun[at])
-                except Exception as error:
-                    self._in_flight[at] = error
-                    raise
+        try:
+            self._in_flight[0] = self._worker.launch_sampling(launched)
+        except Exception as error:
+            log.exception("step %d failed", launched.step)
+            self._in_flight[0] = error
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
@@ -169,15 +176,18 @@ class LocalExecutor:
         if not self._in_flight:
             raise RuntimeError("no step in flight")
         assert self._worker is not None
+        self._launch_sampling()
         step, begun = self._in_flight.popleft(), self._begun.popleft()
-        if isinstance(step, StepResult):
-            return step
         if isinstance(step, Pending):
             try:
-                return self._timed(self._worker.collect(step), begun)
+                result = self._timed(self._worker.collect(step), begun)
+                if self._in_flight and isinstance(self._in_flight[0], Launched):
+                    self._worker.begin_masks()
+                return result
             except Exception as error:
                 log.exception("step %d failed", step.step)
                 step = error
+        assert isinstance(step, Exception)
         self._in_flight.clear()
         self._begun.clear()
         try:

@@ -222,8 +222,10 @@ class Worker:
     # ----------------------------------------------------------------------------------------------------- every step
 
     @torch.inference_mode()
-    def launch_model(self, plan: StepPlan) -> Launched:
-        """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called."""
+    def launch_model(self, plan: StepPlan, *, all_collected: bool = True) -> Launched:
+        """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called.
+
+        all_collected: every step before has been, so that its masks can be computed now; else `begin_masks` later."""
         staging, samplers, batch = self._staging, self._samplers, self._batch
         self._look_ahead = plan.look_ahead
         self._clocks[self._next()].start()
@@ -241,7 +243,7 @@ class Worker:
         staging.send()
 
         samplers.flush()
-        if not self._gpu:  # the step before has been collected
+        if all_collected:
             samplers.begin_masks()
         if plan.swap_out:
             self.swap.out(plan.swap_out)
@@ -262,6 +264,12 @@ class Worker:
     def waits_for_tokens(self, launched: Launched) -> bool:
         """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""
         return self._samplers.following and launched.sample is not None
+
+    def begin_masks(self) -> None:
+        """Begin to compute the masks of a launched step on other threads, once all steps before it are collected.
+
+        `launch_sampling` comes next."""
+        self._samplers.begin_masks()
 
     @torch.inference_mode()
     def launch_sampling(self, launched: Launched) -> Pending:

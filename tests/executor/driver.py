@@ -30,9 +30,9 @@ class RecordingWorker(Worker):
 
     pieces: list[torch.Tensor]
 
-    def launch_model(self, plan: StepPlan) -> Launched:
+    def launch_model(self, plan: StepPlan, *, all_collected: bool = True) -> Launched:
         self.pieces = []
-        return super().launch_model(plan)
+        return super().launch_model(plan, all_collected=all_collected)
 
     def _logits(self, forward: Forward, at: torch.Tensor | None) -> torch.Tensor:
         self.pieces.append(super()._logits(forward, at).clone())
@@ -196,7 +196,7 @@ def fail_next_step(llm: LLM) -> None:
     assert worker is not None
     launch = worker.launch_model
 
-    def fails(plan: StepPlan) -> Launched:
+    def fails(plan: StepPlan, *, all_collected: bool = True) -> Launched:
         worker.launch_model = launch  # type: ignore[method-assign]
         raise RuntimeError("on purpose")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.executor import followers
 from engine.executor.base import ScriptedExecutor, scripted_token
-from engine.executor.grammars import FAILED, Grammars
+from engine.executor.grammars import FAILED, THREADED, Grammars
 from engine.executor.local import LocalExecutor
+from engine.executor.worker import Launched, Pending
 from engine.llm import LLM, Completion, Output
 from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
@@ -168,6 +170,89 @@ def test_rows_without_a_grammar_are_as_ever(llm: LLM) -> None:
     )
     assert_same(llm, mixed[0].outputs[0], alone.outputs[0])
     assert mixed[2].outputs[0].text == "x"
+
+
+# ---------------------------------------------------------------------------------------------- two steps in flight
+
+
+def two_ahead(directory: Path, **options: Any) -> LLM:
+    """Return a model on a CPU, planned for as on a device of its own."""
+    config = EngineConfig(model=str(directory), dtype="float32", kv_blocks=128, threads=1, **options)
+    executor = LocalExecutor(config)
+    executor.depth = 2
+    return LLM.over(config, executor, tokenizer())
+
+
+@pytest.mark.parametrize("count", [1, THREADED - 1, THREADED, 9])
+def test_two_steps_in_flight_change_no_token(checkpoint: Callable[[str], Path], count: int) -> None:
+    """The masks of each step are written once the step before it is collected, whichever thread writes them."""
+    asked = [Sampling(seed=i, grammar=schema(PERSON)) for i in range(count)] + [Sampling(seed=7)]
+    found = []
+    for depth in (1, 2):
+        llm = two_ahead(checkpoint("llama"), deterministic=True)
+        llm.executor.depth = depth
+        found.append(
+            [one.outputs[0].token_ids for one in llm.generate([PROMPT] * len(asked), asked, max_new_tokens=120)]
+        )
+        llm.close()
+    assert found[0] == found[1]
+
+
+def test_collect_does_not_wait_for_the_next_masks(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed while the loop commits the step and plans another.  Sampling waits for them."""
+    llm = two_ahead(checkpoint("llama"))
+    asked = [Sampling(seed=i, grammar=schema(PERSON)) for i in range(THREADED)]
+    requests = [llm.submit(PROMPT, one, max_new_tokens=30) for one in asked]
+    while not any(request.outputs[0].token_ids for request in requests):
+        llm.step()
+    executor, may_end, compute = llm.executor, threading.Event(), Grammars.compute
+    waited: list[bool] = []
+
+    def slow(grammars: Grammars) -> None:
+        waited.append(threading.current_thread() is not threading.main_thread() and may_end.wait(20))
+        compute(grammars)
+
+    monkeypatch.setattr(Grammars, "compute", slow)
+    assert isinstance(executor, LocalExecutor)
+    llm.step()  # collects a step
+    assert waited == []
+    launched: list[Launched | Pending | Exception] = list(executor._in_flight)
+    assert [type(step) for step in launched] == [Launched]
+    threading.Timer(0.1, may_end.set).start()
+    llm.step()
+    assert waited[0]
+    monkeypatch.undo()  # fewer rows than THREADED will be left
+    while llm.unfinished:
+        llm.step()
+    assert {request.outputs[0].finish_reason for request in requests} <= {"stop", "length"}
+    llm.close()
+
+
+def test_a_step_whose_masks_fail_voids_the_next_one(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequences are computed again from the tokens that are known, and get the same ones."""
+    llm = two_ahead(checkpoint("llama"), deterministic=True)
+    asked = [Sampling(seed=i, grammar=schema(PERSON)) for i in range(THREADED)]
+    expected = [one.outputs[0].token_ids for one in llm.generate([PROMPT] * THREADED, asked, max_new_tokens=40)]
+    requests = [llm.submit(PROMPT, one, max_new_tokens=40) for one in asked]
+    for _ in range(8):
+        llm.step()
+    fill, fail = Grammars.fill, [True]
+
+    def failing(grammars: Grammars) -> None:
+        fill(grammars)
+        if fail.pop() if fail else False:
+            raise MemoryError("no masks")
+
+    monkeypatch.setattr(Grammars, "fill", failing)
+    while llm.unfinished:
+        llm.step()
+    assert not fail
+    assert [request.outputs[0].token_ids for request in requests] == expected
+    llm.close()
 
 
 # ---------------------------------------------------------------------------------------- preempted, failed, resumed

@@ -146,11 +146,11 @@ def choking(monkeypatch: pytest.MonkeyPatch, fails: Callable[[StepPlan], bool]) 
     failed: list[int] = []
     launch = Worker.launch_model
 
-    def choke(self: Worker, plan: StepPlan) -> Launched:
+    def choke(self: Worker, plan: StepPlan, *, all_collected: bool = True) -> Launched:
         if fails(plan):
             failed.append(plan.step)
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.31 GiB")
-        return launch(self, plan)
+        return launch(self, plan, all_collected=all_collected)
 
     monkeypatch.setattr(Worker, "launch_model", choke)
     return failed
