@@ -45,6 +45,7 @@ class Batch:
         self._block_size = block_size
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # the calendar: step -> decoding sequences
         self._issued: deque[IssuedPlan] = deque()
+        self._departed: list[tuple[int, str]] = []  # last steps of ended sequences, while in flight; their requests
 
     @property
     def running(self) -> int:
@@ -68,12 +69,15 @@ class Batch:
         if step != self.committed + 1:
             raise AccountingError(f"result of step {step} after step {self.committed}")
         self.committed = step
+        if self._departed:
+            self._departed = [entry for entry in self._departed if entry[0] > step]
         return self._issued.popleft()
 
     def abandon_steps(self) -> list[int]:
         """Give up every step in flight and free every slot.  Returns the blocks that those steps had sealed."""
         sealed = [block for plan in self._issued for block in plan.sealed]
         self._issued.clear()
+        self._departed.clear()
         self.committed = self.step
         self.slots.reset()
         return sealed
@@ -154,6 +158,12 @@ class Batch:
             seq.due = 0
             self.decoding -= 1
 
+    def depart(self, seq: Sequence) -> None:
+        """Take the slot of a sequence that ends, for whatever reason, and remember that steps in flight compute it."""
+        if self.in_flight(seq):
+            self._departed.append((self.step, seq.request.id))
+        self.remove(seq)
+
     def _assign_slot(self, seq: Sequence) -> None:
         self.slots.assign(seq)
         self.reserved_blocks += seq.greatest_blocks(self._block_size)
@@ -175,6 +185,10 @@ class Batch:
     def in_flight(self, seq: Sequence) -> bool:
         """Return whether a step without a result computes the sequence, or samples its next token."""
         return (seq.slot >= 0 and seq.state is not State.WAITING) or seq.sampled_in > self.committed
+
+    def departed(self) -> set[str]:
+        """Return the requests of ended sequences that a step without a result computes."""
+        return {request for _, request in self._departed}
 
     def promised_blocks(self) -> int:
         """Blocks that started prompts have yet to take."""

@@ -21,7 +21,7 @@ death takes longer than from a failed step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from engine.core.sequence import Sequence, State
 
@@ -34,17 +34,18 @@ class Isolation:
     def __init__(self) -> None:
         self._groups: deque[list[Sequence]] = deque()  # of suspects; only members of the first may start
 
-    def failed(self, sequences: Iterable[Sequence]) -> str | None:
+    def failed(self, sequences: Iterable[Sequence], departed: Set[str] = frozenset()) -> str | None:
         """A step with these sequences failed.  Returns the id of the request that must end; None: every one continues.
 
-        A request must end if it was alone in the step and was in a failed step at the same position before."""
+        A request must end if it was alone in the step and was in a failed step at the same position before.
+        `departed`: requests of further sequences in the step, which have ended since.  They may be the cause."""
         sequences = list(sequences)
         again = [seq for seq in sequences if seq.failed_at == seq.known]
         for seq in sequences:
             seq.failed_at = seq.known
         names = set(map(id, again))
         rest = [[seq for seq in group if id(seq) not in names] for group in self._groups]
-        if again and len({seq.request.id for seq in sequences}) == 1:
+        if again and len({seq.request.id for seq in sequences} | departed) == 1:
             self._groups = deque(rest)
             return again[0].request.id
         half = (len(again) + 1) // 2

@@ -163,6 +163,7 @@ class Scheduler:
         lost = [seq for seq in self.live() if self.batch.in_flight(seq) and self.beams.leads(seq)]
         running = [seq for seq in self.live() if seq.state not in (State.WAITING, State.FINISHED)]
         back = [seq for seq in running if self.beams.leads(seq)]
+        departed = self.batch.departed()
         for seq in back:
             self.report.record("requeued", seq)
             self.preemption.requeue(seq, min(seq.computed_before(self.batch.step + 1), seq.known - 1))
@@ -171,7 +172,7 @@ class Scheduler:
                 seq.recompute_tokens = seq.computed
                 self.swapping.free_all_blocks(seq)
         self.pool.forget(self.batch.abandon_steps())
-        if (guilty := self.isolation.failed(lost)) is not None:
+        if (guilty := self.isolation.failed(lost, departed)) is not None:
             self._end_request(guilty, "error", FAILED_TWICE)
         return len(back), guilty
 
@@ -425,7 +426,7 @@ class Scheduler:
             self.report.record("ended", seq, seq.sent, reason)
         if seq.queued_tokens:
             self.waiting.remove(seq)
-        self.batch.remove(seq)
+        self.batch.depart(seq)
         self.report.totals.released_blocks += len(seq.table)
         self.swapping.free_all_blocks(seq)
         seq.state = State.FINISHED

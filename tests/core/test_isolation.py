@@ -129,6 +129,42 @@ def test_nothing_else_starts_or_is_claimed_while_suspects_run() -> None:
     rig.run()
 
 
+@pytest.mark.parametrize("how", ["abort", "drop"])
+def test_what_a_request_leaves_behind_is_held_against_nobody_else(how: str) -> None:
+    """The bad request ends while its step is in flight: the step that fails then seems to have its mate alone."""
+    rig = Rig(blocks=100, depth=2, bad=0)
+    bad = rig.add([1] * 9, 30, seed=BAD_SEED, ignore_eos=True)
+    mate = rig.add([2] * 9, 30, ignore_eos=True, seed=1)
+    for _ in range(2):
+        rig.submit()
+        rig.commit()
+    rig.submit()
+    getattr(rig.core, how)(bad)
+    rig.collect_outputs()
+    rig.submit()
+    rig.commit()
+    assert [list(inside) for inside in rig.failures[2:]] == [[(mate, 0)]]
+    rig.run()
+    assert rig.finishes[mate, 0].reason == "length"
+
+
+def test_a_sibling_that_left_does_not_excuse_its_request() -> None:
+    rig = Rig(blocks=100, depth=2, bad=1)
+    bad = rig.add([1] * 9, 30, n=2, seed=BAD_SEED, ignore_eos=True)
+    rig.submit()
+    while len(rig.failures) < 1:
+        rig.submit()
+        rig.commit()
+    rig.submit()
+    rig.submit()
+    rig.core.abort(bad, 1)
+    rig.collect_outputs()
+    while len(rig.failures) < 2:
+        rig.submit()
+        rig.commit()
+    assert rig.finishes[bad, 0].reason == "error"
+
+
 def test_a_suspect_that_leaves_clears_the_way() -> None:
     rig = Rig(blocks=100, depth=1, bad=0)
     bad = rig.add([1] * 9, 30, seed=BAD_SEED, ignore_eos=True)

@@ -18,8 +18,8 @@ LARGEST = 448.0  # of e4m3
 # many tokens x is rounded to e4m3 as well: 3 bits after the point, so 2^-4 of a number at most.  Uniform within its
 # rounding step, the error of a number is 2^-5 / sqrt(3) to 2^-4 / sqrt(3) of it: 0.018 to 0.036.
 EXACT, ROUNDED = 2**-7, 0.036
-# Rows of a weight where one token is compared.  With 64 rows the error of 3 tokens in 100 is above ROUNDED by chance, of
-# 256 rows 1 in 1,000; of 1,024 none of 2,000 was above 0.033.
+# Rows of a weight where one token is compared.  With 64 rows the error of 3 tokens in 100 is above ROUNDED by chance,
+# with 256 that of 1 in 1,000; with 1,024 none of 2,000 was above 0.033.
 SIZE = 1024
 
 
