@@ -217,6 +217,7 @@ class Scheduler:
             if seq.unconfirmed or slot in forced:
                 if not (fresh := self.forced.append(seq, token, forced.get(slot, ()))):
                     continue
+                self.waiting.grown(seq)
             else:
                 tokens.append(token)
                 fresh = [token]

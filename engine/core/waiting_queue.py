@@ -15,7 +15,7 @@ class WaitingQueue:
     While a preempted sequence waits, a new one can take the blocks that it needs only for fairness between tenants."""
 
     def __init__(self) -> None:
-        self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined
+        self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined or grew
         self.fork_blocks = 0  # that their siblings take as they start, likewise
         self._queue: deque[Sequence] = deque()
 
@@ -36,6 +36,15 @@ class WaitingQueue:
             queue.append(seq)
         else:
             queue.insert(next(i for i, other in enumerate(queue) if _place(other) > place), seq)
+
+    def grown(self, seq: Sequence) -> None:
+        """Count a sequence anew, if it waits: a step that was in flight when it joined has named forced tokens.
+
+        The one token that such a step samples is not worth it: each sequence is given a block beyond its tokens."""
+        if seq.queued_tokens:
+            self.tokens += seq.known - seq.queued_tokens
+            self.fork_blocks += seq.sibling_blocks - seq.queued_forks
+            seq.queued_tokens, seq.queued_forks = seq.known, seq.sibling_blocks
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting sequence out."""

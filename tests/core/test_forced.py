@@ -133,6 +133,25 @@ def test_preempted_sequences_keep_their_forced_tokens(preempt: str, depth: int) 
     assert bool(totals.swap_preemptions) == (preempt == "swap")
 
 
+def test_forced_tokens_that_arrive_while_a_sequence_waits_count_as_waiting() -> None:
+    """It is preempted while the step is in flight that names them.  No request is claimed for the blocks they need."""
+    seed = foreseen_seed(1, 6)
+    rig = Rig(blocks=12, size=4, depth=2, admission="none")
+    rig.add(PROMPT, 20, seed=seed, ignore_eos=True, grammar=FORCED)
+    rig.submit()
+    rig.submit()
+    rig.commit()
+    [seq] = rig.core.live()
+    rig.core.preemption.preempt(seq)
+    before = rig.core.room()[0]
+    rig.commit()
+    known = 2 + foreseen(PROMPT + answer(seed, 2))
+    assert len(seq.tokens) == len(PROMPT) + known
+    assert rig.core.waiting.tokens == seq.known
+    assert rig.core.room()[0] < before
+    rig.run()
+
+
 def test_an_engine_that_dies_among_forced_tokens_repeats_none() -> None:
     """At every step of an answer: what was sent stays, and the next engine sends the rest."""
     for steps in range(1, 8):
