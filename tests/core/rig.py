@@ -263,11 +263,14 @@ class Rig:
     def run(self) -> None:
         """Until nothing is left; as the loop does it, `depth` steps in flight."""
         for _ in range(100_000):
+            if len(self.executor.plans) == self.executor.depth:  # of steps that a test left in flight
+                self.commit()
             submitted = self.submit()
             if self.executor.plans and (not submitted or len(self.executor.plans) == self.executor.depth):
                 self.commit()
             elif not submitted:
                 break
+        assert not self.executor.plans
         assert self.core.idle
         assert self.pool.available == self.pool.total
         assert self.host.available == self.host.total
