@@ -136,9 +136,11 @@ def pack_quantised(group: int, *, bits: int = 4, symmetric: bool = True, order: 
     return quantise
 
 
-def compressed(stored: str, strategy: str, **weights: Any) -> dict[str, Any]:
+def compressed(stored: str, strategy: str, *, inputs: bool = False, **weights: Any) -> dict[str, Any]:
+    """inputs: they are rounded to 8 bits, too."""
     number = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
-    group = {"targets": ["Linear"], "weights": number, "input_activations": None}
+    dynamic = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": number, "input_activations": dynamic if inputs else None}
     config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
     return config | {"ignore": ["lm_head"], "quantization_status": "compressed"}
 
@@ -161,8 +163,10 @@ KINDS = {
     "fp8-odd-block": Written(FP8 | {"weight_block_size": [96, 96]}, by_scale("block", 96, name="weight_scale_inv")),
     "fp8-tensor": Written(FP8 | {"activation_scheme": "static"}, by_scale("tensor")),
     "ct-fp8-tensor": Written(compressed("float-quantized", "tensor"), by_scale("tensor")),
-    "ct-fp8-channel": Written(compressed("float-quantized", "channel"), by_scale("channel")),
-    "ct-fp8-block": Written(compressed("float-quantized", "block", block_structure=[128, 128]), by_scale("block")),
+    "ct-fp8-channel": Written(compressed("float-quantized", "channel", inputs=True), by_scale("channel")),
+    "ct-fp8-block": Written(
+        compressed("float-quantized", "block", inputs=True, block_structure=[128, 128]), by_scale("block")
+    ),
     "ct-int8": Written(compressed("int-quantized", "channel", type="int"), by_scale("channel", number="int")),
     "ct-int8-tensor": Written(compressed("int-quantized", "tensor", type="int"), by_scale("tensor", number="int")),
     "modelopt": Written(MODELOPT["quantization"] | {"quant_method": "modelopt"}, by_scale("tensor")),

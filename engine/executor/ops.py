@@ -6,6 +6,8 @@ than at first use; with `--ahead DIRECTORY` it compiles for other machines, for 
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from engine.executor.kernels_build import (
     default_directory,
     main,
 )
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "AHEAD_CPU",
@@ -202,13 +206,29 @@ def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch
 
 @dataclass(frozen=True)
 class Fp8:
-    """A weight numbers * scale[:, None] on a Hopper GPU."""
+    """A weight on a Hopper GPU: numbers * scale[:, None], or each block of 128 x 128 times its scale."""
 
-    numbers: torch.Tensor  # [out, in] float8_e4m3fn; in is a multiple of FP8_INNER, out of FP8_OUT
-    scale: torch.Tensor  # [out] float32
+    numbers: torch.Tensor  # [out, in] float8_e4m3fn
+    scale: torch.Tensor  # float32: [out], or [out / 128, in / 128]
 
 
+# What `in` and `out` are multiples of: with a scale for each row, and for each block.  Releases of torch have different
+# rules for where the scales of blocks stand, which agree where there are a multiple of four of them in a row.
 FP8_INNER, FP8_OUT = 128, 16
+FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
+
+
+@functools.cache
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether torch's library multiplies with a weight in e4m3 that has a scale for each block: CUDA 12.9 and later."""
+    x = torch.zeros(16, FP8_BLOCKS_INNER, dtype=torch.bfloat16, device=device)
+    weight = Fp8(x.new_zeros(128, FP8_BLOCKS_INNER).to(torch.float8_e4m3fn), torch.ones(1, 4, device=device))
+    try:
+        linear(x, weight)
+    except RuntimeError as error:
+        log.warning("weights in fp8 with a scale for each block are dequantised here: %s", str(error).splitlines()[0])
+        return False
+    return True
 
 
 def linear(
@@ -230,7 +250,7 @@ def linear(
     out       [T, size], without `plus`: where the result goes
 
     With an Fp8 weight all else is bfloat16.  Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too,
-    with a scale for each token.
+    with a scale for each token, or for each 128 numbers of it where the weight has scales of blocks.
     """
     assert plus is None or out is None
     numbers = weight.numbers if isinstance(weight, Fp8) else weight

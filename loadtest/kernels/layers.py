@@ -165,6 +165,34 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             yield {"case": f"{name} {tokens} x {size[1]} -> {size[0]}"} | found
 
 
+def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """Products of llama 8B with weights in e4m3, with a scale for each block of 128 x 128 or each row, and in bf16."""
+
+    def product(tokens: int, size: tuple[int, int, bool], scale: tuple[int, ...]) -> Call:
+        (features, inner, silu), x = size, random(tokens, size[1])
+        plain = random(features, inner)
+        if not scale:
+            return lambda: ops.linear(x, plain, silu_mul=silu)
+        weight = ops.Fp8(plain.to(torch.float8_e4m3fn), torch.ones(scale, device="cuda"))
+        return lambda: ops.linear(x, weight, silu_mul=silu)
+
+    for tokens in (1, 32, 256) if quick else (1, 4, 8, 32, 64, 128, 256, 1024, 2048):
+        for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
+            size = PRODUCTS[name]
+            features, inner, _ = size
+            read, flops = features * inner, 2 * features * inner * tokens
+            scales: dict[str, tuple[int, ...]] = {
+                "us": (features // 128, inner // 128),
+                "rows_us": (features,),
+                "bf16_us": (),
+            }
+            found: Row = {"case": f"{name} {tokens} x {inner} -> {features}"}
+            for column, scale in scales.items():
+                found[column] = graph_us([product(tokens, size, scale) for _ in range(sets_for(read, 32))])
+            # Numbers of 8 bits are multiplied at twice the rate.
+            yield found | {"floor_us": top.floor_us(read, flops / 2)}
+
+
 def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
     """A table of `count` slots that ask for the same: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
@@ -223,5 +251,6 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
     "layers": ("between the products, against the bytes moved (torch: its own operators)", layers),
     "cache": ("blocks of all layers (torch: one copy after another)", cache),
     "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
+    "fp8": ("products with weights in e4m3, with scales of blocks", fp8),
     "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
 }

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from engine.executor import attention
+from engine.executor import attention, ops
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models import hf
 from engine.executor.models.dequantise import dequantise
@@ -26,6 +26,7 @@ from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
+from tests.executor.test_quantize import at_all_tokens, is_fp8, mean_square
 from tests.executor.test_worker import words
 from tests.quantised import KINDS, compressed, quantise_checkpoint, w4
 
@@ -67,10 +68,13 @@ def loaded(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 
 READ = {
-    "fp8-block": Quantisation("fp8", "scaled", "block", 8, block=(128, 128)),
-    "fp8-tensor": Quantisation("fp8", "scaled", "tensor", 8),
-    "ct-fp8-channel": Quantisation("compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",)),
-    "modelopt-file": Quantisation("modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",)),
+    "fp8-block": Quantisation("fp8", "scaled", "block", 8, block=(128, 128), rounds_inputs=True),
+    "fp8-tensor": Quantisation("fp8", "scaled", "tensor", 8, rounds_inputs=True),
+    "ct-fp8-tensor": Quantisation("compressed-tensors", "scaled", "tensor", 8, ignored=("lm_head",)),
+    "ct-fp8-channel": Quantisation(
+        "compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",), rounds_inputs=True
+    ),
+    "modelopt-file": Quantisation("modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",), rounds_inputs=True),
     "awq-128": Quantisation("awq", "awq", "group", 4, group=128),
     "gptq-64-asym": Quantisation("gptq", "gptq", "group", 4, group=64, zero_shift=1),
     "gptq-v2": Quantisation("gptq", "gptq", "group", 4, group=32),
@@ -170,7 +174,7 @@ def test_weights_equal_those_in_float64(quantised: Callable[[str], tuple[Path, d
 
 
 def served_weights(
-    directory: Path, quantize: Literal["none", "int8"], device: torch.device = CPU
+    directory: Path, quantize: Literal["none", "int8", "fp8"], device: torch.device = CPU
 ) -> dict[str, Quantised]:
     """The weights of a checkpoint that have 8 bits when it is served."""
     model = hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=Quantising(quantize, device))
@@ -188,9 +192,84 @@ def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Pat
             torch.testing.assert_close(
                 weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
             )
-    assert served_weights(directory, "none", torch.device("cuda")) == {}
     model = hf.load_model(str(directory), dtype="bfloat16", device=CPU)
     assert model.changes == {"weights of linear layers": "int8"}
+
+
+GPU = torch.device("cuda")  # of a reader that never asks for it
+FP8_KINDS = ["fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "modelopt", "modelopt-file"]
+WIDE: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}  # 512 inputs, 128 of k and v
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
+    """A plain checkpoint whose sizes every fp8 product takes, the copy of each kind, and its weights in float64."""
+    root = tmp_path_factory.mktemp("wide")
+    plain = make_checkpoint(root / "plain", "llama", intermediate_size=512, num_key_value_heads=2, **WIDE)
+    made: dict[str, dict[str, Any]] = {}
+
+    def make(kind: str) -> tuple[Path, Path, dict[str, Any]]:
+        if kind not in made:
+            made[kind] = quantise_checkpoint(plain, root / kind, kind)
+        return plain, root / kind, made[kind]
+
+    return make
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are read as for such a GPU, and stay on the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ops, "multiplies_blocks", lambda device: True)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], kind: str) -> None:
+    """On a GPU that has products for it, also where --quantize fp8 would round again."""
+    _, directory, exact = wide(kind)
+    for quantize in ("none", "fp8"):
+        kept = served_weights(directory, quantize, GPU)
+        assert len(kept) == 14
+        for name, weight in kept.items():
+            assert weight.numbers.dtype == torch.float8_e4m3fn
+            assert weight.scale.dim() == (2 if "block" in kind else 1)
+            torch.testing.assert_close(
+                weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
+            )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", ["fp8-odd-block", "ct-fp8-tensor", "ct-int8", "w8-all", "awq-32", "gptq-8"])
+def test_what_no_fp8_product_takes_is_dequantised(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
+) -> None:
+    """Also e4m3 whose config leaves the inputs of its products in 16 bits: ct-fp8-tensor."""
+    assert served_weights(quantised(kind)[0], "none", GPU) == {}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fp8_stays_only_where_its_products_are(
+    wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, blocks, _), (_, rows, _) = wide("fp8-block"), wide("ct-fp8-channel")
+    monkeypatch.setattr(ops, "multiplies_blocks", lambda device: False)  # an older library
+    assert served_weights(blocks, "none", GPU) == {}
+    assert len(served_weights(rows, "none", GPU)) == 14
+    with_float16 = Quantising("none", GPU)
+    hf.read_weights(rows, hf.read_config(rows), "float16", quantising=with_float16)
+    assert not with_float16.kept
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert served_weights(rows, "none", GPU) == {}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_of_other_sizes_are_dequantised(tmp_path: Path) -> None:
+    """Of 192 units: a block of `up_proj` is not full, and `down_proj` has too few inputs.  The others stay."""
+    make_checkpoint(tmp_path / "plain", "llama", intermediate_size=192, num_key_value_heads=2, **WIDE)
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "odd", "fp8-block")
+    kept = served_weights(tmp_path / "odd", "none", GPU)
+    assert {name.rpartition(".")[2] for name in kept} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("kind", ["ct-fp8-channel", "w8-64", "w8-all-asym", "w4-all", "gptq-8", "fp8-block"])
@@ -421,14 +500,13 @@ def test_layers_that_store_their_transpose_are_refused(checkpoint: Callable[[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FP8_KINDS)))
 def test_quantised_checkpoints_on_a_gpu(
     plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
 ) -> None:
     """The answer is that of the same weights in a checkpoint that is not quantised."""
     directory, exact = quantised(kind)
-    shutil.copytree(plain, tmp_path / "exact")
-    save_file({name: tensor.bfloat16() for name, tensor in exact.items()}, tmp_path / "exact" / "model.safetensors")
+    write_exact(plain, exact, tmp_path / "exact")
 
     def answer(path: Path) -> list[int]:
         model = hf.load_model(str(path), dtype="bfloat16", device=torch.device("cuda"))
@@ -439,3 +517,31 @@ def test_quantised_checkpoints_on_a_gpu(
         return driver.running[0].output[:NEW]
 
     assert answer(directory) == answer(tmp_path / "exact")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FP8_KINDS)
+def test_fp8_checkpoints_on_a_gpu(
+    wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], tmp_path: Path, kind: str
+) -> None:
+    """Logits of a prompt, whose inputs are rounded to e4m3: 4 bits fewer than bfloat16.
+
+    So the error is at most 16 times that of the float32 model's own bfloat16 forward, over the stored weights."""
+    plain, directory, exact = wide(kind)
+    write_exact(plain, exact, tmp_path / "exact")
+    model = hf.load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"))
+    assert model.changes == {"weights of linear layers": "fp8"}
+    assert sum(is_fp8(module) for module in model.module.modules()) == 8
+    prompt = words(150)
+    driver = Driver(model, graph_seconds=0)
+    driver.add(prompt, None, targets=True)
+    driver.step()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    want = at_all_tokens(whole, prompt)[:-1]
+    own = at_all_tokens(whole.bfloat16().cuda(), prompt)[:-1]
+    assert mean_square(driver.worker.logits.float().cpu() - want) <= 16 * mean_square(own - want)
+
+
+def write_exact(plain: Path, exact: dict[str, Any], directory: Path) -> None:
+    shutil.copytree(plain, directory)
+    save_file({name: tensor.bfloat16() for name, tensor in exact.items()}, directory / "model.safetensors")

@@ -31,6 +31,69 @@ def weight(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
     return ops.Fp8(numbers, scale), numbers.double() * scale.double()[:, None]
 
 
+def blocks(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
+    """A weight with a scale for each block of 128 x 128, whose sizes differ by up to 2^12."""
+    plain = torch.randn(rows // 128, 128, inner // 128, 128, device=CUDA) / math.sqrt(inner)
+    plain *= 2.0 ** -torch.randint(12, (rows // 128, 1, inner // 128, 1), device=CUDA)
+    scale = plain.abs().amax((1, 3)) / LARGEST
+    numbers = (plain / scale[:, None, :, None]).to(E4M3)
+    exact = numbers.double() * scale.double()[:, None, :, None]
+    return ops.Fp8(numbers.view(rows, inner), scale), exact.view(rows, inner)
+
+
+def check_blocks(tokens: int, inner: int, size: int, *, bound: float = EXACT, **around: bool) -> None:
+    check_product(
+        tokens, inner, size, BF16, make_weight=lambda rows, inner, _: blocks(rows, inner), bound=bound, **around
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("inner", "size"),
+    [(512, 128), (512, 1024), (1024, 384), (1536, 1280), (2560, 6144), (4096, 4096), (14336, 4096), (4096, 28672)],
+)
+def test_blocks_of_few_tokens(tokens: int, inner: int, size: int) -> None:
+    """Tiles that lie in up to three rows of blocks, stages that are not full, tables of up to 112 slabs."""
+    check_blocks(tokens, inner, size)
+    check_blocks(tokens, inner, size, norm=True, silu_mul=True, bias=True)
+    check_blocks(tokens, inner, size, plus=True)
+
+
+@pytest.mark.parametrize("tokens", [5, 6, 16, 33, 257, 2048])
+def test_blocks_of_many_tokens(tokens: int) -> None:
+    """Also numbers of tokens that the library's products take only with some more."""
+    check_blocks(tokens, 4096, 1024, norm=True, bias=True, bound=ROUNDED)
+    check_blocks(tokens, 2560, 1024, norm=True, silu_mul=True, bound=2 * ROUNDED)
+    check_blocks(tokens, 28672, 512, plus=True, bound=ROUNDED)
+    check_blocks(tokens, 40960, 256, bound=ROUNDED)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_blocks_keep_what_is_not_finite(tokens: int, bad: float) -> None:
+    x, (stored, exact) = randn(tokens, 512, dtype=BF16), blocks(SIZE, 512)
+    x[1, 77] = bad
+    x[3:] = 0
+    out = ops.linear(x, stored)
+    assert not out[1].isfinite().any()
+    assert error(out[2], x[2].double() @ exact.t()) < ROUNDED
+    assert out[3:].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "said"),
+    [
+        ((192, 512), (2, 4), r"\[192, 512\] is not of multiples of 128 and 512"),
+        ((256, 256), (2, 2), r"\[256, 256\] is not of multiples of 128 and 512"),
+        ((256, 512), (1, 4), r"scale: its shape \[1, 4\] should be \[2, 4\]"),
+    ],
+)
+def test_blocks_of_other_shapes_are_refused(shape: tuple[int, int], scale: tuple[int, int], said: str) -> None:
+    weight = ops.Fp8(torch.zeros(shape, device=CUDA).to(E4M3), torch.ones(scale, device=CUDA))
+    with pytest.raises(ValueError, match=said):
+        ops.linear(randn(2, shape[1], dtype=BF16), weight)
+
+
 def check(tokens: int, inner: int, size: int, *, bound: float = EXACT, **around: bool) -> None:
     check_product(
         tokens, inner, size, BF16, make_weight=lambda rows, inner, _: weight(rows, inner), bound=bound, **around

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 constexpr int kWidth = 16;  // numbers that a thread reads at once
+constexpr int kGroup = 128, kLanesOfGroup = kGroup / kWidth;
 constexpr float kLargest = 448;  // of e4m3
 constexpr float kLeast = 1e-30f;  // largest magnitude that a scale is made for: below, its inverse would overflow
 
@@ -26,10 +27,10 @@ __device__ float join_block(float x, float* of_warp, const Join& join) {
   return x;
 }
 
-/* x [tokens, size] bf16 · numbers [tokens, size] e4m3 · scale [tokens]
+/* x [tokens, size] bf16 · numbers [tokens, size] e4m3 · scale [tokens], or with kGroups [size / 128, tokens]
  * A row belongs to a block, which keeps it in registers: kPacks times kWidth numbers a thread.  Grid (tokens).
  * Moves 3 bytes a number. */
-template <int kPacks>
+template <int kPacks, bool kGroups>
 __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArgs a) {
   __shared__ float sums[kWarp], maxima[kWarp];
   const auto number = [&](int i) { return static_cast<int>((i * blockDim.x + threadIdx.x) * kWidth); };
@@ -55,23 +56,38 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
       for (int j = 0; j < kWidth; ++j) x[i][j] *= by * w[j];
     }
   }
+  if constexpr (kGroups) {
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (number(i) >= a.size) continue;
-    for (int j = 0; j < kWidth; ++j) largest = fmaxf(largest, fabsf(x[i][j]));
-  }
-  largest = join_block(largest, maxima, [](float p, float q) { return fmaxf(p, q); });
-  largest = fmaxf(largest, kLeast);
-  const float scale = largest / kLargest, by = kLargest / largest;
+    for (int i = 0; i < kPacks; ++i) {
+      const bool there = number(i) < a.size;  // for all lanes of a group or for none
+      float most = kLeast;
+      for (int j = 0; j < kWidth; ++j) most = fmaxf(most, there ? fabsf(x[i][j]) : 0);
+      for (int step = kLanesOfGroup / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+      if (!there) continue;
+      float y[kWidth];
+      for (int j = 0; j < kWidth; ++j) y[j] = x[i][j] * (kLargest / most);
+      store_pack(static_cast<e4m3*>(a.numbers) + token * a.size + number(i), narrow<e4m3>(y));
+      if (threadIdx.x % kLanesOfGroup == 0) a.scale[number(i) / kGroup * a.group_stride + token] = most / kLargest;
+    }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (number(i) >= a.size) continue;
-    float y[kWidth];
-    for (int j = 0; j < kWidth; ++j) y[j] = x[i][j] * by;
-    store_pack(static_cast<e4m3*>(a.numbers) + token * a.size + number(i), narrow<e4m3>(y));
+    for (int i = 0; i < kPacks; ++i) {
+      if (number(i) >= a.size) continue;
+      for (int j = 0; j < kWidth; ++j) largest = fmaxf(largest, fabsf(x[i][j]));
+    }
+    largest = join_block(largest, maxima, [](float p, float q) { return fmaxf(p, q); });
+    largest = fmaxf(largest, kLeast);
+    const float scale = largest / kLargest, by = kLargest / largest;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (number(i) >= a.size) continue;
+      float y[kWidth];
+      for (int j = 0; j < kWidth; ++j) y[j] = x[i][j] * by;
+      store_pack(static_cast<e4m3*>(a.numbers) + token * a.size + number(i), narrow<e4m3>(y));
+    }
+    if (threadIdx.x == 0) a.scale[token] = scale;
+    if (token == 0 && threadIdx.x == 0) *a.one = 1;
   }
-  if (threadIdx.x == 0) a.scale[token] = scale;
-  if (token == 0 && threadIdx.x == 0) *a.one = 1;
 }
 
 /* product [tokens, columns] bf16 · out [tokens, features] bf16
@@ -83,12 +99,12 @@ __global__ void scale_product_kernel(ScaleArgs a) {
   wait_for_previous_kernels();
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack, token = blockIdx.y;
   if (at >= a.features) return;
-  const float x_scale = a.x_scale[token];
+  const float x_scale = a.x_scale != nullptr ? a.x_scale[token] : 1;
   const bf16* const row = static_cast<const bf16*>(a.product) + token * a.features * (kSiluMul ? 2 : 1);
   const auto scaled = [&](int64_t column, float(&y)[kPack]) {
     widen(load_pack<kPack>(row + column), y);
     for (int j = 0; j < kPack; ++j) {
-      y[j] *= x_scale * a.weight_scale[column + j];
+      if (a.weight_scale != nullptr) y[j] *= x_scale * a.weight_scale[column + j];
       if (a.bias != nullptr) y[j] += to_float(static_cast<const bf16*>(a.bias)[column + j]);
     }
   };
@@ -114,7 +130,7 @@ void launch_scale_product(const ScaleArgs& a, cudaStream_t stream) {
     ScaleArgs part = a;
     part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
     part.product = static_cast<const bf16*>(a.product) + first * a.features * (a.silu_mul ? 2 : 1);
-    part.x_scale = a.x_scale + first;
+    part.x_scale = a.x_scale == nullptr ? nullptr : a.x_scale + first;
     part.out = static_cast<bf16*>(a.out) + first * a.out_stride;
     const dim3 grid((packs + kThreads - 1) / kThreads, part.tokens);
     const auto kernel = a.silu_mul ? scale_product_kernel<kPack, true> : scale_product_kernel<kPack, false>;
@@ -135,7 +151,8 @@ void quantise_rows(const QuantiseArgs& a, cudaStream_t stream) {
   const auto with = [&](auto packs_a_thread) {
     constexpr int each = packs_a_thread;
     const int threads = (packs + each - 1) / each;
-    launch(quantise_rows_kernel<each>, dim3(a.tokens), dim3((threads + kWarp - 1) / kWarp * kWarp), 0, stream, a);
+    const auto kernel = a.group_stride > 0 ? quantise_rows_kernel<each, true> : quantise_rows_kernel<each, false>;
+    launch(kernel, dim3(a.tokens), dim3((threads + kWarp - 1) / kWarp * kWarp), 0, stream, a);
   };
   if (packs <= kMostThreads) return with(std::integral_constant<int, 1>{});
   if (packs <= 2 * kMostThreads) return with(std::integral_constant<int, 2>{});

@@ -45,6 +45,8 @@ CUtensorMap map_slabs(int inner, const void* data, int64_t rows, int64_t stride,
   return map;
 }
 
+constexpr int kMostBlockInner = 1 << 17;  // else the table of scales takes the room of the stages
+
 int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
 // Features of a tile: as few as will do to get by with one CTA on each multiprocessor, or with two, or ...
@@ -56,7 +58,7 @@ int tile_features(const LinearArgs& a) {
 
 int tile_rows(const LinearArgs& a) { return tile_features(a) * (a.silu_mul ? 2 : 1); }
 
-template <class T, class W, int kEights>
+template <class T, class W, int kEights, bool kGrid = false>
 void run(const LinearArgs& a, cudaStream_t stream) {
   constexpr int kXSlabs = sizeof(T) / sizeof(W);
   Params p;
@@ -78,9 +80,9 @@ void run(const LinearArgs& a, cudaStream_t stream) {
   const int slabs = a.inner / kSlab<W>, bytes = slab_bytes<T, W>(p.rows, kEights);
   p.depth = std::clamp(kCopyBytes / bytes, 1, slabs);
   p.count = tiles_of(slabs, p.depth);
-  p.stages = std::min({kMaxStages, p.count, kRoom / (bytes * p.depth)});
+  p.stages = std::min({kMaxStages, p.count, (kRoom - (kGrid ? table_bytes(p) : 0)) / (bytes * p.depth)});
   const int weight_rows = a.silu_mul ? 2 * a.features : a.features;
-  run<T, W, kEights>(map_slabs<W>(a.inner, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
+  run<T, W, kEights, kGrid>(map_slabs<W>(a.inner, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
                      map_slabs<T>(a.inner, a.x, a.tokens, a.x_stride, kEights * 8, p.depth * kXSlabs), p,
                      tiles_of(a.features, p.tile_features), stream);
 }
@@ -102,11 +104,13 @@ bool fits_linear(const LinearArgs& a) {
   return a.tokens > 0 && a.features > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          (a.dtype == Dtype::bf16 || (a.dtype == Dtype::fp16 && !eight_bits)) && a.features % 8 == 0 &&
          a.inner % (eight_bits ? kSlab<e4m3> : kSlab<bf16>) == 0 && copies(a.x, a.x_stride, 2) &&
+         (!a.blocks || (a.features % kBlock == 0 && a.inner <= kMostBlockInner)) &&
          copies(a.weight, a.inner, eight_bits ? 1 : 2) && copies(a.out, a.out_stride, 2) &&
          a.tokens <= (eight_bits ? kFewTokens : tile_rows(a) <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {
+  if (a.blocks) return run<bf16, e4m3, 1, true>(a, stream);
   if (a.scale != nullptr) return run<bf16, e4m3, 1>(a, stream);
   a.dtype == Dtype::fp16 ? run<fp16>(a, stream) : run<bf16>(a, stream);
 }

@@ -1,7 +1,7 @@
 // The product of a few tokens with a weight matrix, at the speed at which the weight can be read.
 //
 //   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, sums in float32
-//   or, with x and out in bf16, a weight in e4m3 with a scale [features]: half of the bytes
+//   or, with x and out in bf16, a weight in e4m3 with a scale for each row, or for each 128 x 128 numbers: half of the bytes
 //
 // Every multiprocessor gets one CTA and an equal share of the weight's rows, over all of inner.  So no sums are added up
 // between CTAs, which would take 2 to 5 us.
@@ -57,7 +57,8 @@ struct Params {
   const void* x;
   int64_t x_stride;
   int inner;
-  const float* scale;  // of each row of an e4m3 weight
+  const float* scale;  // of an e4m3 weight: [rows], or [rows / 128, inner / 128]
+  int table_at;          // of a table of blocks' scales, in bytes after the stages' start
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -73,6 +74,13 @@ struct Params {
 // that tokens start in different banks.
 constexpr int product_stride(int rows) { return rows * 2 + 16; }
 constexpr int sums_bytes(int rows, int eights, int shares) { return shares * ((rows + 15) / 16) * eights * 32 * 16; }
+
+// The scales of the blocks that a tile's rows lie in, [kMostSets, slabs]: a slab is as wide as a block.  First those of its
+// rows, or gate rows, which lie in at most 3 (224 rows) or 2 (112) blocks, then those of its up rows.
+constexpr int kBlock = 128, kMostSets = 4;
+constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
+inline __host__ __device__ int table_slabs(const Params& p) { return p.count * p.depth; }
+inline int table_bytes(const Params& p) { return kMostSets * table_slabs(p) * static_cast<int>(sizeof(float)); }
 
 __device__ inline void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
 
@@ -127,8 +135,19 @@ __device__ inline void find_largest(const Params& p, uint32_t* largest) {
   }
 }
 
-// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.
-template <class T, class W, int kEights, int kRowWarps, int kBlocks>
+// Slabs past the end of the weight get zeros: what was read of them is zero, too.
+__device__ inline void fill_table(const Params& p, int first_feature, float* table) {
+  const int sets = sets_of_half(p.silu_mul), slabs = table_slabs(p), halves = p.silu_mul ? 2 : 1;
+  for (int i = threadIdx.x; i < halves * sets * slabs; i += kMultipliers) {
+    const int set = i / slabs, slab = i % slabs, half = set / sets;
+    const int block = (first_feature + half * p.features) / kBlock + set % sets;
+    const bool there = slab < p.inner / kBlock && block < halves * p.features / kBlock;
+    table[i] = there ? p.scale[block * (p.inner / kBlock) + slab] : 0;
+  }
+}
+
+// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGrid: scales are of blocks.
+template <class T, class W, int kEights, int kRowWarps, int kBlocks, bool kGrid>
 __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                              const __grid_constant__ CUtensorMap x_map,
                                                              const Params p) {
@@ -221,6 +240,25 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   const int x_at = weight_bytes + (x_quarter / 4 * kEights * 8 + x_row) * kSlabBytes + (x_chunk ^ x_row % 8) * 16 +
                    (four ? lane % 2 * 8 : 0);
 
+  // Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks.
+  const float* const table = reinterpret_cast<const float*>(stages + p.table_at);
+  [[maybe_unused]] int scale_at[kBlocks][2];
+  if constexpr (kGrid) {
+    fill_table(p, first_feature, reinterpret_cast<float*>(stages + p.table_at));
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min((first_block + kRowWarps * b) * 16 + lane / 4 + 8 * r, p.rows - 1);
+        const bool up = row >= p.tile_features;
+        const int feature = first_feature + row - (up ? p.tile_features : 0);
+        const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
+        scale_at[b][r] = set * table_slabs(p);
+      }
+    }
+    sync_multipliers();
+  }
+
   wait_for_previous_kernels();
   uint32_t raise[kEights];
   if constexpr (kXSlabs > 1) {
@@ -243,6 +281,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     const uint32_t at = shared_address(stages + next.at * stage_bytes);
 #pragma unroll 4
     for (int d = first_slab; d < p.depth; d += kSlabStep) {
+      [[maybe_unused]] float of_slab[kGrid ? kBlocks : 1][kEights][4] = {};
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
         // Further quarters differ in bits that the swizzle only turns over.
@@ -284,8 +323,24 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
           for (int q = 0; q < kXSlabs; ++q) {
 #pragma unroll
             for (int e = 0; e < kEights; ++e) {
-              mma16816<std::conditional_t<(kXSlabs > 1), fp16, T>>(sums[b][e], w[q], x[q][e]);
+              float(&to)[4] = [&]() -> float(&)[4] {
+                if constexpr (kGrid) return of_slab[b][e];
+                else return sums[b][e];
+              }();
+              mma16816<std::conditional_t<(kXSlabs > 1), fp16, T>>(to, w[q], x[q][e]);
             }
+          }
+        }
+      }
+      if constexpr (kGrid) {
+        const float* const scales = table + i * p.depth + d;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          const float first = scales[scale_at[b][0]], second = scales[scale_at[b][1]];
+#pragma unroll
+          for (int e = 0; e < kEights; ++e) {
+            sums[b][e][0] += of_slab[b][e][0] * first, sums[b][e][1] += of_slab[b][e][1] * first;
+            sums[b][e][2] += of_slab[b][e][2] * second, sums[b][e][3] += of_slab[b][e][3] * second;
           }
         }
       }
@@ -329,7 +384,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       const int feature = first_feature + row - (up ? p.tile_features : 0);
       if (feature < p.features) {
         const int at = feature + (up ? p.features : 0);
-        if constexpr (kXSlabs > 1) scale = p.scale[at];
+        if constexpr (kXSlabs > 1 && !kGrid) scale = p.scale[at];
         if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
       }
       T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
@@ -356,7 +411,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 }
 
 // Launches the kernel for p.rows, which with over 16 tokens are at most kManyTokensRows; defined in linear_*.cu.
-template <class T, class W, int kEights>
+template <class T, class W, int kEights, bool kGrid>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 
 // Of a stage's slab: the weight's, and those of x that it meets.
@@ -366,9 +421,9 @@ constexpr int slab_bytes(int rows, int eights) {
 }
 
 #ifdef QUIRE_LINEAR_EIGHTS
-template <class T, class W, int kEights, int kRowWarps, int kBlocks>
-void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, W, kEights, kRowWarps, kBlocks>;
+template <class T, class W, int kEights, int kRowWarps, int kBlocks, bool kGrid>
+void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, Params p, int tiles, cudaStream_t stream) {
+  const auto kernel = linear_kernel<T, W, kEights, kRowWarps, kBlocks, kGrid>;
   const int stages_bytes = p.stages * p.depth * slab_bytes<T, W>(p.rows, kEights);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
@@ -376,27 +431,30 @@ void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params
     return true;
   }();
   static_cast<void>(allowed);
-  const int bytes = 1024 + std::max(stages_bytes, way_out_bytes);
+  p.table_at = (std::max(stages_bytes, way_out_bytes) + 15) / 16 * 16;
+  const int bytes = 1024 + p.table_at + (kGrid ? table_bytes(p) : 0);
   launch(kernel, dim3(tiles), dim3(kThreads), bytes, stream, weight_map, x_map, p);
 }
 
-template <class T, class W, int kEights>
+template <class T, class W, int kEights, bool kGrid>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  if (p.rows <= 16) return start<T, W, kEights, 1, 1>(weight_map, x_map, p, tiles, stream);
-  if (p.rows <= 32) return start<T, W, kEights, 1, 2>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 16) return start<T, W, kEights, 1, 1, kGrid>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 32) return start<T, W, kEights, 1, 2, kGrid>(weight_map, x_map, p, tiles, stream);
   if constexpr (kEights <= 2) {
-    if (p.rows <= 64) return start<T, W, kEights, 1, 4>(weight_map, x_map, p, tiles, stream);
-    if (p.rows <= 128) return start<T, W, kEights, 2, 4>(weight_map, x_map, p, tiles, stream);
-    start<T, W, kEights, 4, 4>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 64) return start<T, W, kEights, 1, 4, kGrid>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 128) return start<T, W, kEights, 2, 4, kGrid>(weight_map, x_map, p, tiles, stream);
+    start<T, W, kEights, 4, 4, kGrid>(weight_map, x_map, p, tiles, stream);
   }
 }
 
-#define QUIRE_RUN(T, W) \
-  template void run<T, W, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t)
-QUIRE_RUN(bf16, bf16);
-QUIRE_RUN(fp16, fp16);
+#define QUIRE_RUN(T, W, kGrid)                                                                                       \
+  template void run<T, W, QUIRE_LINEAR_EIGHTS, kGrid>(const CUtensorMap&, const CUtensorMap&, const Params&, int, \
+                                                      cudaStream_t)
+QUIRE_RUN(bf16, bf16, false);
+QUIRE_RUN(fp16, fp16, false);
 #if QUIRE_LINEAR_EIGHTS == 1
-QUIRE_RUN(bf16, e4m3);
+QUIRE_RUN(bf16, e4m3, false);
+QUIRE_RUN(bf16, e4m3, true);
 #endif
 #undef QUIRE_RUN
 #endif

@@ -15,6 +15,7 @@ struct LinearArgs {
   int64_t x_stride;    // numbers between rows
   const void* weight;  // [features, inner]; with silu_mul features gate rows, then as many up rows
   const float* scale;  // [rows of the weight], then the weight is e4m3 and all else is bf16; or null
+  bool blocks;         // scale is [rows of the weight / 128, inner / 128]
   const void* bias;    // [features, or 2 * features with silu_mul], or null
   void* out;           // [tokens, features]
   int64_t out_stride;

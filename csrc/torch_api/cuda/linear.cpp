@@ -16,6 +16,12 @@
 namespace quire::cuda::torch_api {
 namespace {
 
+constexpr int64_t kBlock = 128;   // rows and columns that share a scale
+constexpr int64_t kRows = 4;      // the library's products of blocks need a multiple of so many rows
+constexpr int64_t kScales = 4;    // and of so many scales in a row of blocks, by the rules of all releases
+
+int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
 LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& bias, bool add, bool silu_mul, const at::Tensor& out) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
@@ -27,6 +33,7 @@ LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::opt
       .x_stride = x.stride(0),
       .weight = weight.const_data_ptr(),
       .scale = scale ? scale->const_data_ptr<float>() : nullptr,
+      .blocks = scale && scale->dim() == 2,
       .bias = bias ? bias->const_data_ptr() : nullptr,
       .out = out.data_ptr(),
       .out_stride = out.stride(0),
@@ -58,20 +65,22 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
 }
 
 struct Quantised {
-  at::Tensor numbers;  // [tokens, inner] e4m3
+  at::Tensor numbers;  // [tokens, inner] e4m3; with groups some rows more, so that there are a multiple of kRows
   at::Tensor one;      // [] f32: 1
-  at::Tensor scale;    // [tokens] f32
+  at::Tensor scale;    // [tokens] f32; with groups [rows of numbers, inner / 128], column by column
 };
 
-Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps) {
+Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps, bool groups) {
   const int64_t inner = x.size(1);
   TORCH_CHECK_VALUE(inner % 16 == 0 && inner <= kMaxQuantised, "x: inner size ", inner,
                     " is not a multiple of 16 up to ", kMaxQuantised);
   const at::Tensor rows = in_16_bytes(x.const_data_ptr(), x.stride(0), 2) ? x : x.contiguous();
-  const at::Tensor numbers = at::empty({x.size(0), inner}, x.options().dtype(at::kFloat8_e4m3fn));
+  const int64_t count = groups ? rounded_up(x.size(0), kRows) : x.size(0);
+  const at::Tensor numbers = at::empty({count, inner}, x.options().dtype(at::kFloat8_e4m3fn));
   constexpr int64_t kApart = 4;  // both start at multiples of 16 bytes
-  const at::Tensor scales = at::empty({kApart + x.size(0)}, x.options().dtype(at::kFloat));
-  const Quantised result{numbers, scales.select(0, 0), scales.slice(0, kApart)};
+  const at::Tensor scales = at::empty({kApart + count * (groups ? inner / kBlock : 1)}, x.options().dtype(at::kFloat));
+  const at::Tensor all = scales.slice(0, kApart);
+  const Quantised result{numbers, scales.select(0, 0), groups ? all.view({inner / kBlock, count}).t() : all};
   quantise_rows({.x = rows.const_data_ptr(),
                  .x_stride = rows.stride(0),
                  .norm = norm ? norm->const_data_ptr() : nullptr,
@@ -79,10 +88,22 @@ Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, 
                  .numbers = numbers.data_ptr(),
                  .one = result.one.data_ptr<float>(),
                  .scale = result.scale.data_ptr<float>(),
+                 .group_stride = groups ? count : 0,
                  .tokens = x.size(0),
                  .size = static_cast<int>(inner)},
                 stream_of(x));
   return result;
+}
+
+void check_blocks(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale) {
+  expect_device("scale", scale, on_gpu(x));
+  expect_dtype("scale", scale, at::kFloat);
+  const int64_t rows = weight.size(0), inner = weight.size(1);
+  TORCH_CHECK_VALUE(rows % kBlock == 0 && inner % (kScales * kBlock) == 0, "weight: its shape [", rows, ", ", inner,
+                    "] is not of multiples of ", kBlock, " and ", kScales * kBlock);
+  TORCH_CHECK_VALUE(scale.size(0) == rows / kBlock && scale.size(1) == inner / kBlock, "scale: its shape [", scale.size(0),
+                    ", ", scale.size(1), "] should be [", rows / kBlock, ", ", inner / kBlock, "]");
+  TORCH_CHECK_VALUE(scale.is_contiguous(), "scale: not contiguous");
 }
 
 void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
@@ -90,20 +111,25 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
                 bool silu_mul, const at::Tensor& out) {
   expect_dtype("x", x, at::kBFloat16);
   check_linear(x, weight, at::kFloat8_e4m3fn, bias, norm, silu_mul, out, on_gpu(x));
-  Size rows("rows of the weight");
-  rows.agree("weight", weight.size(0));
-  expect_plain("scale", scale, {rows}, at::kFloat, on_gpu(x));
+  const bool blocks = scale.dim() == 2;
+  if (blocks) {
+    check_blocks(x, weight, scale);
+  } else {
+    Size rows("rows of the weight");
+    rows.agree("weight", weight.size(0));
+    expect_plain("scale", scale, {rows}, at::kFloat, on_gpu(x));
+  }
   const c10::cuda::CUDAGuard guard(x.device());
   const LinearArgs args = args_of(x, weight, scale, bias, add, silu_mul, out);
   if (fits_linear(args)) return run_normed(args, x, norm, eps);
   if (x.size(0) == 0) return;
   // The library's products with one scale are faster than those with a scale for each row and column.
-  const auto [numbers, one, x_scale] = quantised(x, norm, eps);
-  const at::Tensor y = at::_scaled_mm(numbers, weight.t(), one, one, std::nullopt, std::nullopt, at::kBFloat16,
-                                      /*use_fast_accum=*/true);
+  const auto [numbers, one, x_scale] = quantised(x, norm, eps, blocks);
+  const at::Tensor y = at::_scaled_mm(numbers, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt,
+                                      std::nullopt, at::kBFloat16, /*use_fast_accum=*/!blocks);
   scale_product({.product = y.const_data_ptr(),
-                 .x_scale = x_scale.const_data_ptr<float>(),
-                 .weight_scale = args.scale,
+                 .x_scale = blocks ? nullptr : x_scale.const_data_ptr<float>(),
+                 .weight_scale = blocks ? nullptr : args.scale,
                  .bias = args.bias,
                  .out = args.out,
                  .out_stride = args.out_stride,

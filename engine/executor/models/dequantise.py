@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.executor.models.quantisation import Format, Quantisation
-from engine.executor.models.quantised import Quantised
+from engine.executor.models.quantised import BLOCK, Quantised
 
 PIECE = 1 << 22  # numbers
 WORD = 32  # bits that hold packed numbers
@@ -39,6 +40,7 @@ NEEDED: dict[Format, set[str]] = {
     "mxfp4": {"blocks", "scales"},
 }
 Shape = tuple[int, ...]
+Stored8 = Literal["int8", "fp8", "fp8 blocks"]  # weights of 8 bits that are served as they are stored
 
 
 def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
@@ -95,26 +97,35 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return the int8 numbers of these parts and a scale for each row, both exact.  `is_exact` must hold."""
+    """Return the 8-bit numbers of these parts and their scales, all exact.  `stored_as` must name their kind."""
     if how.format == "packed":
         rows, columns = parts["shape"].tolist()
         # Stored plus half their range, that is, with the sign bit flipped.
         numbers = (unpack(parts["packed"], 8)[:rows, :columns] ^ 0x80).view(torch.int8).contiguous()
     else:
         numbers = parts["weight"]
-    scale = parts["scale"].to(torch.float32).reshape(-1)
-    return Quantised(numbers, scale.expand(len(numbers)).contiguous())
+    scale = parts["scale"].to(torch.float32)
+    if how.strategy == "block":
+        return Quantised(numbers, scale.contiguous())
+    return Quantised(numbers, scale.reshape(-1).expand(len(numbers)).contiguous())
 
 
-def is_exact(how: Quantisation, parts: Collection[str], dtype: str, dims: int) -> bool:
-    """Whether `as_stored` can keep a weight [out, in]: symmetric int8 with a scale of the tensor or of each row.
+def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> Stored8 | None:
+    """Return as what `as_stored` can keep a weight [out, in]; None: it cannot.
 
-    dtype: of its numbers, in the words of safetensors.  dims: dimensions of its numbers."""
-    if how.bits != 8 or how.strategy not in ("tensor", "channel") or dims != 2:
-        return False
-    if how.format == "scaled":
-        return dtype == "I8" and "zero_point" not in parts
-    return how.format == "packed" and not {"zero_point", "g_idx"} & set(parts)
+    int8 must be symmetric, with a scale of the tensor or of each row.  e4m3 may also have one for each block of
+    128 x 128.  Its products round their inputs to e4m3, so the config must ask for that.
+
+    dtype: of its numbers, in the words of safetensors.  shape: of its numbers."""
+    if how.bits != 8 or len(shape) != 2 or "zero_point" in parts:
+        return None
+    if how.strategy in ("tensor", "channel"):
+        if how.format == "packed":
+            return "int8" if "g_idx" not in parts else None
+        if how.format == "scaled" and dtype == "I8":
+            return "int8"
+        return "fp8" if how.format == "scaled" and how.rounds_inputs else None
+    return "fp8 blocks" if how.block == (BLOCK, BLOCK) and dtype == "F8_E4M3" and how.rounds_inputs else None
 
 
 def _scaled(how: Quantisation, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -132,7 +132,7 @@ def load_model(
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
     fuse(module, max_model_len, ordered=deterministic)
-    if quantize != "fp8":  # its products round their inputs, which no bound of `prove_served` allows for
+    if not quantising.rounds_inputs:  # no bound of `prove_served` allows for that
         prove_served(module, proof)
     return LoadedModel(
         module=module,
@@ -305,7 +305,7 @@ def read_quantised(
     if quantising is None:
         quantising = Quantising("none", torch.device("cpu"))
     else:
-        quantising.keep(weights.exact_modules())
+        quantising.keep(weights.exact_modules(), wanted)
     try:
         with report_progress(directory, weights.sizes):
             module, report = weights.load(

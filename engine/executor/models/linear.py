@@ -37,7 +37,7 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, stored: ops.Fp8, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.out_features = len(stored.scale)
+        self.out_features = len(stored.numbers)
         self.bias = bias
         self.stored = stored
         self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear

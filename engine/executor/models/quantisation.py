@@ -33,9 +33,7 @@ class Unread(Exception):
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How the quantised weights of a checkpoint are stored.
-
-    A weight is [out, in].  Activations are computed in the model's dtype whatever the config says of them."""
+    """How the quantised weights of a checkpoint are stored.  A weight is [out, in]."""
 
     method: str  # in the words of the config
     format: Format  # scaled: numbers of 8 bits, one by one; the others pack several numbers into one
@@ -44,6 +42,7 @@ class Quantisation:
     group: int = 0  # columns; 0: all of a row
     block: tuple[int, int] = (0, 0)  # rows and columns
     zero_shift: int = 0  # added to a stored zero point
+    rounds_inputs: bool = False  # inputs of the products, too, are rounded to 8 bits
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
 
     def ignores(self, module: str) -> bool:
@@ -112,10 +111,10 @@ def _read_fp8(described: dict[str, Any]) -> Quantisation:
     if described.get("fmt", "e4m3") != "e4m3":
         raise Unread(str(described["fmt"]))
     ignored = described.get("modules_to_not_convert") or described.get("ignored_layers") or ()
-    block = described.get("weight_block_size")
+    block, rounds = described.get("weight_block_size"), bool(described.get("activation_scheme", "dynamic"))
     if block is None:
-        return Quantisation("fp8", "scaled", "tensor", 8, ignored=tuple(ignored))
-    return Quantisation("fp8", "scaled", "block", 8, block=_pair(block), ignored=tuple(ignored))
+        return Quantisation("fp8", "scaled", "tensor", 8, ignored=tuple(ignored), rounds_inputs=rounds)
+    return Quantisation("fp8", "scaled", "block", 8, block=_pair(block), ignored=tuple(ignored), rounds_inputs=rounds)
 
 
 def _read_compressed(described: dict[str, Any]) -> Quantisation:
@@ -145,6 +144,7 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
         group=_positive(group) if strategy == "group" else 0,
         block=_pair(block) if strategy == "block" else (0, 0),
         ignored=tuple(described.get("ignore") or ()),
+        rounds_inputs=all(group.get("input_activations") for group in groups),
     )
 
 
@@ -164,7 +164,8 @@ def _read_modelopt(described: dict[str, Any]) -> Quantisation:
     ignored = described.get("ignore") or described.get("exclude_modules") or ()
     # Shell patterns: a star stands for any text.
     patterns = tuple("re:" + re.escape(name).replace(r"\*", ".*") + "$" if "*" in name else name for name in ignored)
-    return Quantisation("modelopt", "scaled", MODELOPT_STRATEGIES[algorithm], 8, ignored=patterns)
+    strategy = MODELOPT_STRATEGIES[algorithm]
+    return Quantisation("modelopt", "scaled", strategy, 8, ignored=patterns, rounds_inputs=True)
 
 
 def _read_awq(described: dict[str, Any]) -> Quantisation:

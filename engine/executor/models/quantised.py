@@ -1,6 +1,7 @@
-"""Weights that stay quantised while they are served: 8 bits a number and a scale for each row.
+"""Weights that stay quantised while they are served: 8 bits a number, and a scale for each row or block.
 
     a float weight [out, in] ── Quantised.of ──> numbers [out, in] int8 or e4m3, scale [out] float32
+    stored e4m3 in blocks    ── as it is ──────> numbers [out, in] e4m3, scale [out / 128, in / 128] float32
     q, k, v of one input     ── Quantised.join ─> one weight, row after row
 
 `QuantisedLinear` takes the place of nn.Linear in a transformers model (quantising.py), so that the probe computes with
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 
 Kind = Literal["int8", "fp8"]
 DTYPE: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight [out, in]: numbers * scale[:, None]."""
+    """A weight [out, in]: numbers * scale[:, None], or each block of 128 x 128 times its scale."""
 
     numbers: Tensor  # [out, in], int8 or float8_e4m3fn
-    scale: Tensor  # [out] float32
+    scale: Tensor  # float32: [out], or [out / 128, in / 128] of e4m3 in blocks, whose sizes are multiples of 128
 
     @classmethod
     def of(cls, weight: Tensor, dtype: torch.dtype) -> Self:
@@ -50,7 +52,10 @@ class Quantised:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once."""
-        return self.numbers.to(torch.float32).mul_(self.scale[:, None]).to(dtype)
+        scale = self.scale[:, None]
+        if self.scale.dim() == 2:
+            scale = self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return self.numbers.to(torch.float32).mul_(scale).to(dtype)
 
 
 class QuantisedLinear(nn.Module):

@@ -9,7 +9,7 @@ then the model is settled        Awaiting ────────────�
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.quantised import DTYPE, Kind, Quantised, QuantisedLinear
+from engine.executor.models.dequantise import Stored8
+from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,26 @@ def check_kind(kind: str, device: torch.device) -> None:
         raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
 
 
-def _fits(linear: nn.Linear, kind: Kind) -> bool:
+def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Stored8]:
+    """The kinds of stored weights that a device multiplies with as they are, in a model of `dtype`."""
+    if device.type == "cpu":
+        return {"int8"}
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return set()
+    return {"fp8", "fp8 blocks"} if ops.multiplies_blocks(device) else {"fp8"}
+
+
+UNITS: dict[Stored8, tuple[int, int]] = {  # what the sizes of a layer, in and out, are multiples of
+    "int8": (1, 1),
+    "fp8": (ops.FP8_INNER, ops.FP8_OUT),
+    "fp8 blocks": (ops.FP8_BLOCKS_INNER, ops.FP8_BLOCKS_OUT),
+}
+
+
+def _fits(linear: nn.Linear, kind: Stored8) -> bool:
     """Whether a product with a quantised weight takes a layer of this size."""
-    return kind != "fp8" or not (linear.in_features % ops.FP8_INNER or linear.out_features % ops.FP8_OUT)
+    inner, out = UNITS[kind]
+    return linear.in_features % inner == 0 and linear.out_features % out == 0
 
 
 class Awaiting(nn.Module):
@@ -73,19 +91,27 @@ class Quantising:
     def __init__(self, kind: Literal["none", "int8", "fp8"], device: torch.device) -> None:
         """kind: the value of --quantize."""
         self.kind, self._device = None if kind == "none" else kind, device
-        self._stored: Collection[str] = ()
+        self._stored: Mapping[str, Stored8] = {}
         self.kept: set[str] = set()  # modules whose stored numbers are served
         self.scales: dict[str, Tensor] = {}  # theirs, until the model is settled
 
-    def keep(self, modules: Collection[str]) -> None:
-        """Serve the stored int8 numbers of these modules, where the device has a product for them."""
-        if self._device.type == "cpu":
-            self._stored = modules
+    def keep(self, modules: Mapping[str, Stored8], dtype: torch.dtype) -> None:
+        """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
+
+        `--quantize` decides for those that it would round otherwise."""
+        if kinds := kept_kinds(self._device, dtype) if modules else set():
+            self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to e4m3, where a step has many tokens."""
+        return self.kind == "fp8" or (bool(self.kept) and self._device.type != "cpu")
 
     @property
     def changes(self) -> dict[str, str]:
         """What the model computes otherwise than its files say, for the fingerprint."""
-        kinds = {self.kind, "int8" if self.kept else None} - {None}
+        kept = "int8" if self._device.type == "cpu" else "fp8"
+        kinds = {self.kind, kept if self.kept else None} - {None}
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
 
     def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -113,9 +139,10 @@ class Quantising:
                 if type(child) is not nn.Linear or child is head or name in ROUTERS:
                     continue
                 full = f"{path}.{name}".lstrip(".")
-                if full in self._stored:
+                if (stored := self._stored.get(full)) and _fits(child, stored):
                     self.kept.add(full)
-                    setattr(parent, name, Awaiting(child, torch.int8, self._device, stored=True))
+                    dtype = DTYPE["int8" if stored == "int8" else "fp8"]
+                    setattr(parent, name, Awaiting(child, dtype, self._device, stored=True))
                 elif self.kind is not None and _fits(child, self.kind):
                     setattr(parent, name, Awaiting(child, DTYPE[self.kind], self._device, stored=False))
 

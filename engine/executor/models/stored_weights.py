@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.dequantise import as_stored, check_shapes, dequantise, is_exact
+from engine.executor.models.dequantise import Shape, Stored8, as_stored, check_shapes, dequantise, stored_as
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantising import Quantising
@@ -80,11 +80,11 @@ class StoredWeights:
         self._plain: list[str] = []
         for name, stored in tensors.items():
             self._sort(name, stored, tensors)
-        self._numbers: dict[str, tuple[str, int]] = {}  # dtype and dimensions of each weight's numbers
+        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
         for weight, parts in self._weights.items():
             self._check(weight, {part: tensors[name] for part, name in parts.items()})
             first = tensors[parts.get("weight") or parts.get("packed") or min(parts.values())]
-            self._numbers[weight] = first.dtype, len(first.shape)
+            self._numbers[weight] = first.dtype, first.shape
         self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
         self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
 
@@ -121,13 +121,13 @@ class StoredWeights:
         except ValueError as error:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
-    def exact_modules(self) -> set[str]:
-        """The modules whose stored numbers are int8 that a product can take as they are."""
-        return {
-            weight.removesuffix(".weight")
+    def exact_modules(self) -> dict[str, Stored8]:
+        """The modules whose stored numbers a product could take as they are, and as what."""
+        found = {
+            weight.removesuffix(".weight"): stored_as(self.how, parts, *self._numbers[weight])
             for weight, parts in self._weights.items()
-            if is_exact(self.how, parts, *self._numbers[weight])
         }
+        return {module: kind for module, kind in found.items() if kind is not None}
 
     def load(
         self, model: type[PreTrainedModel], dtype: torch.dtype, quantising: Quantising, **options: Any
