@@ -126,6 +126,18 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // Mixtures of experts, for few tokens on a GPU, in bfloat16 or float16.
+  //   logits     [T, E]
+  //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first
+  //   weights    [T, k] f32: their shares of the softmax of all; normalise: over the sum of the k; rounded: to logits' dtype
+  m.def("route(Tensor logits, bool normalise, bool rounded, Tensor(a!) chosen, Tensor(b!) weights) -> ()");
+  //   x          [T, hidden]
+  //   gate_up    [E, 2 * inner, hidden], of each expert gate rows, then up rows
+  //   down       [E, hidden, inner]
+  //   out        [T, hidden] += the sum over a token's experts of weight * down (silu(gate) * up)
+  m.def(
+      "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down, Tensor(a!) out) -> ()");
+
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]

@@ -265,6 +265,45 @@ def linear(
     return out
 
 
+# A mixture of experts on a GPU, for few tokens, in bfloat16 or float16.
+
+MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, of a token
+MOST_PAIRS = 512  # of a token and one of its experts in a call of `experts`
+
+
+def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top` experts for each token, those with the largest logits [T, E] -> which, their weights: both [T, top].
+
+    Which are int32.  Weights are float32 shares of the softmax over all experts.
+
+    normalise  a token's weights are divided by their sum
+    rounded    weights are rounded to the dtype of the logits
+    """
+    chosen = torch.empty(logits.shape[0], top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(logits.shape[0], top, dtype=torch.float32, device=logits.device)
+    torch.ops.quire.route.default(logits, normalise, rounded, chosen, weights)
+    return chosen, weights
+
+
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    plus: torch.Tensor,
+) -> torch.Tensor:
+    """plus + the weighted sum of what each token's experts make of it, in place: x, plus [T, hidden] -> plus.
+
+    chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS
+    gate_up          [E, 2 * inner, hidden]: of each expert gate rows, then up rows; both sizes are multiples of 8
+    down             [E, hidden, inner]
+
+    Reads each chosen expert once.  A token's result does not depend on the others."""
+    torch.ops.quire.experts.default(x, chosen, weights, gate_up, down, plus)
+    return plus
+
+
 def one_shot_all_reduce(buffer: torch.Tensor, part: torch.Tensor, group: str) -> torch.Tensor:
     """The sum of all ranks' `part`, by torch's kernel over memory that the ranks share.  float32 or bfloat16.
 

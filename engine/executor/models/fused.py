@@ -2,8 +2,8 @@
 
     nn.Linear, Conv1D,  -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
     QuantisedLinear     -> Fp8Linear      on a GPU: the same for weights in 8 bits
-    the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device
-    four families
+    the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe on a GPU
+    six families
 
 linear.py makes their products.  engine/executor/README.md has the measurements.  The left column is a decoder layer as
 transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
@@ -20,6 +20,8 @@ stream, which the last product of each half updates in place:
     silu, product                    part of the product before it
     down projection, addition        one product, added to x                    linear: product, plus
 
+A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).
+
 On a CPU with packed weights a product is up to three operators: rms_norm, packed_linear (with the addition), silu_mul.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
@@ -27,16 +29,18 @@ A model is taken apart only if all its modules have exactly the expected names a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
@@ -53,6 +57,22 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     MistralForCausalLM: lambda attention: attention.config.sliding_window,
     Qwen2ForCausalLM: lambda attention: attention.sliding_window,
     Qwen3ForCausalLM: lambda attention: attention.sliding_window,
+    MixtralForCausalLM: lambda attention: attention.config.sliding_window,
+    Qwen3MoeForCausalLM: lambda attention: attention.sliding_window,
+}
+
+
+class Routing(NamedTuple):
+    """How a family makes weights of a token's experts from their logits: as `ops.route`."""
+
+    normalise: bool
+    rounded: bool
+
+
+# Families whose layers may be mixtures of experts: how a layer's router does it.
+ROUTING: dict[type[PreTrainedModel], Callable[[Any], Routing]] = {
+    MixtralForCausalLM: lambda router: Routing(normalise=True, rounded=False),
+    Qwen3MoeForCausalLM: lambda router: Routing(normalise=router.norm_topk_prob, rounded=True),
 }
 ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
 LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
@@ -107,13 +127,34 @@ class MLP(nn.Module):
         return y
 
 
+class Mixture(nn.Module):
+    """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, plain: Any, norm: RMSNorm, routing: Routing) -> None:
+        super().__init__()
+        self.norm, self.routing = norm, routing
+        self.router: Tensor = plain.gate.weight
+        self.top: int = plain.gate.top_k
+        self.experts = plain.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+        chosen, weights = ops.route(ops.linear(y, self.router), self.top, **self.routing._asdict())
+        if chosen.numel() <= ops.MOST_PAIRS:
+            return ops.experts(y, chosen, weights, self.experts.gate_up_proj, self.experts.down_proj, plus=x)
+        scores = weights.to(y.dtype) if self.routing.rounded else weights
+        return x.add_(self.experts(y, chosen.to(torch.int64), scores))
+
+
 class Layer(nn.Module):
     """x [T, hidden] -> [T, hidden]; x must not be used afterwards."""
 
-    def __init__(self, plain: Any, window: int | None, linears: Linears) -> None:
+    def __init__(self, plain: Any, window: int | None, linears: Linears, family: type[PreTrainedModel]) -> None:
         super().__init__()
         self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, linears)
-        self.mlp = MLP(plain.mlp, RMSNorm(plain.post_attention_layernorm), linears)
+        norm = RMSNorm(plain.post_attention_layernorm)
+        mixed = hasattr(plain.mlp, "experts")
+        self.mlp = Mixture(plain.mlp, norm, ROUTING[family](plain.mlp.gate)) if mixed else MLP(plain.mlp, norm, linears)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, cos, sin, step))
@@ -134,7 +175,7 @@ class Decoder(nn.Module):
         self.angles = torch.stack([cos[0], sin[0]], 1)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(plain.layers):
-            self.layers.append(Layer(layer, window(layer.self_attn), linears))
+            self.layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
         # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
@@ -263,7 +304,7 @@ class Forward:
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:
     """Whether `Decoder` can replace this model's decoder: a known class, whose parts are the expected ones."""
-    if type(model) not in WINDOW:
+    if type(model) not in WINDOW or (type(model) in ROUTING and model.device.type == "cpu"):
         return False
     if len({parameter.dtype for parameter in model.parameters()}) != 1:
         return False
@@ -282,19 +323,49 @@ def is_plain_layer(layer: Any, rotary: Any) -> bool:
     projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if children(attention) not in (projections, projections | {"q_norm", "k_norm"}):
         return False
-    if children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [norm for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)) if norm]
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-    gate_up = [mlp.gate_proj, mlp.up_proj]
     return (
         all(map(is_norm, norms))
-        and all(len({type(linear) for linear in together}) == 1 for together in (qkv, gate_up))
-        and all(type(linear) in LINEAR for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj))
+        and are_alike(qkv)
+        and type(attention.o_proj) in LINEAR
         and len({linear.bias is None for linear in qkv}) == 1
-        and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
+        and (is_plain_mlp(mlp) or is_mixture(mlp))
         and 2 * rotary.inv_freq.numel() == attention.head_dim  # all of a head turns
+    )
+
+
+def are_alike(linears: list[Any]) -> bool:
+    """Whether layers of one input can become one product."""
+    return len({type(linear) for linear in linears}) == 1 and type(linears[0]) in LINEAR
+
+
+def is_plain_mlp(mlp: Any) -> bool:
+    return (
+        children(mlp) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+        and are_alike([mlp.gate_proj, mlp.up_proj])
+        and type(mlp.down_proj) in LINEAR
+        and isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
+    )
+
+
+def is_mixture(mlp: Any) -> bool:
+    """A router and its experts, whole, of sizes that `ops.experts` takes."""
+    if children(mlp) != {"gate", "experts"} or set(dict(mlp.gate.named_parameters())) != {"weight"}:
+        return False
+    weights = dict(mlp.experts.named_parameters())
+    if weights.keys() != {"gate_up_proj", "down_proj"} or not isinstance(mlp.experts.act_fn, SiLUActivation | nn.SiLU):
+        return False
+    count, hidden, inner = weights["down_proj"].shape
+    return (
+        mlp.gate.weight.shape == (count, hidden)
+        and weights["gate_up_proj"].shape == (count, 2 * inner, hidden)
+        and all(weight.is_contiguous() for weight in weights.values())
+        and count <= ops.MOST_EXPERTS
+        and mlp.gate.top_k <= ops.MOST_CHOSEN
+        and not (hidden % 8 or inner % 8)
+        and not mlp.experts._forward_hooks  # a rank adds what the experts of the others make
     )
 
 

@@ -1,0 +1,39 @@
+// A mixture of experts for a few tokens: which experts each token has, and the sum of what they compute.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/dtype.h"
+
+namespace quire::cuda {
+
+constexpr int kMostExperts = 512, kMostPairs = 512;  // of a layer; of tokens and their experts in one call
+
+struct RouteArgs {
+  Dtype dtype;         // of logits: bf16 or fp16
+  const void* logits;  // [tokens, experts]
+  int* chosen;         // [tokens, top], out: the experts with the largest logits, the largest first
+  float* weights;      // [tokens, top], out: their share of the softmax over all experts
+  int tokens, experts, top;
+  bool normalise;      // weights of a token are divided by their sum
+  bool rounded;        // and rounded to dtype
+};
+void route(const RouteArgs& args, cudaStream_t stream);
+
+struct ExpertsArgs {
+  Dtype dtype;           // of all but chosen, weights and sums: bf16 or fp16
+  const void* x;         // [tokens, hidden]
+  const int* chosen;     // [tokens, top]
+  const float* weights;  // [tokens, top]
+  const void* gate_up;   // [experts, 2 * inner, hidden]: of each expert gate rows, then up rows
+  const void* down;      // [experts, hidden, inner]
+  void* between;         // [tokens * top, inner], for the call's own use
+  float* sums;           // [tokens * top, hidden], likewise
+  void* out;             // [tokens, hidden], added to
+  int tokens, top, hidden, inner;  // hidden and inner are multiples of 8
+};
+void experts(const ExpertsArgs& args, cudaStream_t stream);
+
+}  // namespace quire::cuda

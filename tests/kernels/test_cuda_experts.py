@@ -1,0 +1,131 @@
+"""A mixture of experts for few tokens on a GPU, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.executor import ops
+from tests.kernels.test_cuda_linear import CUDA, error, randn
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "top"), [(2, 2), (8, 2), (60, 4), (128, 8), (200, 32), (512, 10)])
+@pytest.mark.parametrize("tokens", [1, 7, 700])
+def test_routes(dtype: torch.dtype, experts: int, top: int, tokens: int) -> None:
+    """The largest logits, of equal ones the first; their shares of all."""
+    logits = (4 * randn(tokens, experts, dtype=dtype)).round()  # many are equal
+    shares = logits.double().softmax(-1)
+    order = torch.argsort(logits.double(), dim=-1, descending=True, stable=True)[:, :top]
+    for normalise, rounded in ((False, False), (True, False), (True, True)):
+        chosen, weights = ops.route(logits, top, normalise=normalise, rounded=rounded)
+        assert torch.equal(chosen.long(), order)
+        wanted = shares.gather(1, order)
+        if normalise:
+            wanted = wanted / wanted.sum(-1, keepdim=True)
+        step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # between numbers below the normal ones
+        rtol, atol = (torch.finfo(dtype).eps, step) if rounded else (1e-5, 0.0)
+        torch.testing.assert_close(weights.double(), wanted, rtol=rtol, atol=atol)
+        assert not rounded or torch.equal(weights.to(dtype).float(), weights)
+
+
+def test_numbers_that_are_not_finite_route_to_experts_that_exist() -> None:
+    logits = randn(4, 40, dtype=torch.bfloat16)
+    logits[0, 3], logits[1], logits[2, 5] = math.nan, math.nan, math.inf
+    logits[3] = -math.inf
+    chosen, weights = ops.route(logits, 8, normalise=True, rounded=True)
+    assert ((chosen >= 0) & (chosen < 40)).all()
+    assert all(len(set(row)) == 8 for row in chosen.tolist())
+    assert weights.isnan().any(1).all()
+
+
+def made(count: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        randn(count, 2 * inner, hidden, dtype=dtype) / math.sqrt(hidden),
+        randn(count, hidden, inner, dtype=dtype) / math.sqrt(inner),
+    )
+
+
+def exact(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
+    gate_up, down = of
+    result = torch.zeros_like(x, dtype=torch.float64)
+    for token, (ids, shares) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
+        for expert, share in zip(ids, shares, strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).to(x.dtype).double().chunk(2)
+            between = (torch.nn.functional.silu(gate).to(x.dtype).double() * up).to(x.dtype).double()
+            result[token] += share * (down[expert].double() @ between)
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "top", "hidden", "inner"),
+    [(4, 2, 64, 40), (8, 2, 256, 512), (128, 8, 2048, 768), (16, 4, 1000, 104), (8, 8, 8, 8)],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64])
+def test_experts(tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    x, plus = randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype)
+    weights = made(count, hidden, inner, dtype)
+    chosen, shares = ops.route(randn(tokens, count, dtype=dtype), top, normalise=True, rounded=False)
+    before = plus.clone()
+    assert ops.experts(x, chosen, shares, *weights, plus) is plus
+    # A result and a sum are rounded, and what is between them three times.
+    assert error(plus, before.double() + exact(x, chosen, shares, *weights)) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 64])
+def test_tokens_that_all_want_the_same_experts(tokens: int) -> None:
+    """In groups of up to eight pairs, the last of them not full."""
+    x, weights = randn(tokens, 512, dtype=torch.bfloat16), made(20, 512, 384, torch.bfloat16)
+    chosen = torch.tensor([[19, 0, 7]] * tokens, dtype=torch.int32, device=CUDA)
+    shares = torch.rand(tokens, 3, device=CUDA)
+    out = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
+    assert error(out, exact(x, chosen, shares, *weights)) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    x, weights = randn(40, 512, dtype=torch.bfloat16), made(24, 512, 256, torch.bfloat16)
+    chosen, shares = ops.route(randn(40, 24, dtype=torch.bfloat16), 6, normalise=False, rounded=True)
+    together = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
+    for first, end in [(0, 1), (1, 3), (3, 20), (20, 40)]:
+        part = slice(first, end)
+        alone = ops.experts(x[part], chosen[part], shares[part], *weights, torch.zeros_like(x[part]))
+        assert torch.equal(alone, together[part])
+
+
+def test_replayed_in_a_graph() -> None:
+    """With other experts than those that were chosen while it was captured."""
+    weights = made(32, 256, 128, torch.bfloat16)
+    x, logits = randn(9, 256, dtype=torch.bfloat16), randn(9, 32, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        return ops.experts(x, *ops.route(logits, 4, normalise=True, rounded=True), *weights, torch.zeros_like(x))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    x.copy_(randn(9, 256, dtype=torch.bfloat16))
+    logits.copy_(randn(9, 32, dtype=torch.bfloat16))
+    graph.replay()
+    assert torch.equal(out, run())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, (gate_up, down) = randn(65, 64, dtype=torch.bfloat16), made(8, 64, 32, torch.bfloat16)
+    chosen, shares = ops.route(randn(65, 8, dtype=torch.bfloat16), 8, normalise=True, rounded=True)
+    with pytest.raises(ValueError, match="520 experts of all tokens, the most are 512"):
+        ops.experts(x, chosen, shares, gate_up, down, torch.zeros_like(x))
+    with pytest.raises(ValueError, match="600 experts, the most are 512"):
+        ops.route(randn(1, 600, dtype=torch.bfloat16), 2, normalise=True, rounded=True)
+    with pytest.raises(ValueError, match="9 experts of a token"):
+        ops.route(randn(1, 8, dtype=torch.bfloat16), 9, normalise=True, rounded=True)
+    with pytest.raises(ValueError, match="gate and up rows"):
+        ops.experts(x[:2], chosen[:2], shares[:2], gate_up[:, :-2].contiguous(), down, torch.zeros_like(x[:2]))
+    with pytest.raises(ValueError, match="wants BFloat16 or Half"):
+        ops.route(torch.zeros(1, 8, device=CUDA), 2, normalise=True, rounded=True)
