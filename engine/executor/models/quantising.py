@@ -110,7 +110,7 @@ class Quantising:
     @property
     def changes(self) -> dict[str, str]:
         """What the model computes otherwise than its files say, for the fingerprint."""
-        kept = "int8" if self._device.type == "cpu" else "fp8"
+        kept = "int8" if self._device.type == "cpu" else "fp8 as stored"  # `--quantize fp8` may round others, too
         kinds = {self.kind, kept if self.kept else None} - {None}
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
 
