@@ -228,6 +228,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], kind: str) -> None:
     """On a GPU that has products for it, also where --quantize fp8 would round again."""
     _, directory, exact = wide(kind)
+    quantising = Quantising("none", GPU)
+    hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+    assert quantising.changes == {"weights of linear layers": "fp8 as stored"}
+    assert quantising.rounds_inputs
     for quantize in ("none", "fp8"):
         kept = served_weights(directory, quantize, GPU)
         assert len(kept) == 14
