@@ -15,10 +15,25 @@ from tests.checkpoints import VOCAB, tokenizer
 
 EOS = tokenizer().eos_token_id
 PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
+SHORT = {"type": "string", "maxLength": 6}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": SHORT,
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": SHORT, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
 
 
 def schema(value: Any) -> str:
     return compile_grammar(Constraint("schema", "json", value))
+
+
+def choice(*texts: str) -> str:
+    return compile_grammar(Constraint("choice", "choice", list(texts)))
 
 
 def regex(pattern: str) -> str:

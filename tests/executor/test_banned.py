@@ -27,8 +27,7 @@ from engine.llm import LLM, Output
 from engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
-from tests.executor.matchers import PROMPT, schema
-from tests.executor.test_grammars import PERSON, choice
+from tests.executor.matchers import PERSON, PROMPT, choice, schema
 
 V = 70  # a vocabulary that needs three words of a mask, the last one in part
 FEW = st.integers(0, 3)  # tokens that meet often

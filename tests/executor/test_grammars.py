@@ -27,26 +27,8 @@ from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
-from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema
+from tests.executor.matchers import EOS, PERSON, PROMPT, begin, choice, four_slots, regex, schema
 from tests.schemas import kinds, samplings
-
-
-def choice(*texts: str) -> str:
-    return compile_grammar(Constraint("choice", "choice", list(texts)))
-
-
-SHORT = {"type": "string", "maxLength": 6}
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": SHORT,
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": SHORT, "maxItems": 2},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
