@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux only")
-def test_it_ends_when_its_owner_is_killed() -> None:
+def test_it_ends_when_its_owner_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tempfile.mkdtemp(dir="/tmp")  # where no other test sweeps; tmp_path is too long for a socket
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
     code = """
 import time
 from engine.common.embedded_redis import EmbeddedRedis
@@ -86,6 +90,7 @@ time.sleep(60)
         assert not left.exists()
         assert one.url != other.url
         assert Path(one.url.removeprefix("unix://")).exists()  # no owner sweeps away a living one's
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("link", ["owner", "folder"])
