@@ -34,7 +34,7 @@ class Isolation:
     def __init__(self) -> None:
         self._groups: deque[list[Sequence]] = deque()  # of suspects; only members of the first may start
 
-    def failed(self, sequences: Iterable[Sequence], departed: Set[str] = frozenset()) -> str | None:
+    def failed(self, sequences: Iterable[Sequence], departed: Set[str]) -> str | None:
         """A step with these sequences failed.  Returns the id of the request that must end; None: every one continues.
 
         A request must end if it was alone in the step and was in a failed step at the same position before.

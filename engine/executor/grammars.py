@@ -294,9 +294,9 @@ class Grammars:
             self._filling = self._filler.submit(self.compute)
 
     def compute(self) -> None:
-        """Let llguidance take in what was sampled, and write the masks where no token is ahead.
+        """Give the matchers the tokens sampled last, and write the masks of the rows that have no forced token ahead.
 
-        It lets other threads run meanwhile."""
+        llguidance lets other Python threads run meanwhile."""
         sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None and not row.ahead]
         behind = [row for row in self._rows.values() if row.behind and row.matcher is not None]
         if len(behind) >= THREADED:

@@ -329,8 +329,7 @@ def test_experts_that_are_quantised_one_by_one(tmp_path: Path, kind: str) -> Non
 
 def check_greedy(plain: Path, directory: Path, exact: dict[str, torch.Tensor], folder: Path) -> None:
     """Compare what is served with transformers' answer over the `exact` weights."""
-    shutil.copytree(plain, folder / "exact")
-    save_file({name: tensor.float() for name, tensor in exact.items()}, folder / "exact" / "model.safetensors")
+    write_exact(plain, exact, folder / "exact", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32).eval()
     prompt = words(40)
     assert served(directory, prompt) == greedy(model, prompt)
@@ -510,7 +509,7 @@ def test_quantised_checkpoints_on_a_gpu(
 ) -> None:
     """The answer is that of the same weights in a checkpoint that is not quantised."""
     directory, exact = quantised(kind)
-    write_exact(plain, exact, tmp_path / "exact")
+    write_exact(plain, exact, tmp_path / "exact", torch.bfloat16)
 
     def answer(path: Path) -> list[int]:
         model = hf.load_model(str(path), dtype="bfloat16", device=torch.device("cuda"))
@@ -532,7 +531,7 @@ def test_fp8_checkpoints_on_a_gpu(
 
     So the error is at most 16 times that of the float32 model's own bfloat16 forward, over the stored weights."""
     plain, directory, exact = wide(kind)
-    write_exact(plain, exact, tmp_path / "exact")
+    write_exact(plain, exact, tmp_path / "exact", torch.bfloat16)
     model = hf.load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"))
     assert model.changes == {"weights of linear layers": "fp8 as stored"}
     assert sum(is_fp8(module) for module in model.module.modules()) == 8
@@ -546,6 +545,7 @@ def test_fp8_checkpoints_on_a_gpu(
     assert mean_square(driver.worker.logits.float().cpu() - want) <= 16 * mean_square(own - want)
 
 
-def write_exact(plain: Path, exact: dict[str, Any], directory: Path) -> None:
+def write_exact(plain: Path, exact: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype) -> None:
+    """Write a copy of the plain checkpoint with these weights."""
     shutil.copytree(plain, directory)
-    save_file({name: tensor.bfloat16() for name, tensor in exact.items()}, directory / "model.safetensors")
+    save_file({name: tensor.to(dtype) for name, tensor in exact.items()}, directory / "model.safetensors")

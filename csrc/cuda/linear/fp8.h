@@ -15,7 +15,7 @@ struct QuantiseArgs {
   const void* norm;  // [size] bf16: each row becomes rms_norm(row, norm, eps) first; or null
   float eps;
   void* numbers;     // [tokens, size] e4m3, out; x = numbers * scale
-  float* one;        // [1], out: 1; or null
+  float* one;        // [1], out: 1; with groups it is not written
   float* scale;      // [tokens], out: a row's largest magnitude over the largest number of e4m3
   int64_t group_stride;  // 0; else scale is [size / 128, group_stride], of each 128 numbers of a row
   int64_t tokens;

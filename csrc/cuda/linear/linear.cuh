@@ -135,7 +135,8 @@ __device__ inline void find_largest(const Params& p, uint32_t* largest) {
   }
 }
 
-// Slabs past the end of the weight get zeros: what was read of them is zero, too.
+// A slab past the end of the weight is read as zeros.  It gets the scale 0, because 0 times whatever is in shared memory
+// might be NaN.
 __device__ inline void fill_table(const Params& p, int first_feature, float* table) {
   const int sets = sets_of_half(p.silu_mul), slabs = table_slabs(p), halves = p.silu_mul ? 2 : 1;
   for (int i = threadIdx.x; i < halves * sets * slabs; i += kMultipliers) {

@@ -6,11 +6,12 @@ other kernels, a large batch without a CUDA graph, so that a jump of four tokens
     decode step       D seconds for n sequences                    a row of it is worth D / n
     step with jumps   D + extra seconds                            it saves a row for each token that it jumps over
 
-So jumps pay where tokens * D / n > extra.  They must pay GAIN times, because those who wait for the longer step are not
-those who gain, and a batch ends with its slowest.  Extra is measured: it depends on the device, the model and n.
+So jumps pay where tokens * D / n > extra.  They are made only where they save GAIN times as much as they add: every
+sequence waits for the longer step, few of them jump, and a batch ends with its slowest sequence.  What they add depends
+on the device, the model and n, so it is measured.
 
-To find forced tokens takes the host some microseconds for each sequence with a grammar.  Where jumps are refused again
-and again, it rests.
+The search for forced tokens takes the host some microseconds for each sequence with a grammar.  It stops for a while
+where jumps are refused again and again.
 """
 
 from __future__ import annotations

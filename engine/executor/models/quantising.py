@@ -99,7 +99,8 @@ class Quantising:
         """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
 
         `--quantize` decides for those that it would round otherwise."""
-        if kinds := kept_kinds(self._device, dtype) if modules else set():
+        if modules:
+            kinds = kept_kinds(self._device, dtype)
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
     @property
