@@ -131,9 +131,17 @@ async def test_a_deadline_that_passes_while_late_names_the_wait(
 ) -> None:
     served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
-        status, body, headers = await raw(served.session, "/v1/completions", **LATE, timeout=1.0)
+        now = asyncio.get_running_loop().time
+        sent = now()
+        asking = asyncio.create_task(raw(served.session, "/v1/completions", **LATE, timeout=2.0))
+        await settled(lambda: served.streams.fleet.late.requests == 1)
+        queued = now()
+        status, body, headers = await asking
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
-        assert re.search(r"it waited (0\.9|1\.\d) s in the queue, 0 requests ahead of it", body["error"]["message"])
+        told = re.search(r"it waited ([\d.]+) s in the queue, 0 requests ahead of it", body["error"]["message"])
+        assert told is not None
+        # The timeout began no earlier than the request was sent, the wait no later than it was seen in the queue.
+        assert sent + 2.0 - queued - 0.06 <= float(told[1]) <= now() - sent + 0.06
         assert headers["x-should-retry"] == "false"
         await settled(lambda: served.streams.fleet.queued == 0)
         async with served.session.post(
