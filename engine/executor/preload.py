@@ -124,6 +124,8 @@ def tiny(described: dict[str, Any]) -> dict[str, Any]:
             found[key] = tiny(value) if key == "text_config" else value
         elif key in ("num_hidden_layers", "n_layer", "num_layers"):
             found[key] = 1
+        elif key == "num_kv_shared_layers":  # no other layer is left
+            found[key] = 0
         elif key == "vocab_size":
             found[key] = min(value, TINY_VOCAB)
         elif key == "layer_types":
