@@ -120,7 +120,9 @@ def tiny(described: dict[str, Any]) -> dict[str, Any]:
     """A config.json of one layer and a small vocabulary, everything else as it is."""
     found: dict[str, Any] = {}
     for key, value in described.items():
-        if isinstance(value, dict):
+        if key == "per_layer_config":
+            found[key] = {layer: fields for layer, fields in value.items() if int(layer) == 0}
+        elif isinstance(value, dict):
             found[key] = tiny(value) if key == "text_config" else value
         elif key in ("num_hidden_layers", "n_layer", "num_layers"):
             found[key] = 1

@@ -260,12 +260,14 @@ class Worker:
         poison [n], copies [n, 2]: ids on the device; None: none."""
         if plan.swap_out:
             self.swap.out(plan.swap_out)
-        for group in self._by_shape if poison is not None else ():
-            ops.block_fill(group, poison, float("nan"))
+        if poison is not None:
+            for group in self._by_shape:
+                ops.block_fill(group, poison, float("nan"))
         if plan.swap_in:
             self.swap.back(plan.swap_in)
-        for group in self._by_shape if copies is not None else ():
-            ops.block_copy(group, copies)
+        if copies is not None:
+            for group in self._by_shape:
+                ops.block_copy(group, copies)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
         """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""

@@ -1,4 +1,4 @@
-"""Layers whose heads, or numbers of them, differ, and layers that read the cache of another, as in Gemma 4.
+"""Layers whose heads, or numbers of them, differ, and layers that read the cache of another, as in Gemma 4 and 3n.
 
 Greedy text equals that of transformers' generate in float32, token for token, whatever happens to a sequence's blocks.
 """
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.executor import local, ops
+from engine.executor.errors import ModelLoadError
 from engine.executor.kv_cache import KVShape
 from engine.executor.models import hf
 from engine.llm import LLM
@@ -45,6 +46,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[KVShape]]] = {
         "gemma4_text",
         {"global_head_dim": 64, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ALTERNATING * 2},
         [*[KVShape(2, 32)] * 2, KVShape(2, 64), *[KVShape(2, 32, shares=1)] * 2, KVShape(2, 64, shares=2)],
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ALTERNATING * 2}
+        | {"activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [192] * 6},
+        [*[KVShape(2, 32)] * 3, *[KVShape(2, 32, shares=1)] * 2, KVShape(2, 32, shares=2)],
     ),
     "large": ("llama", {"head_dim": 512}, [KVShape(2, 512)] * 2),
 }
@@ -150,6 +157,24 @@ def test_beams(directory: Path, width: int) -> None:
 def test_chunks_do_not_change_a_token_of_any_cache(directory: Path, kv_dtype: str) -> None:
     whole = answers(directory, kv_dtype=kv_dtype)
     assert answers(directory, kv_dtype=kv_dtype, chunk_tokens=7) == whole
+
+
+def test_two_ranks_with_heads_of_two_sizes(tmp_path: Path) -> None:
+    family, fields, _ = CASES["small"]
+    directory = make_checkpoint(tmp_path / "small", family, **fields)
+    found = models.our_texts(directory, block_size=8, tensor_parallel=2)
+    assert found == dict.fromkeys(("whole", "repeated", "in chunks of 7"), models.own_texts(directory))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("published", "of layers with 1 and 2 KV heads"), ("shared", "of layers that share keys and values")],
+)
+def test_what_ranks_do_not_divide_is_refused_by_name(tmp_path: Path, case: str, reason: str) -> None:
+    family, fields, _ = CASES[case]
+    directory = make_checkpoint(tmp_path / case, family, **fields)
+    with pytest.raises(ModelLoadError, match=f"^gemma4_text: --tensor-parallel {reason}$"):
+        local.load(config(directory, tensor_parallel=2))
 
 
 def test_layers_that_share_take_no_memory(tmp_path: Path) -> None:
