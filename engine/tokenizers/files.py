@@ -26,10 +26,10 @@ def load_tokenizer(source: str) -> Any:
     # Imported here: it takes over a second, which `import service` must not.
     from transformers import AutoTokenizer
 
-    name = vocabulary_file(source)
+    here = Path(source).is_dir()
+    name = vocabulary_file(source) if here else ""  # of a hub name that is wrong, each file would be asked for in vain
     if name in CONVERTED_FILES:
         return converted(source, name)
-    unread = unread_file(name)
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises a dozen types for a directory that holds no model
@@ -37,9 +37,12 @@ def load_tokenizer(source: str) -> Any:
             message = "its tokenizer needs code from the model's repository, which Quire does not run"
             raise TokenizerError(f"model {source}: {message}") from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        told = unread if Path(source).is_dir() else ""
-        raise TokenizerError(f"model {source}: {told or reason}") from None
-    if unread:
+        unread = unread_file(name) if here else ""
+        raise TokenizerError(f"model {source}: {unread or reason}") from None
+    name = name or vocabulary_file(source)
+    if name in CONVERTED_FILES:
+        return converted(source, name)
+    if unread := unread_file(name):
         raise TokenizerError(f"model {source}: {unread}")
     return found
 
