@@ -23,7 +23,7 @@ from engine.tokenizers.files import byte_level_alphabet
 
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 # Classes whose token ids are the places of the pieces in the file; others move them.
-PLAIN_CLASSES = ("LlamaTokenizer", "LLaMATokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+PLAIN_CLASSES = ("LlamaTokenizer", "LLaMATokenizer", "GemmaTokenizer")
 # How Llama 3 cuts a text before it looks for tokens, from the published tokenizer.json of its checkpoints.  A tiktoken
 # file does not say it.
 LLAMA3_SPLIT = (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,3 +250,15 @@ def test_tiktoken_files_of_other_kinds_are_refused_by_name(
         changes = changes | {"tokenizer_class": "LlamaTokenizer"}
     with pytest.raises(ModelError, match=reason):
         Tokenizer(str(ranked(tmp_path / "model", **changes)))
+
+
+def test_a_repository_of_the_hub_is_converted_as_a_directory_is(tmp_path: Path) -> None:
+    """From the hub client's cache, in a process of its own: the client reads its environment once."""
+    repository = tmp_path / "hub" / "models--org--name"
+    folder = trained(repository / "snapshots" / ("c" * 40), AS_LLAMA, "mistral", **LLAMA)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c" * 40)
+    code = "from service.tokenizer import Tokenizer; print(Tokenizer('org/name')._encode('double  fox', special=True))"
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == Tokenizer(str(folder))._encode("double  fox", special=True)
