@@ -81,6 +81,8 @@ _.CHOSEN
 # Read by transformers and by Python itself: engine/executor/models/quantising.py.
 _._is_hf_initialized, _.__class__
 
+_.convert_to_native_format  # engine/tokenizers/conversion.py: called by transformers' from_pretrained
+
 # Used by tests only today. Remove the code, or say here why it stays.
 _.rms_norm_  # engine/executor/ops.py
 _.weight_bytes  # loadtest/roofline.py

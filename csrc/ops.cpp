@@ -43,11 +43,11 @@ TORCH_LIBRARY(quire, m) {
   m.def(
       "attention_plan_bytes(Tensor like, int max_seqs, int max_tokens, int heads, int kv_heads, int head_size) -> int");
 
-  // caches: every layer's K and V · pairs [n, 2] i64 (from block, to block); no block is written twice or both read
+  // caches: K and V of layers of one shape · pairs [n, 2] i64 (from block, to block); no block is written twice or both read
   // and written
   m.def("block_copy(Tensor(a!)[] caches, Tensor pairs) -> ()");
 
-  // caches: every layer's K and V · blocks [n] i64
+  // caches: K and V of layers of one shape · blocks [n] i64
   m.def("block_fill(Tensor(a!)[] caches, Tensor blocks, float value) -> ()");
 
   // blocks [n] i64 · buffer [n, caches, bytes of a block] u8: block i of cache c to buffer[i, c], and back.  No block is

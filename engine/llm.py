@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.executor import local
@@ -21,6 +20,7 @@ from engine.executor.base import Executor
 from engine.executor.models import hf
 from engine.loop import Engine
 from engine.orders import LocalBox
+from engine.tokenizers.files import load_tokenizer
 from engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 
@@ -54,7 +54,7 @@ class LLM:
         config = all_cores(
             msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
         )
-        self._open(config, local.load(config), AutoTokenizer.from_pretrained(hf.find(model)))
+        self._open(config, local.load(config), load_tokenizer(str(hf.find(model))))
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from engine.common.errors import OperatorError
+from engine.tokenizers.files import TokenizerError, byte_level_alphabet, file_of, load_tokenizer
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.call_grammar import CallForm, Reasoning, call_rules, form_of
 from service.client_templates import ClientTemplates
@@ -51,21 +51,12 @@ COMPOSED_CHARS = 4
 NO_FORM = "the model's chat template does not show how calls are written in JSON"
 TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
-READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # that need no further package
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
 
 class ModelError(OperatorError):
     """The model's tokenizer cannot be loaded or used; one line an operator can act on."""
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte -> that byte (Radford et al. 2019, `bytes_to_unicode`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + at): b for at, b in enumerate(others)}
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
@@ -75,44 +66,6 @@ def _decoder_kinds(decoder: Any) -> set[str]:
     described = json.loads(decoder.__getstate__())
     parts = described.get("decoders", [described])
     return {part["type"] for part in parts}
-
-
-def file_of(source: str, name: str) -> str | None:
-    """Return the path of a file of a directory or hub name; None if it has none.  May use the network."""
-    # Imported here: it takes over a second, which `import service` must not.
-    from transformers.utils import cached_file
-
-    try:
-        path: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no network, and not fetched before
-        path = None
-    return path
-
-
-def unread_file(source: str) -> str:
-    """Return why the tokenizer files of a directory or hub name cannot be read; "" if they can.  May use the network.
-
-    transformers makes a tokenizer with an empty vocabulary of some of them."""
-    folder = Path(source) if Path(source).is_dir() else None
-
-    def has(name: str) -> bool:
-        return file_of(source, name) is not None
-
-    advice = "serve a copy that has a tokenizer.json"
-    if any(map(has, READ_FILES)):
-        return ""
-    if has("tekken.json"):
-        return f"its tokenizer is Mistral's tekken.json, which Quire does not read; {advice}"
-    tiktoken = sorted(file.name for file in folder.glob("*.tiktoken")) if folder is not None else []
-    if found := next(filter(has, SENTENCEPIECE_FILES), None) or next(iter(tiktoken), None):
-        if found in tiktoken:
-            return f"its tokenizer is the tiktoken file {found}, which Quire does not read; {advice}"
-        missing = [name for name in ("sentencepiece", "tiktoken") if importlib.util.find_spec(name) is None]
-        if missing:
-            packages = " and ".join(missing)
-            return f"its tokenizer is {found}, which takes the packages {packages} that are not installed; {advice}"
-        return ""
-    return f"it has no tokenizer file; {advice}"
 
 
 def processor_template(source: str) -> str | None:
@@ -154,7 +107,7 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values()) + 1)
     if "ByteLevel" in kinds:
-        alphabet = _byte_level_alphabet()
+        alphabet = byte_level_alphabet()
         for piece, token in vocab.items():
             try:
                 table[token] = bytes([alphabet[char] for char in piece])
@@ -189,7 +142,7 @@ def longest_token(backend: Any, table: list[bytes]) -> int | None:
     characters or shortens the text first.  The bytes of a token are counted: it never has more characters."""
     model = backend.model
     vocabulary = set(backend.get_vocab(with_added_tokens=False))
-    whole = vocabulary >= set(_byte_level_alphabet()) or (
+    whole = vocabulary >= set(byte_level_alphabet()) or (
         getattr(model, "byte_fallback", False) and vocabulary >= {f"<0x{byte:02X}>" for byte in range(256)}
     )
     added = backend.get_added_tokens_decoder().values()
@@ -280,21 +233,13 @@ class Tokenizer:
         `client_template_s`: CPU seconds that a client's chat template may take; 0: none is rendered.
         `client_template_chars`: that it may write."""
         # Imported here: it takes over a second, which `import service` must not.
-        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # transformers raises a dozen types for a directory that holds no model
-            if "trust_remote_code" in str(error):
-                message = "its tokenizer needs code from the model's repository, which Quire does not run"
-                raise ModelError(f"model {source}: {message}") from None
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            unread = unread_file(source) if os.path.isdir(source) else ""
-            raise ModelError(f"model {source}: {unread or reason}") from None
-        if unread := unread_file(source):
-            raise ModelError(f"model {source}: {unread}")
+            self._hf: Any = load_tokenizer(source)
+        except TokenizerError as error:
+            raise ModelError(str(error)) from None
         self._hf.chat_template = self._hf.chat_template or processor_template(source)
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:

@@ -14,12 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
 MAY_SEE: dict[str, set[str]] = {
-    "service": {"service", "engine.common", "engine.wire"},
+    "service": {"service", "engine.common", "engine.tokenizers", "engine.wire"},
     # The command line checks the options of every program it starts, before it starts any.
     "service.cli": {"service", "engine.common", "engine.wire", "engine.config"},
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
     "service.terminal": {"service.terminal", "service.metrics", "engine.common", "loadtest"},
     "engine.common": {"engine.common", "engine.wire.messages"},
+    # The tokenizer of a checkpoint, which gateways and the offline API must read alike.
+    "engine.tokenizers": {"engine.tokenizers", "engine.common.errors"},
     "engine.wire": {"engine.common", "engine.wire"},
     "engine.config": set(),
     "engine.core": {"engine.core", "engine.wire.messages"},
@@ -40,6 +42,7 @@ MAY_SEE: dict[str, set[str]] = {
 MAY_NOT_USE: dict[str, set[str]] = {
     "service": {"torch", "numpy"},
     "engine.common": {"torch", "transformers", "aiohttp", "numpy"},
+    "engine.tokenizers": {"torch", "aiohttp", "numpy"},
     "engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
     "engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
     "engine.loop": {"torch", "transformers"},

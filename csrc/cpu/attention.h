@@ -6,7 +6,7 @@
 
 namespace quire::cpu {
 
-constexpr int64_t kMaxHeadSize = 256;
+constexpr int64_t kMaxHeadSize = 512;
 
 struct AttentionArgs {
   const void* q;                         // [T, H, D]

@@ -27,7 +27,7 @@ void rms_norm(Heads<const T> x, const T* weight, float eps, Heads<T> out, int64_
 template <class T>
 void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads);
 
-constexpr int64_t kMaxRope = 256;  // largest head
+constexpr int64_t kMaxRope = 512;  // largest head
 
 template <class T>
 struct RopeArgs {

@@ -26,7 +26,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    kv_bytes_per_token: int  # 2 x layers x KV heads x head size x bytes, all ranks together
+    kv_bytes_per_token: int  # keys and values of all layers, all ranks together
     grammars: bool = False  # it honours Sampling.grammar
     beams: bool = False  # it reports Slice.candidates
 

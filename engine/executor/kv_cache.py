@@ -5,6 +5,9 @@ k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 
                         |     |        └ token in the block, so a head's block is one contiguous run to read
                         |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
                         └ block id, what tables hold;  kv_index = block id * block_size + offset
+
+Layers may differ in Hkv and D, and one may read the keys and values of an earlier layer.  A block id means the same
+tokens in all of them, so a block takes the bytes of all layers together.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class KVShape:
 
     heads: int  # KV heads, not attention heads: with grouped queries there are fewer
     head_size: int
+    shares: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
 
 class LayerCache(NamedTuple):
@@ -47,8 +51,19 @@ KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # others: the model's own
 
 
 def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
-    """2 x layers x KV heads x head size x bytes of an element (PagedAttention, SOSP 2023, section 3)."""
-    return sum(2 * layer.heads * layer.head_size for layer in layers) * dtype.itemsize
+    """2 x layers x KV heads x head size x bytes of an element (PagedAttention, SOSP 2023, section 3).
+
+    A layer that shares another one's cache takes none."""
+    return sum(2 * layer.heads * layer.head_size for layer in layers if layer.shares is None) * dtype.itemsize
+
+
+def by_shape(caches: Caches) -> list[list[Tensor]]:
+    """Return the tensors of all layers, each once, grouped by shape: operators that move blocks take one group."""
+    groups: dict[torch.Size, dict[int, Tensor]] = {}
+    for cache in caches:
+        for tensor in (cache.k, cache.v):
+            groups.setdefault(tensor.shape, {})[id(tensor)] = tensor
+    return [list(group.values()) for group in groups.values()]
 
 
 def blocks_that_fit(
@@ -110,16 +125,16 @@ def allocate(
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).fill_(fill)
 
+    def cache(layer: KVShape) -> LayerCache:
+        # Keys and values of trained models lie within e4m3's range of 448: nothing is calibrated.
+        scales = torch.ones(2, layer.heads, device=device) if dtype == torch.float8_e4m3fn else None
+        return LayerCache(tensor(layer), tensor(layer), scales)
+
+    caches: Caches = []
     try:
-        return [
-            LayerCache(
-                tensor(layer),
-                tensor(layer),
-                # Keys and values of trained models lie within e4m3's range of 448: nothing is calibrated.
-                torch.ones(2, layer.heads, device=device) if dtype == torch.float8_e4m3fn else None,
-            )
-            for layer in layers
-        ]
+        for layer in layers:
+            caches.append(cache(layer) if layer.shares is None else caches[layer.shares])
     except (RuntimeError, OSError) as error:  # torch's "can't allocate memory", on either kind of device; mmap's
         total = bytes_per_token(layers, dtype) * block_size * blocks
         raise NotEnoughMemory(f"no memory for a KV cache of {total / GIB:.2f} GiB: lower kv_memory_gib") from error
+    return caches

@@ -100,8 +100,9 @@ def paged_attention(
 ) -> None:
     """Causal attention of S sequences over their cached keys: decodes and prompt chunks mixed in one ragged call.
 
-    q, out      [T, H, D] float32, bfloat16 or float16, any strides as long as rows of D are contiguous; D <= 256
-    caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; any block_size
+    q, out      [T, H, D] float32, bfloat16 or float16, any strides as long as rows of D are contiguous
+    caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; any block_size; D at most 512 on a
+                CPU, one of 64, 80, 96, 128 and 256 on a GPU
     tables      [max_rows, max_blocks] int32 block ids in logical order; entries past a sequence's end may be anything
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
@@ -176,7 +177,7 @@ def attention_plan_bytes(
 
 
 def block_copy(caches: list[torch.Tensor], pairs: torch.Tensor) -> None:
-    """In each cache (all layers' K and V) copy block pairs[i, 0] to block pairs[i, 1]; pairs [n, 2] int64.
+    """In each cache copy block pairs[i, 0] to block pairs[i, 1]; pairs [n, 2] int64.  The caches have one shape.
 
     No block may be written twice, or both read and written.
     """

@@ -120,10 +120,14 @@ def tiny(described: dict[str, Any]) -> dict[str, Any]:
     """A config.json of one layer and a small vocabulary, everything else as it is."""
     found: dict[str, Any] = {}
     for key, value in described.items():
-        if isinstance(value, dict):
+        if key == "per_layer_config":
+            found[key] = {layer: fields for layer, fields in value.items() if int(layer) == 0}
+        elif isinstance(value, dict):
             found[key] = tiny(value) if key == "text_config" else value
         elif key in ("num_hidden_layers", "n_layer", "num_layers"):
             found[key] = 1
+        elif key == "num_kv_shared_layers":  # no other layer is left
+            found[key] = 0
         elif key == "vocab_size":
             found[key] = min(value, TINY_VOCAB)
         elif key == "layer_types":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.executor import ops
-from engine.executor.kv_cache import Caches
+from engine.executor.kv_cache import Caches, by_shape
 
 
 class Swap:
@@ -36,18 +36,21 @@ class Swap:
     def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
         """Takes the host's memory, pinned for a GPU.  `at_once`: blocks that the staging buffer holds; more are moved
         in turns."""
-        self._caches = [tensor for cache in caches for tensor in (cache.k, cache.v)]
-        first = self._caches[0]
-        self._device = first.device
-        shape = (len(self._caches), first[0].numel() * first.element_size())
+        self._groups = by_shape(caches)
+        first = self._groups[0][0]
+        self._device, self._blocks = first.device, len(first)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
         staged = min(at_once, host_blocks) if self._stream else 0
-        self._staging = torch.empty(staged, *shape, dtype=torch.uint8, device=self._device)
-        # [host blocks, caches, bytes of a block in one of them].  On a CPU pages are allocated when first written.
-        self.host = torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=self._stream is not None)
-        self._block_bytes = shape[0] * shape[1]
+        shapes = [(len(group), group[0][0].numel() * group[0].element_size()) for group in self._groups]
+        self._staging = [torch.empty(staged, *shape, dtype=torch.uint8, device=self._device) for shape in shapes]
+        # For each shape of caches: [host blocks, caches, bytes of a block in one of them].  On a CPU pages are
+        # allocated when first written.
+        pinned = self._stream is not None
+        self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
+        self._at_once, self._host_blocks = max(1, staged), host_blocks
+        self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
         self._moved, self._seconds = 0, 0.0  # since last asked
 
@@ -56,7 +59,9 @@ class Swap:
         begun = time.perf_counter()
         if self._stream is None:
             for blocks, host in runs([block for block, _ in pairs], [there for _, there in pairs]):
-                ops.block_gather(self._caches, torch.tensor(blocks, dtype=torch.int64), self.host[host])
+                ids = torch.tensor(blocks, dtype=torch.int64)
+                for group, memory in zip(self._groups, self.host, strict=True):
+                    ops.block_gather(group, ids, memory[host])
             self._count(len(pairs), begun)
             return None
         computing = torch.cuda.current_stream(self._device)
@@ -66,11 +71,13 @@ class Swap:
             read = begin
             for part in self._parts(pairs):
                 blocks, there = [block for block, _ in part], [host for _, host in part]
-                staged = self._staging[: len(part)]
-                ops.block_gather(self._caches, self._on_device(blocks), staged)
+                ids = self._on_device(blocks)
+                for group, staged in zip(self._groups, self._staging, strict=True):
+                    ops.block_gather(group, ids, staged[: len(part)])
                 read = self._now()
                 for places, host in runs(list(range(len(part))), there):
-                    self.host[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
+                    for memory, staged in zip(self.host, self._staging, strict=True):
+                        memory[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
             end = self._now()
         computing.wait_event(read)  # the next owner of these blocks writes them
         self._moving.append((len(pairs), begin, end))
@@ -81,7 +88,9 @@ class Swap:
         begun = time.perf_counter()
         if self._stream is None:
             for blocks, host in runs([block for _, block in pairs], [there for there, _ in pairs]):
-                ops.block_scatter(self.host[host], torch.tensor(blocks, dtype=torch.int64), self._caches)
+                ids = torch.tensor(blocks, dtype=torch.int64)
+                for group, memory in zip(self._groups, self.host, strict=True):
+                    ops.block_scatter(memory[host], ids, group)
             self._count(len(pairs), begun)
             return
         computing = torch.cuda.current_stream(self._device)
@@ -90,10 +99,12 @@ class Swap:
             begin = self._now()
             for part in self._parts(pairs):
                 blocks, there = [block for _, block in part], [host for host, _ in part]
-                staged = self._staging[: len(part)]
                 for places, host in runs(list(range(len(part))), there):
-                    staged[places[0] : places[-1] + 1].copy_(self.host[host], non_blocking=True)
-                ops.block_scatter(staged, self._on_device(blocks), self._caches)
+                    for memory, staged in zip(self.host, self._staging, strict=True):
+                        staged[places[0] : places[-1] + 1].copy_(memory[host], non_blocking=True)
+                ids = self._on_device(blocks)
+                for group, staged in zip(self._groups, self._staging, strict=True):
+                    ops.block_scatter(staged[: len(part)], ids, group)
             end = self._now()
         computing.wait_event(end)
         self._moving.append((len(pairs), begin, end))
@@ -109,10 +120,10 @@ class Swap:
 
     def measure(self) -> float:
         """Bytes per second, there and back.  Leaves every block as it is; the host's are written to."""
-        count = min(32, len(self.host), len(self._caches[0]))
+        count = min(32, self._host_blocks, self._blocks)
         if not count:
             return 0.0
-        blocks = random.Random(0).sample(range(len(self._caches[0])), count)
+        blocks = random.Random(0).sample(range(self._blocks), count)
         best = 0.0
         for _ in range(4):  # the first one brings pages into being
             begun = time.perf_counter()
@@ -134,7 +145,7 @@ class Swap:
         return event
 
     def _parts(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        size = max(1, len(self._staging))
+        size = self._at_once
         return (pairs[start : start + size] for start in range(0, len(pairs), size))
 
     def _on_device(self, blocks: list[int]) -> Tensor:

@@ -31,7 +31,7 @@ from engine.executor.constraints import IMPOSSIBLE, Constraints
 from engine.executor.followers import Follower, advance, forced_tokens
 from engine.executor.grammars import Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
-from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward
@@ -157,7 +157,7 @@ class Worker:
         caches = allocate(
             model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill, on_demand=config.standby
         )
-        self._flat = [tensor for cache in caches for tensor in (cache.k, cache.v)]
+        self._by_shape = by_shape(caches)  # what operators that move blocks take in one call
         self._batch = self._new_batch(caches)
         # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.
         # It is twice that if most blocks were shared, because each holder takes a copy.
@@ -245,14 +245,7 @@ class Worker:
         samplers.flush()
         if all_collected:
             samplers.begin_masks()
-        if plan.swap_out:
-            self.swap.out(plan.swap_out)
-        if poison is not None:
-            ops.block_fill(self._flat, poison, float("nan"))
-        if plan.swap_in:
-            self.swap.back(plan.swap_in)
-        if copies is not None:
-            ops.block_copy(self._flat, copies)
+        self._move_blocks(plan, poison, copies)
         if staged is None:
             return Launched(plan.step)
         batch.apply_staged(staged)
@@ -260,6 +253,21 @@ class Worker:
             return self._mixed(plan.step, staged.mixed)
         beams = staged.beams.asked if staged.beams is not None else ()
         return self._decode(plan.step, beams) if batch.decoding_slots or beams else Launched(plan.step)
+
+    def _move_blocks(self, plan: StepPlan, poison: Tensor | None, copies: Tensor | None) -> None:
+        """Launch what the plan does to whole blocks, before the model writes any.
+
+        poison [n], copies [n, 2]: ids on the device; None: none."""
+        if plan.swap_out:
+            self.swap.out(plan.swap_out)
+        if poison is not None:
+            for group in self._by_shape:
+                ops.block_fill(group, poison, float("nan"))
+        if plan.swap_in:
+            self.swap.back(plan.swap_in)
+        if copies is not None:
+            for group in self._by_shape:
+                ops.block_copy(group, copies)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
         """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""

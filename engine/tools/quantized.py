@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from transformers import AutoTokenizer
 
 from engine.common import settings
 from engine.common.errors import OperatorError
@@ -33,6 +32,7 @@ from engine.executor import local
 from engine.executor.models import hf
 from engine.llm import LLM, all_cores
 from engine.loop import ConfigError
+from engine.tokenizers.files import load_tokenizer
 from engine.tools.bench import GREEDY, PROMPT, prompt, say
 from engine.wire.messages import Sampling
 
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
     try:
         if config.quantize == "none":
             raise ConfigError("--quantize none: nothing to compare with the plain model")
-        tokens = AutoTokenizer.from_pretrained(hf.find(config.model)).encode(own.text.read_text(encoding="utf-8"))
+        tokens = load_tokenizer(str(hf.find(config.model))).encode(own.text.read_text(encoding="utf-8"))
         plain, quantised = (
             LLM.over(chosen, local.load(chosen))
             for chosen in (all_cores(msgspec.structs.replace(config, quantize="none")), all_cores(config))

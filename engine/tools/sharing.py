@@ -22,7 +22,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-from transformers import AutoTokenizer
 
 from engine.common import settings
 from engine.common.errors import OperatorError
@@ -31,6 +30,7 @@ from engine.executor import local
 from engine.executor.models import hf
 from engine.llm import LLM, all_cores
 from engine.loop import ConfigError
+from engine.tokenizers.files import load_tokenizer
 from engine.tools.bench import say
 from engine.wire.messages import Beams, Sampling
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     config = msgspec.structs.replace(config, prefix_cache=False)
     try:
-        tokens = AutoTokenizer.from_pretrained(hf.find(config.model)).encode(own.text.read_text(encoding="utf-8"))
+        tokens = load_tokenizer(str(hf.find(config.model))).encode(own.text.read_text(encoding="utf-8"))
         if len(tokens) < 4 * MEANS[own.lengths][0]:
             raise ConfigError(f"{own.text}: {len(tokens)} tokens; prompts of {MEANS[own.lengths][0]:.0f} need more")
         llm = LLM.over(config, local.load(all_cores(config)))

@@ -19,7 +19,6 @@ from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf, hub
 from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
-from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
@@ -102,7 +101,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "v
     ("family", "changes", "reason"),
     [
         ("deepseek_v3", {"num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 2}, "head size"),
-        ("llama", {"head_dim": 512, "num_key_value_heads": 1}, "head size 512 is over 256"),
+        ("llama", {"head_dim": 520, "num_key_value_heads": 1}, "head size 520 is over 512"),
         ("bert", {"intermediate_size": 64}, "attention that is not causal"),
     ],
 )
@@ -177,11 +176,25 @@ def test_swapped_modules_that_compute_something_else_are_refused(
         load(checkpoint("llama"))
 
 
-def test_layers_that_cache_heads_of_different_sizes_are_refused(tmp_path: Path) -> None:
-    directory = tiny_checkpoints.make_checkpoint(tmp_path / "gemma4", "gemma4_text", global_head_dim=64)
-    assert refusal(directory) == (
-        "gemma4_text: layers that cache 2 heads of 32 and 2 heads of 64 numbers; all must cache the same"
-    )
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        (
+            [KVShape(2, 64), KVShape(2, 128)],
+            "layers that cache 2 heads of 64 and 2 heads of 128 numbers; on a GPU ",
+        ),
+        (
+            [KVShape(4, 64), KVShape(2, 64)],
+            "layers that cache 4 heads of 64 and 2 heads of 64 numbers; on a GPU ",
+        ),
+        ([KVShape(2, 512)] * 2, "head size 512; on a GPU it must be one of "),
+    ],
+)
+def test_caches_that_no_kernel_of_a_gpu_reads_are_refused(layers: list[KVShape], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"^gemma4_text: {reason}.*; --device cpu can do it$"):
+        hf.check_caches("gemma4_text", layers, torch.device("cuda"))
+    hf.check_caches("gemma4_text", layers, CPU)
+    hf.check_caches("gemma3n_text", [KVShape(2, 64), KVShape(2, 64, shares=0)], torch.device("cuda"))
 
 
 def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.executor.errors import NotEnoughMemory
-from engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, bytes_per_token
+from engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, by_shape, bytes_per_token
 
 CPU = torch.device("cpu")
 LLAMA_70B = [KVShape(heads=8, head_size=128)] * 80  # 64 attention heads share 8 KV heads
@@ -51,6 +51,17 @@ def test_allocated_once_and_filled() -> None:
     poisoned = allocate(SMALL, 2, 8, torch.float32, CPU, float("nan"))
     assert all(cache.k.isnan().all() and cache.v.isnan().all() for cache in poisoned)
     assert all(cache.scales is None for cache in caches)
+
+
+def test_a_layer_may_read_the_cache_of_another() -> None:
+    layers = [*SMALL, KVShape(heads=2, head_size=64, shares=0)]
+    assert bytes_per_token(layers, torch.float32) == bytes_per_token(SMALL, torch.float32)
+    caches = allocate(layers, 5, 16, torch.float32, CPU)
+    assert caches[2] is caches[0]
+    assert [[tuple(tensor.shape) for tensor in group] for group in by_shape(caches)] == [
+        [(5, 2, 16, 64)] * 2,
+        [(5, 1, 16, 32)] * 2,
+    ]
 
 
 def test_eight_bits_a_number_have_scales() -> None:

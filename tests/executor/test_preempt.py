@@ -31,7 +31,8 @@ class Witness:
 
     def content(self, block: int) -> bytes:
         assert self.executor._worker is not None
-        parts = [cache[block].contiguous().view(torch.uint8).numpy() for cache in self.executor._worker._flat]
+        groups = self.executor._worker._by_shape
+        parts = [cache[block].contiguous().view(torch.uint8).numpy() for group in groups for cache in group]
         return blake2b(b"".join(part.tobytes() for part in parts)).digest()
 
     def out(self, pairs: list[tuple[int, int]]) -> None:

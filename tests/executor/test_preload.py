@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -59,6 +60,13 @@ def test_the_text_of_a_multimodal_model_is_rehearsed_with_its_overrides(family: 
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
     changes = json.dumps({"text_config": {"rope_scaling": yarn}})
     preload.rehearse(config(directory, hf_overrides=changes, max_model_len=1024), directory)
+
+
+def test_a_model_whose_layers_differ_is_rehearsed(tmp_path: Path) -> None:
+    """The one layer that is left has the fields of the first, and no other layer to share with."""
+    layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    directory = tiny_checkpoints.make_checkpoint(tmp_path / "gemma4", "gemma4_text", num_kv_shared_layers=2, **layers)
+    assert prepared(directory) == ["kernels", "weight files", "rehearsal"]
 
 
 def test_what_was_prepared_changes_no_token(checkpoint: Checkpoint) -> None:

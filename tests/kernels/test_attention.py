@@ -31,13 +31,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 16, 32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [8, 16, 32, 40, 64, 80, 96, 128, 256, 320, 512])
 def test_decode_equals_reference(dtype: torch.dtype, dim: int) -> None:
     assert_close(make_batch(LENS, [1] * len(LENS), dim=dim, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 16, 32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [8, 16, 32, 40, 64, 80, 96, 128, 256, 320, 512])
 def test_prefill_equals_reference(dtype: torch.dtype, dim: int) -> None:
     assert_close(make_batch(LENS, [-(-n // 2) for n in LENS], dim=dim, dtype=dtype))
 
@@ -59,7 +59,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 40, 64, 128])
+@pytest.mark.parametrize("dim", [8, 40, 64, 128, 512])
 def test_e4m3_cache(dtype: torch.dtype, dim: int) -> None:
     """Decodes and chunks, with a scale for each head of keys and of values."""
     batch = make_batch(LENS, [1 if n % 2 else -(-n // 2) for n in LENS], dim=dim, dtype=dtype, e4m3=True, block_size=8)

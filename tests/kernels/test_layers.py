@@ -76,7 +76,7 @@ def test_silu_mul_far_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 80, 6])
+@pytest.mark.parametrize("size", [64, 80, 6, 512])
 @pytest.mark.parametrize("tokens", [1, 7, 150])
 def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int) -> None:
     """Four query, two key, two value heads; every fifth token is skipped; all other places stay as they were."""
@@ -103,7 +103,7 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 80, 6])
+@pytest.mark.parametrize("size", [64, 80, 6, 512])
 def test_rope_after_a_norm_of_each_head_is_one_after_the_other(dtype: torch.dtype, size: int) -> None:
     """cos and sin are halves of the rows of one table."""
     qkv = torch.randn(50, 8, size).to(dtype)
@@ -123,7 +123,7 @@ def test_rope_after_a_norm_of_each_head_is_one_after_the_other(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 80, 6])
+@pytest.mark.parametrize("size", [64, 80, 6, 512])
 def test_rope_into_a_cache_of_e4m3(dtype: torch.dtype, size: int) -> None:
     """Keys are rounded once, from float32 to e4m3; values as kv_write rounds them."""
     qkv = torch.randn(50, 8, size).to(dtype)

@@ -18,7 +18,11 @@ def flat(caches: Caches) -> list[torch.Tensor]:
 
 
 def random_caches(device: str, dtype: torch.dtype, layers: int, blocks: int, size: int = 80) -> Caches:
-    caches = allocate([KVShape(3, size)] * layers, blocks, 16, dtype, torch.device(device))
+    return random_content([KVShape(3, size)] * layers, device, dtype, blocks)
+
+
+def random_content(layers: list[KVShape], device: str, dtype: torch.dtype, blocks: int) -> Caches:
+    caches = allocate(layers, blocks, 16, dtype, torch.device(device))
     for tensor in flat(caches):
         tensor.view(torch.uint8).random_()
     return caches
@@ -37,7 +41,8 @@ def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int
     neighbours.  All other blocks stay as they were."""
     caches = random_caches(device, dtype, layers, 40, size=80 if layers < 10 else 8)
     swap = Swap(caches, 2 * count, at_once=4)
-    swap.host.fill_(77)
+    [host] = swap.host
+    host.fill_(77)
     before = as_bytes(caches)
     blocks = torch.randperm(40)[: 2 * count].tolist()
     away, others = blocks[:count], blocks[count:]
@@ -47,13 +52,35 @@ def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int
         cache[away] = 0  # after they were read: must not be what is seen
     if going:
         going.synchronize()
-    assert torch.equal(swap.host[there], before[:, away].transpose(0, 1).cpu())
+    assert torch.equal(host[there], before[:, away].transpose(0, 1).cpu())
     untouched = [at for at in range(2 * count) if at not in there]
-    assert (swap.host[untouched] == 77).all()
+    assert (host[untouched] == 77).all()
     swap.back(list(zip(there, others, strict=True)))
     before[:, away] = 0
-    before[:, others] = swap.host[there].to(device).transpose(0, 1)
+    before[:, others] = host[there].to(device).transpose(0, 1)
     assert torch.equal(as_bytes(caches), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_several_shapes(device: str, dtype: torch.dtype) -> None:
+    """Heads and their sizes differ, and one layer reads the cache of another: every byte returns, each once."""
+    layers = [KVShape(3, 16), KVShape(1, 64), KVShape(3, 16), KVShape(1, 64, shares=1), KVShape(2, 16)]
+    caches = random_content(layers, device, dtype, 20)
+    swap = Swap(caches, 12, at_once=4)
+    before = [tensor.view(torch.uint8).clone() for tensor in flat(caches)]
+    blocks = torch.randperm(20)[:7].tolist()
+    there = [0, 1, 2, 7, 9, 10, 11]
+    swap.out(list(zip(blocks, there, strict=True)))
+    swap.back(list(zip(there, blocks[::-1], strict=True)))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for tensor, old in zip(flat(caches), before, strict=True):
+        wanted = old.clone()
+        wanted[blocks[::-1]] = old[blocks]
+        assert torch.equal(tensor.view(torch.uint8), wanted)
+    numbers = 2 * (3 * 16 + 64 + 3 * 16 + 2 * 16) * 16  # of a block: keys and values of the layers that have their own
+    assert swap.moved()[0] == 2 * 7 * numbers * dtype.itemsize
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +89,7 @@ def test_back_waits_for_who_still_reads(device: str) -> None:
     caches = random_caches(device, torch.bfloat16, 2, 400, size=128)
     swap = Swap(caches, 1)
     tensors = flat(caches)
-    swap.host.fill_(1)
+    swap.host[0].fill_(1)
     before = as_bytes(caches)
     pairs = torch.stack([torch.arange(200), torch.arange(200, 400)], 1).to(device)
     for _ in range(20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from transformers import PreTrainedModel
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
+from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
+from tests.service.test_vocabulary_files import AS_LLAMA, LLAMA, trained
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -127,3 +131,34 @@ def test_a_shared_system_prompt_is_computed_once(
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
         totals = stack.core.report.totals
         assert totals.prompt_tokens - totals.cached_prompt_tokens <= 515 + 0.05 * 516
+
+
+def test_a_checkpoint_with_only_a_sentencepiece_file(
+    redis_server: EmbeddedRedis, namespace: str, tmp_path: Path
+) -> None:
+    """Its text goes in and comes out, streamed and whole, as sentencepiece and transformers.generate have it."""
+    directory = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    model = tiny_checkpoints.make_checkpoint(directory, "llama", vocab_size=700, eos_token_id=2)
+    library = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    prompt = "The quick brown fox  jumps"
+    ids = torch.tensor([[1, *library.encode(prompt)]])
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    mask = torch.ones_like(ids)
+    whole_ids = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    want = whole_ids[0, ids.shape[1] :].tolist()
+
+    async def ask(url: str) -> tuple[dict[str, Any], str]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0}
+        async with aiohttp.ClientSession() as client:
+            async with client.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as response:
+                whole: dict[str, Any] = await response.json()
+            async with client.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
+                lines = [line[6:] async for line in response.content if line.startswith(b"data: {")]
+        return whole, "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+    with Stack(redis_server.url, namespace, directory, kv_blocks=64) as stack:
+        whole, streamed = asyncio.run(ask(stack.url))
+    [choice] = whole["choices"]
+    assert choice["token_ids"] == want
+    assert choice["text"] == streamed
+    assert streamed in (library.decode(want), " " + library.decode(want))

@@ -184,13 +184,17 @@ def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:
-    """Raise UnsupportedModel for layers whose caches no kernel of the device reads."""
-    if other := [layer for layer in layers if layer != layers[0]]:
-        both = " and ".join(f"{layer.heads} heads of {layer.head_size}" for layer in (layers[0], other[0]))
-        raise UnsupportedModel(f"{kind}: layers that cache {both} numbers; all must cache the same")
-    if device.type == "cuda" and (odd := {layer.head_size for layer in layers} - GPU_HEAD_SIZES):
+    """Raise UnsupportedModel for layers whose caches no kernel of the device reads.  A CPU's read all."""
+    if device.type != "cuda":
+        return
+    shapes = list(dict.fromkeys((layer.heads, layer.head_size) for layer in layers))
+    on_cpu = "--device cpu can do it"
+    if len(shapes) > 1:
+        both = " and ".join(f"{heads} heads of {size}" for heads, size in shapes[:2])
+        raise UnsupportedModel(f"{kind}: layers that cache {both} numbers; on a GPU all must cache the same; {on_cpu}")
+    if odd := {size for _, size in shapes} - GPU_HEAD_SIZES:
         sizes = sorted(GPU_HEAD_SIZES)
-        raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}")
+        raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}; {on_cpu}")
 
 
 def random_model(

@@ -24,7 +24,7 @@ from engine.executor.kv_cache import KVShape, allocate
 from engine.executor.models.fused import Forward
 
 PROBE = "kv_blocks_probe"
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512  # of the kernels for a CPU
 # How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
@@ -39,6 +39,19 @@ class Probe:
 
     starts: list[int]  # first token of each sequence, then the total
     layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
+    cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of layers with a cache of their own
+
+    def record(self, index: int, key: Tensor, value: Tensor) -> None:
+        """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer."""
+        shares = next((at for at, (k, v) in self.cached.items() if k is key and v is value), None)
+        if shares is None:
+            self.cached[index] = key, value
+        self.layers[index] = KVShape(key.shape[1], key.shape[3], shares)
+
+    def clear(self) -> None:
+        """Forget what a forward recorded."""
+        self.layers.clear()
+        self.cached.clear()
 
 
 def probe_attention(
@@ -76,12 +89,12 @@ def probe_attention(
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int) or index in probe.layers:
         raise UnsupportedModel("attention layers without an index of their own")
-    heads, size = key.shape[1], key.shape[3]
+    size = key.shape[3]
     if value.shape != key.shape or query.shape[3] != size:
         raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
     if size > MAX_HEAD_SIZE:
         raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
-    probe.layers[index] = KVShape(heads, size)
+    probe.record(index, key, value)
     return plain_attention(query, key, value, probe.starts, scaling, softcap, s_aux), None
 
 
@@ -163,7 +176,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     module.set_attn_implementation(PROBE)
     try:
         for tokens, where, others in runs:
-            seen.layers.clear()
+            seen.clear()
             out = module(input_ids=tokens, position_ids=where, use_cache=False, probe=seen, **others)
             logits.append(out.logits)
     except UnsupportedModel as error:

@@ -192,7 +192,13 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
 
 
 def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
-    """Raise ModelLoadError unless each of `size` ranks gets whole heads of attention."""
+    """Raise ModelLoadError unless each of `size` ranks gets whole heads of attention, of every layer alike."""
+    if getattr(text, "num_kv_shared_layers", None):
+        raise UnsupportedModel(f"{kind}: {OPTION} of layers that share keys and values")
+    layers = getattr(text, "per_layer_config", None) or [text]
+    if len(unequal := {getattr(layer, "num_key_value_heads", None) for layer in layers}) > 1:
+        both = " and ".join(map(str, sorted(unequal, key=str)))
+        raise UnsupportedModel(f"{kind}: {OPTION} of layers with {both} KV heads")
     heads = text.num_attention_heads
     if heads % size:
         raise ModelLoadError(f"{OPTION} {size}: {kind} has {heads} attention heads, which {size} does not divide")

@@ -1,0 +1,110 @@
+"""Loads the tokenizer of a checkpoint from whichever file holds it, for the gateway and the offline API.  No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.common.errors import OperatorError
+
+READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers reads
+# SentencePiece models and tiktoken files, by the names that transformers has for them.
+CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
+TEKKEN = "tekken.json"
+ADVICE = "serve a copy that has a tokenizer.json"
+
+
+class TokenizerError(OperatorError):
+    """The tokenizer of a checkpoint cannot be loaded; one line an operator can act on."""
+
+
+def load_tokenizer(source: str) -> Any:
+    """Return transformers' tokenizer of a directory or hub name.  Takes seconds, may use the network.
+
+    Raises TokenizerError, also for files of which transformers makes a tokenizer that gives other tokens."""
+    # Imported here: it takes over a second, which `import service` must not.
+    from transformers import AutoTokenizer
+
+    here = Path(source).is_dir()
+    name = vocabulary_file(source) if here else ""  # of a hub name that is wrong, each file would be asked for in vain
+    if name in CONVERTED_FILES:
+        return converted(source, name)
+    try:
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises a dozen types for a directory that holds no model
+        if "trust_remote_code" in str(error):
+            message = "its tokenizer needs code from the model's repository, which Quire does not run"
+            raise TokenizerError(f"model {source}: {message}") from None
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        unread = unread_file(name) if here else ""
+        raise TokenizerError(f"model {source}: {unread or reason}") from None
+    name = name or vocabulary_file(source)
+    if name in CONVERTED_FILES:
+        return converted(source, name)
+    if unread := unread_file(name):
+        raise TokenizerError(f"model {source}: {unread}")
+    return found
+
+
+def vocabulary_file(source: str) -> str:
+    """Return the name of the tokenizer file of a directory or hub name; "" without one.  May use the network."""
+    known = (*READ_FILES, TEKKEN, *CONVERTED_FILES)
+    if found := next((name for name in known if file_of(source, name) is not None), ""):
+        return found
+    folder = Path(source)
+    return min((file.name for file in folder.glob("*.tiktoken")), default="") if folder.is_dir() else ""
+
+
+def file_of(source: str, name: str) -> str | None:
+    """Return the path of a file of a directory or hub name; None if it has none.  May use the network."""
+    from transformers.utils import cached_file
+
+    try:
+        path: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no network, and not fetched before
+        path = None
+    return path
+
+
+def unread_file(name: str) -> str:
+    """Return why a tokenizer file is not read; "" for one that transformers reads.
+
+    transformers makes a tokenizer with an empty vocabulary of some of them."""
+    if name in READ_FILES:
+        return ""
+    if not name:
+        return f"it has no tokenizer file; {ADVICE}"
+    if name == TEKKEN:
+        return f"its tokenizer is Mistral's tekken.json, which Quire does not read; {ADVICE}"
+    return f"its tokenizer is the tiktoken file {name}, which does not say how texts are cut; {ADVICE}"
+
+
+def converted(source: str, name: str) -> Any:
+    """Return the tokenizer of a vocabulary file that Quire converts.  Raises TokenizerError."""
+    from engine.tokenizers import conversion
+
+    described = read_json(file_of(source, "tokenizer_config.json"))
+    family = str(read_json(file_of(source, "config.json")).get("model_type"))
+    path = file_of(source, name)
+    assert path is not None  # `vocabulary_file` has found it
+    try:
+        return conversion.with_config(source, conversion.convert(Path(path), described, family), described)
+    except conversion.Unconverted as error:
+        raise TokenizerError(f"model {source}: its tokenizer is {name}: {error}; {ADVICE}") from None
+
+
+def read_json(path: str | None) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where it is absent or holds none."""
+    try:
+        found = json.loads(Path(path).read_bytes()) if path else {}
+    except (OSError, ValueError):
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte -> that byte (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + at): b for at, b in enumerate(others)}
