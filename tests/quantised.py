@@ -18,6 +18,9 @@ from torch import Tensor
 
 Parts = dict[str, Tensor]  # by the end of the tensor's name, which follows the module's
 E4M3_MAX = 448.0
+WIDE: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}  # 512 inputs, 128 of k and v
+# The same for the parts of two ranks.
+TWICE_AS_WIDE: dict[str, Any] = WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 1024}
 
 
 @dataclass(frozen=True)

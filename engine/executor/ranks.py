@@ -3,6 +3,7 @@
     on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided
                     gather_columns   the ranks' columns next to each other: logits
     on the host     least, barrier   decisions that every rank must take alike
+                    greatest         scales of rows of which each rank has a part
 
 torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Small sums of GPUs
 go through `one_shot.py` where it works.  No other module names a collective.
@@ -124,6 +125,16 @@ class Ranks:
             _finish(self._host.allreduce([shared], options))
             value = int(shared)
         return value
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """Return the largest of the ranks' values, number by number.  On the host; waits for all ranks."""
+        if self.size == 1:
+            return values
+        shared = values.to("cpu", copy=True)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        _finish(self._host.allreduce([shared], options))
+        return shared.to(values.device)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
