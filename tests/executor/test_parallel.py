@@ -28,6 +28,7 @@ from engine.executor.local import load
 from engine.executor.parallel import ParallelExecutor, check_equal
 from engine.executor.rank_process import SUBMIT, Facts, Task
 from engine.llm import LLM, Completion
+from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
@@ -167,6 +168,20 @@ def test_the_text_of_one_rank_of_other_families(checkpoint: Checkpoint, tmp_path
         texts.append(token_ids(llm.generate(prompts(4), max_new_tokens=20)))
         llm.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_text_of_one_rank_of_multimodal_models(tmp_path: Path, family: str) -> None:
+    """Greedy, and sampled where likely tokens alone would not differ."""
+    directory = make_tiny(tmp_path / family, family, model_class=model_class(family))
+    settings = [Sampling(temperature=0), Sampling(temperature=2, seed=3, ignore_eos=True)]
+    texts = []
+    for ranks in (1, 2):
+        llm = opened(directory, ranks)
+        texts.append(token_ids(llm.generate(prompts(2), settings, max_new_tokens=20)))
+        llm.close()
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][1])) > 5
 
 
 def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_path: Path) -> None:

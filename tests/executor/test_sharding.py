@@ -149,6 +149,12 @@ def tied(config: PretrainedConfig) -> bool:
             r"--tensor-parallel 4: llama has 6 KV heads, which 4 neither divides nor is a multiple of",
         ),
         ("llama", 4, {"intermediate_size": 190}, r"llama: model.layers.0.mlp.gate_proj has size 190, which 4 does not"),
+        (
+            "llama4_text",
+            2,
+            {},
+            r"llama4_text: --tensor-parallel: .*experts.gate_up_proj is divided as 'packed_rowwise', which is not",
+        ),
         ("phi3", 2, {}, r"phi3: --tensor-parallel: .*qkv_proj is divided as 'colwise_gather_output', which is not"),
     ],
 )
@@ -156,7 +162,15 @@ def test_what_cannot_be_divided_is_refused_by_name(
     family: str, size: int, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        planned(config_of(family, **fields), 0, size)
+        planned((tiny_config if family == "llama4_text" else config_of)(family, **fields), 0, size)
+
+
+def test_a_table_that_names_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every rank would compute all of them."""
+    config = config_of("llama")
+    monkeypatch.setattr(type(config), "base_model_tp_plan", {"blocks.*.mlp": "colwise"})
+    with pytest.raises(UnsupportedModel, match="llama: --tensor-parallel: transformers' table names no layer that"):
+        planned(config, 0, 2)
 
 
 @pytest.mark.parametrize(

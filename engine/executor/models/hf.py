@@ -255,9 +255,7 @@ def read_weights(
     check_stored_dtypes(directory, config.model_type)
     if ranks.size == 1:
         return read_whole(directory, config, dtype, quantising, part=part)
-    if part:
-        raise UnsupportedModel(f"{config.model_type}: {OPTION} of a multimodal checkpoint")
-    weights = PlainWeights(directory)
+    weights = PlainWeights(directory, text_tower.name_in_text if part else str)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
     return read_tensors(directory, config, wanted, weights, device=device, ranks=ranks, quantising=quantising)
 

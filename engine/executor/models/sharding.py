@@ -145,7 +145,7 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     if not (table := getattr(text, "base_model_tp_plan", None)):
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
     check_heads(kind, text, ranks.size)
-    prefix = model.base_model_prefix
+    prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # llama4_text
     styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(type(model)._tp_plan or {})
     sharding = Sharding(vocab_size=text.vocab_size)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -155,6 +155,8 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
             _place(sharding, model, path, style, ranks)
         for path in filter(matches, parameters):
             sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
+    if not sharding.summed:
+        raise UnsupportedModel(f"{kind}: {OPTION}: transformers' table names no layer that the model has")
     return sharding
 
 
