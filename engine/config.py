@@ -76,7 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         Meta(
             description="Make a request's tokens independent of its batch, bit for bit: greedy or sampled, and after a "
-            "preemption or an engine's death. Works on a CPU; the engine refuses to start where it can't hold this."
+            "preemption or an engine's death. Works on a CPU; the engine refuses to start where it can't hold this. "
+            "Engines that take over from each other need the same tensor_parallel for it."
         ),
     ] = False
     load: Annotated[

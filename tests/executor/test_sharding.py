@@ -176,7 +176,6 @@ def test_a_table_that_names_other_layers_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deterministic": True}, "--deterministic with --tensor-parallel"),
         ({"random": True}, r"--load random with --tensor-parallel: .*model.safetensors holds weights"),
     ],
 )

@@ -114,7 +114,8 @@ def load_model(
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_kind(quantize, device)
-    check_deterministic(deterministic, device, ranks)
+    if deterministic and device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -150,14 +151,6 @@ def load_model(
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
     )
-
-
-def check_deterministic(deterministic: bool, device: torch.device, ranks: Ranks) -> None:
-    """Raise UnsupportedModel where no model's logits could be kept from depending on the batch."""
-    if deterministic and device.type == "cuda":
-        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    if deterministic and ranks.size > 1:
-        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
 
 
 def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
