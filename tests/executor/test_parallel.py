@@ -25,7 +25,7 @@ from engine.executor import parallel
 from engine.executor.base import ExecutorLost, StepError
 from engine.executor.errors import ModelLoadError
 from engine.executor.local import load
-from engine.executor.parallel import ParallelExecutor, check_equal
+from engine.executor.parallel import ParallelExecutor, WaitingRanks, check_equal
 from engine.executor.rank_process import SUBMIT, Facts, Task
 from engine.llm import LLM, Completion
 from engine.tools.models import model_class
@@ -237,6 +237,75 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_within_the_lease(checkpoint: 
         executor.submit(StepPlan(1000))
     llm.close()
     assert rank.returncode == -signal.SIGKILL
+
+
+def maps_the_kernels(process: psutil.Process) -> bool:
+    return any("quire" in Path(each.path).name and each.path.endswith(".so") for each in process.memory_maps())
+
+
+def test_ranks_of_a_spare_wait_prepared_and_take_over(
+    checkpoint: Checkpoint, two: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process that waited is the rank.  One that died meanwhile is replaced."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    wanted = token_ids(two.generate(prompts(2), max_new_tokens=10))
+    for dies in (False, True):
+        waiting = WaitingRanks()
+        assert list(waiting.prepare(config)) == ["ranks", "kernels", "weight files", "rehearsal"]
+        process = waiting._ranks[0].process
+        said = ""
+        while "rank 1 of a spare is prepared" not in said:
+            assert process.poll() is None
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        assert maps_the_kernels(psutil.Process(process.pid))
+        if dies:
+            process.kill()
+            process.wait()
+        llm = LLM.over(config, waiting.load(config))
+        assert token_ids(llm.generate(prompts(2), max_new_tokens=10)) == wanted
+        rank = two_of(llm)._others[0].process
+        assert (rank is process) != dies
+        llm.close()
+        assert rank.returncode == 0
+
+
+def test_a_takeover_ends_the_preparation(checkpoint: Checkpoint) -> None:
+    """The rank gets both messages before it has begun."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    assert next(waiting.prepare(config)) == "ranks"
+    process = waiting._ranks[0].process
+    llm = LLM.over(config, waiting.load(config))
+    assert two_of(llm)._others[0].process is process
+    assert token_ids(llm.generate(prompts(1), max_new_tokens=3))
+    llm.close()
+
+
+def test_a_spare_whose_model_cannot_be_divided_says_so_at_its_takeover(checkpoint: Checkpoint) -> None:
+    config = EngineConfig(model=str(checkpoint("gpt2")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    list(waiting.prepare(config))
+    process = waiting._ranks[0].process
+    with pytest.raises(ModelLoadError, match="gpt2: --tensor-parallel: transformers has no table"):
+        waiting.load(config)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_ranks_of_a_spare_without_devices_end(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is gone, say."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    next(waiting.prepare(config))
+    process = waiting._ranks[0].process
+
+    def refuse(config: EngineConfig) -> None:
+        raise ModelLoadError("no GPU")
+
+    monkeypatch.setattr(parallel, "check_devices", refuse)
+    with pytest.raises(ModelLoadError, match="no GPU"):
+        waiting.load(config)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_the_process_ends_though_an_abort_never_returns() -> None:

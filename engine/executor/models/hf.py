@@ -114,8 +114,7 @@ def load_model(
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_kind(quantize, device)
-    if deterministic and device.type == "cuda":
-        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
+    check_deterministic(deterministic, device)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -151,6 +150,12 @@ def load_model(
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
     )
+
+
+def check_deterministic(deterministic: bool, device: torch.device) -> None:
+    """Raise UnsupportedModel where the logits of every model depend on the batch."""
+    if deterministic and device.type == "cuda":
+        raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
 
 
 def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
