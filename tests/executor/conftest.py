@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from engine.executor import ops
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
-from tests.quantised import WIDE, quantise_checkpoint
+from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +55,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
         return plain, root / kind, made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gpt-oss whose experts are stored as mxfp4."""
+    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
+    store_experts_in_mxfp4(directory)
+    return directory
 
 
 @pytest.fixture

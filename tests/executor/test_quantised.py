@@ -305,29 +305,6 @@ def test_transformers_reads_blocks_of_fp8_in_the_same_way(
     assert served(directory, words(40)) == greedy(theirs, words(40))
 
 
-def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of [experts, in, out], 32 inputs a block; the largest number of a block becomes 4 or 6."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    of = weight.transpose(1, 2).unflatten(-1, (-1, 32))
-    power = torch.floor(torch.log2(of.abs().amax(-1))) - 2
-    shrunk = of / torch.exp2(power)[..., None]
-    nearest = (shrunk.abs()[..., None] - values).abs().argmin(-1) + 8 * (shrunk < 0)
-    low, high = nearest.unflatten(-1, (16, 2)).unbind(-1)
-    return (low | high << 4).to(torch.uint8), (power + 127).to(torch.uint8)
-
-
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt-oss whose experts are stored as mxfp4."""
-    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
-    tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name))
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    rewrite(directory, lambda weights: None, quantization_config={"quant_method": "mxfp4"})
-    return directory
-
-
 def test_experts_in_mxfp4(gpt_oss: Path) -> None:
     options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
     theirs = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32, **options).eval()

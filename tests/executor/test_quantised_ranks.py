@@ -248,6 +248,27 @@ def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "w4", 1) == texts_of(tmp_path / "w4", 2)
 
 
+@pytest.mark.usefixtures("unproved")
+def test_the_parts_of_experts_in_mxfp4(gpt_oss: Path) -> None:
+    """Gate and up of a unit are neighbours, so they stay together.  The bias of the sum is rank 0's."""
+    config = hf.read_config(gpt_oss)
+    whole = hf.read_weights(gpt_oss, config, "float32").state_dict()
+    first, second = (hf.read_weights(gpt_oss, config, "float32", ranks=Ranks(rank, 2)).state_dict() for rank in (0, 1))
+    dims = {"gate_up_proj": -1, "gate_up_proj_bias": -1, "down_proj": -2, "sinks": -1, "q_proj.bias": -1}
+    for name, dim in dims.items():
+        [path] = [path for path in whole if ".1." in path and path.endswith(name)]
+        assert first[path].shape[dim] == whole[path].shape[dim] // 2
+        assert torch.equal(torch.cat([first[path], second[path]], dim), whole[path]), name
+    [path] = [path for path in whole if ".1." in path and path.endswith("down_proj_bias")]
+    assert torch.equal(first[path], whole[path])
+    assert whole[path].any()
+    assert not second[path].any()
+
+
+def test_the_text_of_one_rank_with_experts_in_mxfp4(gpt_oss: Path) -> None:
+    assert texts_of(gpt_oss, 1) == texts_of(gpt_oss, 2)
+
+
 def test_made_up_weights_in_int8(tmp_path: Path, plain: Path) -> None:
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     texts_of(tmp_path, 2, Sampling(temperature=1, seed=3, ignore_eos=True), load="random", quantize="int8")

@@ -11,7 +11,9 @@ config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
     replicate, replicated_* all of it                                 -
 
 KV heads are divided, or each is held by N / heads ranks where there are fewer heads than ranks.  Other words of the
-table, and architectures without one, are refused by name.
+table, and architectures without one, are refused by name.  For gpt_oss the table is here (OWN_TABLES), with words of
+its own: `pairs` is columns / N of a transpose [experts, in, out], gate and up in turn, `rows` is in / N rows of one,
+`heads` is one number a head, `first` is a bias that rank 0 alone adds.
 
 Only a rank's part of each tensor is read.  Embeddings, norms and routers are whole on every rank.
 """
@@ -49,6 +51,22 @@ EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
+# Where transformers has none.  Paths are those of the base model.
+OWN_TABLES = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "heads",
+        "layers.*.mlp.experts.gate_up_proj": "pairs",
+        "layers.*.mlp.experts.gate_up_proj_bias": "pairs",
+        "layers.*.mlp.experts.down_proj": "rows",
+        "layers.*.mlp.experts.down_proj_bias": "first",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
+EVEN = {"heads": (-1, 1), "pairs": (-1, 2), "rows": (-2, 1)}  # own words: the dimension that is divided, and its unit
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,7 @@ class Sharding:
 
     cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
     summed: list[str] = field(default_factory=list)  # modules
+    of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     gathered: str = ""  # the head; empty: every rank has all of it
     vocab_size: int = 0
 
@@ -111,6 +130,9 @@ class Sharding:
 
     def connect(self, model: PreTrainedModel, ranks: Ranks) -> None:
         """Let the layers of a loaded model exchange their outputs."""
+        if not ranks.first:
+            for path in self.of_first:
+                model.get_parameter(path).data.zero_()
         for path in self.summed:
             module = model.get_submodule(path)
             if isinstance(module, nn.Linear | QuantisedLinear):
@@ -142,7 +164,7 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     model: whole, without weights (on the meta device).  Raises UnsupportedModel for a table that is not followed here,
     and ModelLoadError where the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
-    if not (table := getattr(text, "base_model_tp_plan", None)):
+    if not (table := OWN_TABLES.get(text.model_type) or getattr(text, "base_model_tp_plan", None)):
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
     check_heads(kind, text, ranks.size)
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # llama4_text
@@ -154,7 +176,12 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
         for path in filter(matches, modules):
             _place(sharding, model, path, style, ranks)
         for path in filter(matches, parameters):
-            sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
+            if style == "first":
+                sharding.of_first.append(path)
+            elif style in EVEN:
+                sharding.cuts[path] = _cut_evenly(kind, path, parameters[path], style, ranks)
+            else:
+                sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
     if not sharding.summed:
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers' table names no layer that the model has")
     return sharding
@@ -235,6 +262,14 @@ def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, rank
         return Cut(-1, rows.first, rows.end)
     check_width(kind, path, outputs, 2 * ranks.size)
     return divide(outputs, ranks, halves=2)
+
+
+def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
+    """Return a rank's part of a parameter in the words of OWN_TABLES."""
+    dim, unit = EVEN[style]
+    size = parameter.shape[dim]
+    check_width(kind, path, size, unit * ranks.size)
+    return replace(divide(size, ranks), dim=dim)
 
 
 def check_width(kind: str, path: str, size: int, parts: int) -> None:
