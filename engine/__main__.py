@@ -73,6 +73,11 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
             raise
         raise ModelLoadError(f"package {error.name} is missing: pip install 'quire[engine]'") from None
 
+    if config.standby and config.tensor_parallel > 1:
+        from engine.executor.parallel import WaitingRanks
+
+        waiting = WaitingRanks()
+        return waiting.load, waiting.prepare
     return local.load, preload.prepare
 
 

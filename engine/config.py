@@ -76,7 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         Meta(
             description="Make a request's tokens independent of its batch, bit for bit: greedy or sampled, and after a "
-            "preemption or an engine's death. Works on a CPU; the engine refuses to start where it can't hold this."
+            "preemption or an engine's death. Works on a CPU; the engine refuses to start where it can't hold this. "
+            "Engines that take over from each other need the same tensor_parallel for it."
         ),
     ] = False
     load: Annotated[
@@ -322,8 +323,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     spare_on_gpu: Annotated[
         bool,
         Meta(
-            description="Let a waiting spare hold a CUDA context, about 0.5 GB of GPU memory, and swap_memory_gib of "
-            "pinned host memory; a takeover then starts about a second sooner. Turn it off on a GPU without that room."
+            description="Let a waiting spare hold a CUDA context on each of its GPUs, about 0.5 GB of GPU memory, and "
+            "swap_memory_gib of pinned host memory; a takeover then starts about a second sooner. Turn it off on a GPU "
+            "without that room."
         ),
     ] = True
     metrics_host: Annotated[str, Meta(description="Address on which metrics_port listens.")] = "127.0.0.1"

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from engine.executor.priority import set_priority
+
 log = logging.getLogger("quire.engine")
 
 NICE = 10  # priority of a spare that still imports and prepares
@@ -76,9 +78,7 @@ def low_priority() -> Iterator[None]:
         yield
     finally:
         if polite:
-            for thread in os.listdir("/proc/self/task"):  # a priority belongs to a thread; new ones inherit it
-                with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, int(thread), before)
+            set_priority(os.getpid(), before)
 
 
 def may_raise_priority(nice: int) -> bool:

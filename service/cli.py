@@ -83,8 +83,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Meta(
             description="Keep a second engine process that has imported and prepared everything but the "
             "weights. It takes "
-            "over when the engine dies, many seconds sooner than a new process could. It takes 0.4 GB of memory. See "
-            "spare_on_gpu for what it holds on a GPU."
+            "over when the engine dies, many seconds sooner than a new process could. It takes 0.4 GB of memory, with "
+            "tensor_parallel for each rank. See spare_on_gpu for what it holds on a GPU."
         ),
     ] = True
     data_dir: Annotated[

@@ -18,6 +18,9 @@ from torch import Tensor
 
 Parts = dict[str, Tensor]  # by the end of the tensor's name, which follows the module's
 E4M3_MAX = 448.0
+WIDE: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}  # 512 inputs, 128 of k and v
+# The same for the parts of two ranks.
+TWICE_AS_WIDE: dict[str, Any] = WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 1024}
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,17 @@ KINDS = {
 }
 
 
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales of [experts, in, out], 32 inputs a block; the largest number of a block becomes 4 or 6."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    of = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    power = torch.floor(torch.log2(of.abs().amax(-1))) - 2
+    shrunk = of / torch.exp2(power)[..., None]
+    nearest = (shrunk.abs()[..., None] - values).abs().argmin(-1) + 8 * (shrunk < 0)
+    low, high = nearest.unflatten(-1, (16, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8), (power + 127).to(torch.uint8)
+
+
 def quantise_checkpoint(plain: Path, directory: Path, kind: str, keep: tuple[str, ...] = ("lm_head",)) -> Parts:
     """Write a quantised copy of a checkpoint with one weight file; return all its weights as they should be read.
 
@@ -216,3 +230,14 @@ def quantise_checkpoint(plain: Path, directory: Path, kind: str, keep: tuple[str
     if written.file:
         (directory / "hf_quant_config.json").write_text(json.dumps(written.file))
     return exact
+
+
+def store_experts_in_mxfp4(directory: Path) -> None:
+    """Rewrite a gpt-oss checkpoint of one weight file as it is published."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    described = json.loads((directory / "config.json").read_bytes())
+    described["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(described))

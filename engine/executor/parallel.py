@@ -36,15 +36,19 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
+from engine.executor import preload
 from engine.executor.base import ExecutorLost, StepError
 from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.local import LocalExecutor, device_kind
 from engine.executor.models.sharding import OPTION
+from engine.executor.priority import set_priority
 from engine.executor.rank_process import (
+    BEGIN,
     CLOSE,
     COLLECT,
     FAILING,
     GRAMMAR,
+    PREPARE,
     SUBMIT,
     Facts,
     Ready,
@@ -210,14 +214,15 @@ class Watch:
 class ParallelExecutor:
     """An `engine.executor.base.Executor` over several ranks.  Not thread-safe: one loop owns it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, waiting: Sequence[Rank] = ()) -> None:
         """Start the other ranks' processes, load every part of the model, agree on the KV cache.
 
+        waiting: processes of a spare (`WaitingRanks`), used in place of new ones where they still run.
         Raises ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
         check_devices(config)
-        size, self._patience_s = config.tensor_parallel, config.lease_ms / 1000
-        # Every rank captures its graphs now: which step captures one would depend on a rank's own clock.
-        config = msgspec.structs.replace(config, standby=False, swap_memory_gib=config.swap_memory_gib / size)
+        self._patience_s = config.lease_ms / 1000
+        config = config_of_a_rank(config)
+        self._waiting = {rank.number: rank for rank in waiting}
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")
         self._local: LocalExecutor | None = None
         self._ranks: Ranks | None = None
@@ -232,13 +237,18 @@ class ParallelExecutor:
     def _start(self, config: EngineConfig, meeting: Path) -> None:
         size = config.tensor_parallel
         for number in range(1, size):
-            self._others.append(Rank.start(number, config.log_format))
+            rank = self._waiting.pop(number, None)
+            if rank is not None and rank.process.poll() is not None:
+                log.warning("rank %d of this spare ended with status %d: another starts", number, rank.process.poll())
+                rank.release()
+                rank = None
+            self._others.append(rank or Rank.start(number, config.log_format))
         self._watch.start()
         try:
             with self._watch.using():
                 for rank in self._others:
                     task = Task(rank.number, str(meeting), self._watch.beat_s, config)
-                    rank.commands.send_bytes(msgspec.msgpack.encode(task))
+                    rank.commands.send_bytes(BEGIN + msgspec.msgpack.encode(task))
                 for rank in self._others:
                     rank.commands.recv_bytes()  # HERE: else the others would wait for it for long
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
@@ -356,6 +366,47 @@ class ParallelExecutor:
         self._local, self._ranks = None, None
         self._others.clear()
         self._folder.cleanup()
+
+
+class WaitingRanks:
+    """The other ranks of a spare.  They start and prepare before the takeover, as rank 0 does.
+
+    They end with this process, so nothing has to be done for a spare that is not needed."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+
+    def prepare(self, config: EngineConfig) -> Iterator[str]:
+        """Start them, and prepare this process, one part each time it is advanced.  A part that fails raises."""
+        own = config_of_a_rank(config)
+        for number in range(1, config.tensor_parallel):
+            rank = Rank.start(number, config.log_format)
+            self._ranks.append(rank)
+            rank.commands.send_bytes(PREPARE + msgspec.msgpack.encode(Task(number, "", 0.0, own)))
+        yield "ranks"
+        yield from preload.prepare(own)
+
+    def load(self, config: EngineConfig) -> ParallelExecutor:
+        """Take over: the processes that wait become the ranks.  Raises as ParallelExecutor does."""
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        for rank in self._ranks:
+            set_priority(rank.process.pid, nice)  # a waiting spare has a lower one
+        waiting, self._ranks = self._ranks, []
+        try:
+            return ParallelExecutor(config, waiting)
+        except BaseException:
+            for rank in waiting:
+                rank.kill()
+                rank.release()
+            raise
+
+
+def config_of_a_rank(config: EngineConfig) -> EngineConfig:
+    """Return what every rank is loaded with.
+
+    Each captures its graphs at the start: which step captures one later would depend on a rank's own clock."""
+    share = config.swap_memory_gib / config.tensor_parallel
+    return msgspec.structs.replace(config, standby=False, swap_memory_gib=share)
 
 
 def check_devices(config: EngineConfig) -> None:

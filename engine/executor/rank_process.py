@@ -1,6 +1,7 @@
 """What rank 0 and the process of another rank say to each other, and the loop of that process.
 
-    rank 0 ── commands: b"S" + plan, b"C", b"G" + grammar, b"X" ──> rank i   a rank does what rank 0 does,
+    rank 0 ── commands: b"P" + Task of a spare, then b"T" + Task,
+              b"S" + plan, b"C", b"G" + grammar, b"X" ──────────────> rank i   a rank does what rank 0 does,
            <── replies: HERE and Ready once, then a Reply for each b"C" ────       in its order
            <── life: a byte a beat; either end closes when its process dies ──>
 
@@ -10,6 +11,7 @@ The plan is the same msgpack bytes for every rank, and nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -18,22 +20,26 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
+from engine.executor import preload
 from engine.executor.base import ModelInfo, StepError
 from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.local import LocalExecutor, device_kind
 from engine.executor.ranks import Ranks
 
-SUBMIT, COLLECT, GRAMMAR, CLOSE = b"S", b"C", b"G", b"X"
+log = logging.getLogger(__name__)
+
+PREPARE, BEGIN, SUBMIT, COLLECT, GRAMMAR, CLOSE = b"P", b"T", b"S", b"C", b"G", b"X"
 HERE = b"here"  # a rank's first message, before it meets the others
 WELL, FAILING = b".", b"!"  # a beat; `FAILING` while a step that failed here has not been collected
 START_TIMEOUT_S = 1800.0  # that a rank waits for another one which reads a larger part of the weights
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a rank: what it is."""
+    """First message to a rank: what it is.  A rank of a spare gets it twice: to prepare, and to begin."""
 
     rank: int
     meeting: str  # file where the ranks meet
@@ -114,8 +120,15 @@ class Life:
 
 def serve(commands: Connection, life: Life) -> int:
     """Be one rank of an engine until rank 0 closes it.  Returns the exit status."""
-    task = msgspec.msgpack.decode(commands.recv_bytes(), type=Task)
-    commands.send_bytes(HERE)
+    try:
+        message = commands.recv_bytes()
+        while message[:1] == PREPARE:
+            _prepare(msgspec.msgpack.decode(message[1:], type=Task), commands)
+            message = commands.recv_bytes()
+        task = msgspec.msgpack.decode(message[1:], type=Task)
+        commands.send_bytes(HERE)
+    except (EOFError, OSError):  # rank 0 is gone: of a spare that was not needed
+        return 1
     executor: LocalExecutor | None = None
     ranks: Ranks | None = None
     try:
@@ -138,6 +151,20 @@ def serve(commands: Connection, life: Life) -> int:
         if ranks is not None:
             ranks.leave()
     return 0
+
+
+def _prepare(task: Task, commands: Connection) -> None:
+    """Do what a takeover then need not, part by part until it comes.  A part that fails is left to the takeover."""
+    try:
+        if device_kind(task.config) == "cuda" and task.config.spare_on_gpu:
+            torch.cuda.set_device(task.rank)
+        for _ in preload.prepare(task.config):
+            if commands.poll():
+                return
+        log.info("rank %d of a spare is prepared", task.rank)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("rank %d of a spare: preparation failed, a takeover will take longer: %s", task.rank, reason)
 
 
 def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Ranks) -> None:

@@ -1,8 +1,10 @@
 """What the ranks of one engine exchange while they compute.  One rank: nothing, and nothing is started.
 
-    on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided
+    on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided; on a CPU in
+                                     the order of ranks, so that no sum depends on the batch
                     gather_columns   the ranks' columns next to each other: logits
     on the host     least, barrier   decisions that every rank must take alike
+                    greatest         scales of rows of which each rank has a part
 
 torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Small sums of GPUs
 go through `one_shot.py` where it works.  No other module names a collective.
@@ -90,21 +92,37 @@ class Ranks:
         """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
         if self._one_shot is not None and self._one_shot.takes(part):
             return self._one_shot.all_reduce(part)
+        if self.size > 1 and not part.is_cuda:
+            return self._sum_in_order(part)
         if self.size > 1:
             options = c10d.AllreduceOptions()
             options.asyncOp = False  # on the stream that computes
             _finish(self._device.allreduce([part], options))
         return part
 
-    def gather_columns(self, part: Tensor) -> Tensor:
-        """Return all ranks' columns in the order of ranks: [..., C] -> [..., size * C]."""
-        if self.size == 1:
-            return part
+    def _sum_in_order(self, part: Tensor) -> Tensor:
+        """Add up the ranks' parts in the order of ranks, so that a number's sum does not depend on its place.
+
+        gloo's own sum adds each share of a tensor in another order, so a row's bits would depend on the batch."""
+        gathered = self._gather(part)
+        for rank in range(1, self.size):
+            gathered[0] += gathered[rank]
+        return gathered[0]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts: [size, ...]."""
         gathered = part.new_empty(self.size, *part.shape)
         if part.numel():
             options = c10d.AllgatherOptions()
             options.asyncOp = False
             _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
+        return gathered
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """Return all ranks' columns in the order of ranks: [..., C] -> [..., size * C]."""
+        if self.size == 1:
+            return part
+        gathered = self._gather(part)
         return gathered.movedim(0, -2).reshape(*part.shape[:-1], self.size * part.shape[-1])
 
     def copy_from_first(self, tensor: Tensor) -> None:
@@ -124,6 +142,16 @@ class Ranks:
             _finish(self._host.allreduce([shared], options))
             value = int(shared)
         return value
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """Return the largest of the ranks' values, number by number.  On the host; waits for all ranks."""
+        if self.size == 1:
+            return values
+        shared = values.to("cpu", copy=True)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        _finish(self._host.allreduce([shared], options))
+        return shared.to(values.device)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -3,14 +3,70 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.executor import ops
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from tests.checkpoints import make_checkpoint
+from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> None:
     library = os.environ.get("QUIRE_KERNELS")
     ops.load(library=Path(library) if library else None)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama checkpoint whose products have 128 or 256 inputs, so that every group size divides them."""
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "llama", "llama", intermediate_size=256)
+
+
+@pytest.fixture(scope="session")
+def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """The quantised copy of each kind, with the weights that it stands for, in float64."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+    root = tmp_path_factory.mktemp("quantised")
+
+    def make(kind: str) -> tuple[Path, dict[str, Any]]:
+        if kind not in made:
+            made[kind] = root / kind, quantise_checkpoint(plain, root / kind, kind)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
+    """A plain checkpoint whose sizes every fp8 product takes, the copy of each kind, and its weights in float64."""
+    root = tmp_path_factory.mktemp("wide")
+    plain = make_checkpoint(root / "plain", "llama", intermediate_size=512, num_key_value_heads=2, **WIDE)
+    made: dict[str, dict[str, Any]] = {}
+
+    def make(kind: str) -> tuple[Path, Path, dict[str, Any]]:
+        if kind not in made:
+            made[kind] = quantise_checkpoint(plain, root / kind, kind)
+        return plain, root / kind, made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gpt-oss whose experts are stored as mxfp4."""
+    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
+    store_experts_in_mxfp4(directory)
+    return directory
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are read as for such a GPU, and stay on the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ops, "multiplies_blocks", lambda device: True)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.executor.errors import UnsupportedModel
-from engine.executor.local import LocalExecutor
+from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.local import load
 from engine.executor.models.hf import load_model
-from engine.llm import LLM
+from engine.llm import LLM, Completion
 from engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
 from tests.executor.driver import CPU, Driver
@@ -76,6 +76,33 @@ def digest(texts: list[list[int]]) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
+def computed(
+    directory: Path, dtype: str, jobs: list[tuple[list[int], Sampling]], batch: int, **options: object
+) -> tuple[str, LLM]:
+    """Return the hash of the jobs' text, of which `batch` at a time were there."""
+    settings: dict[str, object] = {"kv_blocks": 400, "threads": 1, "prefix_cache": False} | options
+    config = EngineConfig(
+        model=str(directory),
+        dtype=dtype,  # type: ignore[arg-type]
+        deterministic=True,
+        block_size=8,
+        max_model_len=160,
+        max_seqs=32,
+        admission="none",
+        check_books=True,
+        **settings,  # type: ignore[arg-type]
+    )
+    llm = LLM.over(config, load(config))
+    done: list[Completion] = []
+    for first in range(0, len(jobs), batch):
+        group = [llm.submit(ids, sampling, max_new_tokens=12) for ids, sampling in jobs[first : first + batch]]
+        while llm.unfinished:
+            llm.step()
+        done += group
+    llm.close()
+    return digest([each.outputs[0].token_ids for each in done]), llm
+
+
 # Two fused, two as transformers made them.
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma2", "float32"), ("gpt2", "bfloat16")]
@@ -84,26 +111,7 @@ def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, 
     """One at a time, all at once, in small chunks, with forced preemptions, on two threads: one hash."""
 
     def run(batch: int, **options: object) -> tuple[str, LLM]:
-        settings: dict[str, object] = {"kv_blocks": 400, "threads": 1, "prefix_cache": False} | options
-        config = EngineConfig(
-            model=str(checkpoint(family)),
-            dtype=dtype,  # type: ignore[arg-type]
-            deterministic=True,
-            block_size=8,
-            max_model_len=160,
-            max_seqs=32,
-            admission="none",
-            check_books=True,
-            **settings,  # type: ignore[arg-type]
-        )
-        llm = LLM.over(config, LocalExecutor(config))
-        jobs, done = requests(), []
-        for first in range(0, len(jobs), batch):
-            group = [llm.submit(ids, sampling, max_new_tokens=12) for ids, sampling in jobs[first : first + batch]]
-            while llm.unfinished:
-                llm.step()
-            done += group
-        return digest([each.outputs[0].token_ids for each in done]), llm
+        return computed(checkpoint(family), dtype, requests(), batch, **options)
 
     wanted, _ = run(1)
     together, _ = run(32)
@@ -120,21 +128,44 @@ def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, 
     assert shared == wanted
 
 
+@pytest.mark.parametrize(("family", "dtype", "ranks"), [("llama", "bfloat16", 4), ("gemma2", "float32", 2)])
+def test_same_text_of_several_ranks(tmp_path: Path, family: str, dtype: str, ranks: int) -> None:
+    """A sum of the ranks' parts has one order, so it does not depend on the batch either."""
+    directory = make_checkpoint(tmp_path / family, family, intermediate_size=256)
+
+    def run(batch: int, **options: object) -> tuple[str, LLM]:
+        return computed(directory, dtype, requests()[:20], batch, tensor_parallel=ranks, **options)
+
+    wanted, _ = run(1)
+    together, _ = run(20)
+    assert together == wanted
+    crowded, llm = run(20, kv_blocks=24, step_tokens=48, chunk_tokens=5, preempt="recompute")
+    assert llm.engine.core.report.totals.recomputed_tokens > 0
+    assert crowded == wanted
+
+
+def test_parts_of_odd_width_are_refused(checkpoint: Checkpoint) -> None:
+    """With one rank gemma2 has 192 outputs there, which torch takes 64 at a time; with two it has 96."""
+    config = EngineConfig(model=str(checkpoint("gemma2")), deterministic=True, tensor_parallel=2)
+    with pytest.raises(ModelLoadError, match=r"gemma2: --deterministic: .*mlp.gate_proj has 96 outputs, which is no"):
+        load(config)
+
+
 def test_what_cannot_be_promised_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    def load(directory: Path, device: str = "cpu") -> None:
+    def read(directory: Path, device: str = "cpu") -> None:
         load_model(str(directory), dtype="auto", device=torch.device(device), deterministic=True)
 
     with pytest.raises(UnsupportedModel, match=r"--deterministic: on a GPU .*; --device cpu can"):
-        load(checkpoint("llama"), "cuda")
+        read(checkpoint("llama"), "cuda")
     shape: dict[str, Any] = {**FAMILIES["llama"], "num_local_experts": 4, "num_experts_per_tok": 2}
     experts = make_checkpoint(tmp_path / "mixtral", "mixtral", **shape)
     with pytest.raises(
         UnsupportedModel, match=r"mixtral: --deterministic: model\.layers\.0\.mlp\..* is the weight of a product"
     ):
-        load(experts)
+        read(experts)
     odd = make_checkpoint(tmp_path / "odd", "gpt2", n_inner=200)
     with pytest.raises(UnsupportedModel, match=r"mlp.c_fc has 200 outputs"):
-        load(odd)
+        read(odd)
 
 
 def test_without_the_flag_a_model_says_whether_it_depends_on_the_batch(checkpoint: Checkpoint, tmp_path: Path) -> None:

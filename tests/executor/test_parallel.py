@@ -25,9 +25,10 @@ from engine.executor import parallel
 from engine.executor.base import ExecutorLost, StepError
 from engine.executor.errors import ModelLoadError
 from engine.executor.local import load
-from engine.executor.parallel import ParallelExecutor, check_equal
+from engine.executor.parallel import ParallelExecutor, WaitingRanks, check_equal
 from engine.executor.rank_process import SUBMIT, Facts, Task
 from engine.llm import LLM, Completion
+from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
@@ -169,6 +170,20 @@ def test_the_text_of_one_rank_of_other_families(checkpoint: Checkpoint, tmp_path
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_text_of_one_rank_of_multimodal_models(tmp_path: Path, family: str) -> None:
+    """Greedy, and sampled where likely tokens alone would not differ."""
+    directory = make_tiny(tmp_path / family, family, model_class=model_class(family))
+    settings = [Sampling(temperature=0), Sampling(temperature=2, seed=3, ignore_eos=True)]
+    texts = []
+    for ranks in (1, 2):
+        llm = opened(directory, ranks)
+        texts.append(token_ids(llm.generate(prompts(2), settings, max_new_tokens=20)))
+        llm.close()
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][1])) > 5
+
+
 def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_path: Path) -> None:
     """Four ranks share two KV heads, and 641 tokens: the last rank's logits are padded."""
     directory = make_checkpoint(tmp_path / "odd", "llama", vocab_size=VOCAB + 1)
@@ -222,6 +237,75 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_within_the_lease(checkpoint: 
         executor.submit(StepPlan(1000))
     llm.close()
     assert rank.returncode == -signal.SIGKILL
+
+
+def maps_the_kernels(process: psutil.Process) -> bool:
+    return any("quire" in Path(each.path).name and each.path.endswith(".so") for each in process.memory_maps())
+
+
+def test_ranks_of_a_spare_wait_prepared_and_take_over(
+    checkpoint: Checkpoint, two: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process that waited is the rank.  One that died meanwhile is replaced."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    wanted = token_ids(two.generate(prompts(2), max_new_tokens=10))
+    for dies in (False, True):
+        waiting = WaitingRanks()
+        assert list(waiting.prepare(config)) == ["ranks", "kernels", "weight files", "rehearsal"]
+        process = waiting._ranks[0].process
+        said = ""
+        while "rank 1 of a spare is prepared" not in said:
+            assert process.poll() is None
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        assert maps_the_kernels(psutil.Process(process.pid))
+        if dies:
+            process.kill()
+            process.wait()
+        llm = LLM.over(config, waiting.load(config))
+        assert token_ids(llm.generate(prompts(2), max_new_tokens=10)) == wanted
+        rank = two_of(llm)._others[0].process
+        assert (rank is process) != dies
+        llm.close()
+        assert rank.returncode == 0
+
+
+def test_a_takeover_ends_the_preparation(checkpoint: Checkpoint) -> None:
+    """The rank gets both messages before it has begun."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    assert next(waiting.prepare(config)) == "ranks"
+    process = waiting._ranks[0].process
+    llm = LLM.over(config, waiting.load(config))
+    assert two_of(llm)._others[0].process is process
+    assert token_ids(llm.generate(prompts(1), max_new_tokens=3))
+    llm.close()
+
+
+def test_a_spare_whose_model_cannot_be_divided_says_so_at_its_takeover(checkpoint: Checkpoint) -> None:
+    config = EngineConfig(model=str(checkpoint("gpt2")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    list(waiting.prepare(config))
+    process = waiting._ranks[0].process
+    with pytest.raises(ModelLoadError, match="gpt2: --tensor-parallel: transformers has no table"):
+        waiting.load(config)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_ranks_of_a_spare_without_devices_end(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is gone, say."""
+    config = EngineConfig(model=str(checkpoint("llama")), tensor_parallel=2, standby=True, **CROWDED)
+    waiting = WaitingRanks()
+    next(waiting.prepare(config))
+    process = waiting._ranks[0].process
+
+    def refuse(config: EngineConfig) -> None:
+        raise ModelLoadError("no GPU")
+
+    monkeypatch.setattr(parallel, "check_devices", refuse)
+    with pytest.raises(ModelLoadError, match="no GPU"):
+        waiting.load(config)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_the_process_ends_though_an_abort_never_returns() -> None:

@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.llm import LLM
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
+from tests.checkpoints import make_checkpoint
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
+from tests.executor.test_quantised import write_exact
+from tests.executor.test_quantize import as_served, at_all_tokens
+from tests.quantised import TWICE_AS_WIDE, quantise_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 Checkpoint = Callable[[str], Path]
@@ -48,6 +52,28 @@ def test_greedy_text_of_a_mixture_of_experts(tmp_path: Path, closing: list[LLM])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     closing.append(engine := llm(directory, tensor_parallel=2, max_model_len=256))
     check_greedy(model, PROMPTS, texts(engine, PROMPTS))
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "ct-fp8-channel", "gptq-32", "quantize"])
+def test_text_of_quantised_weights(tmp_path: Path, closing: list[LLM], kind: str) -> None:
+    """Most tokens are the choice of the float32 model of the same weights.
+
+    The others are where the error of rounded inputs decides; wrong numbers would leave one in 640."""
+    plain = make_checkpoint(tmp_path / "plain", "llama", **TWICE_AS_WIDE)
+    if kind == "quantize":
+        exact = as_served(plain, torch.float8_e4m3fn)
+        engine = llm(plain, tensor_parallel=2, quantize="fp8")
+    else:
+        write_exact(plain, quantise_checkpoint(plain, tmp_path / kind, kind), tmp_path / "exact", torch.float32)
+        exact = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32).eval()
+        engine = llm(tmp_path / kind, tensor_parallel=2)
+    closing.append(engine)
+    chosen = total = 0
+    for prompt, text in zip(PROMPTS, texts(engine, PROMPTS), strict=True):
+        found = at_all_tokens(exact, prompt + text)[len(prompt) - 1 : -1]
+        chosen += int((found.argmax(-1) == torch.tensor(text)).sum())
+        total += len(text)
+    assert chosen >= 0.5 * total
 
 
 def test_graphs_change_no_token_of_two_ranks(checkpoint: Checkpoint) -> None:

@@ -28,29 +28,9 @@ from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
 from tests.executor.test_quantize import at_all_tokens, is_fp8, mean_square
 from tests.executor.test_worker import words
-from tests.quantised import KINDS, compressed, quantise_checkpoint, w4
+from tests.quantised import KINDS, WIDE, compressed, quantise_checkpoint, w4
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama checkpoint whose products have 128 or 256 inputs, so that every group size divides them."""
-    return make_checkpoint(tmp_path_factory.mktemp("plain") / "llama", "llama", intermediate_size=256)
-
-
-@pytest.fixture(scope="session")
-def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """The quantised copy of each kind, with the weights that it stands for, in float64."""
-    made: dict[str, tuple[Path, dict[str, Any]]] = {}
-    root = tmp_path_factory.mktemp("quantised")
-
-    def make(kind: str) -> tuple[Path, dict[str, Any]]:
-        if kind not in made:
-            made[kind] = root / kind, quantise_checkpoint(plain, root / kind, kind)
-        return made[kind]
-
-    return make
 
 
 def written(directory: Path, config: dict[str, Any] | None, **files: Any) -> Path:
@@ -198,29 +178,6 @@ def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Pat
 
 GPU = torch.device("cuda")  # of a reader that never asks for it
 FP8_KINDS = ["fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "modelopt", "modelopt-file"]
-WIDE: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}  # 512 inputs, 128 of k and v
-
-
-@pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """A plain checkpoint whose sizes every fp8 product takes, the copy of each kind, and its weights in float64."""
-    root = tmp_path_factory.mktemp("wide")
-    plain = make_checkpoint(root / "plain", "llama", intermediate_size=512, num_key_value_heads=2, **WIDE)
-    made: dict[str, dict[str, Any]] = {}
-
-    def make(kind: str) -> tuple[Path, Path, dict[str, Any]]:
-        if kind not in made:
-            made[kind] = quantise_checkpoint(plain, root / kind, kind)
-        return plain, root / kind, made[kind]
-
-    return make
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are read as for such a GPU, and stay on the host."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(ops, "multiplies_blocks", lambda device: True)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -296,10 +253,10 @@ def test_one_float_weight_at_a_time(plain: Path, monkeypatch: pytest.MonkeyPatch
     held = []
     rounded = Quantised.of.__func__  # type: ignore[attr-defined]
 
-    def of(cls: type[Quantised], weight: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    def of(cls: type[Quantised], weight: torch.Tensor, *others: Any) -> Quantised:
         held.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(weight))
-        return rounded(cls, weight, dtype)
+        return rounded(cls, weight, *others)
 
     monkeypatch.setattr(Quantised, "of", classmethod(of))
     assert len(served_weights(plain, "int8")) == 14
@@ -346,29 +303,6 @@ def test_transformers_reads_blocks_of_fp8_in_the_same_way(
     ours = loaded(directory, "float32")
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
     assert served(directory, words(40)) == greedy(theirs, words(40))
-
-
-def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of [experts, in, out], 32 inputs a block; the largest number of a block becomes 4 or 6."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    of = weight.transpose(1, 2).unflatten(-1, (-1, 32))
-    power = torch.floor(torch.log2(of.abs().amax(-1))) - 2
-    shrunk = of / torch.exp2(power)[..., None]
-    nearest = (shrunk.abs()[..., None] - values).abs().argmin(-1) + 8 * (shrunk < 0)
-    low, high = nearest.unflatten(-1, (16, 2)).unbind(-1)
-    return (low | high << 4).to(torch.uint8), (power + 127).to(torch.uint8)
-
-
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt-oss whose experts are stored as mxfp4."""
-    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
-    tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name))
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    rewrite(directory, lambda weights: None, quantization_config={"quant_method": "mxfp4"})
-    return directory
 
 
 def test_experts_in_mxfp4(gpt_oss: Path) -> None:

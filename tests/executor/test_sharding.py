@@ -12,8 +12,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, shard_proof, sharding
-from engine.executor.models.sharding import Cut, plan_shards
+from engine.executor.models import hf, plain_weights, shard_proof, sharding
+from engine.executor.models.cuts import Cut
+from engine.executor.models.sharding import plan_shards
 from engine.executor.ranks import Ranks
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.tools.tiny_checkpoints import tiny_config
@@ -107,12 +108,11 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
         def get_slice(self, name: str) -> Noted:
             return Noted(self._file.get_slice(name), read)
 
-    monkeypatch.setattr(sharding, "safe_open", Opened)
+    monkeypatch.setattr(plain_weights, "safe_open", Opened)
     parts, size = [], 2
     for rank in range(size):
         read.clear()
-        model, report = sharding.read_shard(directory, config, "float32", torch.device("cpu"), Ranks(rank, size))
-        hf.check_report(directory, config, report)
+        model = hf.read_weights(directory, config, "float32", ranks=Ranks(rank, size))
         own = {
             name: tensor for name, tensor in model.named_parameters() if name != "lm_head.weight" or not tied(config)
         }
@@ -149,6 +149,12 @@ def tied(config: PretrainedConfig) -> bool:
             r"--tensor-parallel 4: llama has 6 KV heads, which 4 neither divides nor is a multiple of",
         ),
         ("llama", 4, {"intermediate_size": 190}, r"llama: model.layers.0.mlp.gate_proj has size 190, which 4 does not"),
+        (
+            "llama4_text",
+            2,
+            {},
+            r"llama4_text: --tensor-parallel: .*experts.gate_up_proj is divided as 'packed_rowwise', which is not",
+        ),
         ("phi3", 2, {}, r"phi3: --tensor-parallel: .*qkv_proj is divided as 'colwise_gather_output', which is not"),
     ],
 )
@@ -156,14 +162,20 @@ def test_what_cannot_be_divided_is_refused_by_name(
     family: str, size: int, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        planned(config_of(family, **fields), 0, size)
+        planned((tiny_config if family == "llama4_text" else config_of)(family, **fields), 0, size)
+
+
+def test_a_table_that_names_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every rank would compute all of them."""
+    config = config_of("llama")
+    monkeypatch.setattr(type(config), "base_model_tp_plan", {"blocks.*.mlp": "colwise"})
+    with pytest.raises(UnsupportedModel, match="llama: --tensor-parallel: transformers' table names no layer that"):
+        planned(config, 0, 2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deterministic": True}, "--deterministic with --tensor-parallel"),
-        ({"quantize": "int8"}, "--quantize with --tensor-parallel"),
         ({"random": True}, r"--load random with --tensor-parallel: .*model.safetensors holds weights"),
     ],
 )
@@ -193,7 +205,7 @@ def test_the_proof_has_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> N
     proved: list[PretrainedConfig] = []
     monkeypatch.setattr(sharding, "prove_parts", lambda whole, *_: proved.append(whole.config))
     for config in (config_of("llama"), tiny_config("qwen3_moe", mlp_only_layers=[0])):
-        sharding._plan(config, torch.device("cpu"), Ranks(0, 2))
+        sharding.plan(config, torch.device("cpu"), Ranks(0, 2))
         assert config.num_hidden_layers == 2
         assert proved[-1].hidden_size == config.hidden_size
     assert [short.num_hidden_layers for short in proved] == [1, 2]

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, overrides, text_tower
+from engine.executor.models import hf, overrides, sharding, text_tower
 from engine.executor.models.fused import is_fused
+from engine.executor.ranks import Ranks
 from engine.tools.models import EQUAL, Verdict, judge, model_class
 from engine.tools.tiny_checkpoints import make_checkpoint
 
@@ -59,6 +60,37 @@ def test_a_missing_tensor_of_the_text_part(tmp_path: Path) -> None:
     save_file({k: w for k, w in load_file(file).items() if k != "model.norm.weight"}, file, {"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"the weight files lack model\.norm\.weight$"):
         load(file.parent)
+
+
+@pytest.mark.parametrize("family", sorted(text_tower.TOWERS.keys() - {"llama4"}))
+def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make(tmp_path, family, **({"text_config": {"global_head_dim": 32}} if family == "gemma4" else {}))
+    config = hf.served_part(hf.read_config(directory), directory)
+    whole = hf.read_weights(directory, config, "auto", part=True).state_dict()
+    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)  # which needs the other rank
+    parts = [hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(rank, 2)) for rank in range(2)]
+    divided = 0
+    for name, tensor in whole.items():
+        first, second = (part.state_dict()[name] for part in parts)
+        if first.shape == tensor.shape:
+            assert torch.equal(first, tensor), name
+            continue
+        divided += 1
+        dim = next(i for i, (a, b) in enumerate(zip(first.shape, tensor.shape, strict=True)) if a != b)
+        halves = 2 if name.endswith("gate_up_proj") else 1
+        split = [part.chunk(halves, dim) for part in (first, second)]
+        assert torch.equal(torch.cat([half[i] for i in range(halves) for half in split], dim), tensor), name
+    assert divided >= 2 * 7
+
+
+def test_tensors_of_no_known_part_are_refused_by_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)
+    directory = make(tmp_path, "mistral3")
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {"another_tower.norm.weight": torch.ones(128)}, file, {"format": "pt"})
+    config = hf.served_part(hf.read_config(directory), directory)
+    with pytest.raises(UnsupportedModel, match=r"^mistral: the weight files hold another_tower\.norm\.weight, which"):
+        hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
 
 
 def test_tensors_under_the_names_of_newer_versions(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.system.processes import ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
+from tests.system.test_takeover import spare_of
 
 pytestmark = pytest.mark.system
 OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16", "--check-books")
@@ -63,3 +64,31 @@ async def test_a_killed_rank_ends_its_engine_and_every_stream_continues(
         (other,) = ranks_of(again)
     psutil.wait_procs([other], timeout=LIMIT_S)
     assert not other.is_running()
+
+
+async def test_a_spare_takes_over_with_the_ranks_that_waited_with_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path, client: aiohttp.ClientSession
+) -> None:
+    asked = [{**body, "max_tokens": min(150, body["max_tokens"]), "min_tokens": 0} for body in bodies()]
+    served = Served(tmp_path, checkpoint("llama"), *OPTIONS, "--tensor-parallel=2", "--late-wait-s=1000")
+    with ending([served.process]):
+        await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)
+        undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in asked))
+        spare = await spare_of(served)
+        await until(lambda: "rank 1 of a spare is prepared" in served.process.said(), [])
+        (waiting,) = ranks_of(spare)
+        engine = served.engine()
+        assert engine is not None
+        (rank,) = ranks_of(engine)
+        answers = [Answer(body) for body in asked]
+        reading = begin(answers, client, served.url)
+        await until(lambda: all(answer.tokens[0] for answer in answers), reading)
+        engine.kill()
+        await asyncio.gather(*reading)
+        for answer, wanted in zip(answers, undisturbed, strict=True):
+            answer.same_as(wanted)
+        psutil.wait_procs([rank], timeout=LIMIT_S)
+        assert not rank.is_running()
+        assert served.engine() == spare
+        assert ranks_of(spare) == [waiting]
+        assert waiting.nice() == spare.nice()

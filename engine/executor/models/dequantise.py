@@ -19,7 +19,7 @@ little more is held than a byte for each number.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -78,6 +78,13 @@ def _grids(how: Quantisation, lead: Shape, out: int, columns: int) -> list[Shape
     if how.strategy == "channel":
         return [(*lead, out), (*lead, out, 1)]
     return [(*lead, 1, 1), (*lead, 1), lead]
+
+
+def check_packed(how: Quantisation, shape: Sequence[int], words: Sequence[int]) -> None:
+    """Raise ValueError unless a weight of `shape`, as its file says, is packed into so many words."""
+    rows, columns = shape
+    if (rows, math.ceil(columns * how.bits / WORD)) != tuple(words):
+        raise ValueError(f"its packed has shape {list(words)}, for a weight of {[rows, columns]}")
 
 
 def _check(part: str, shape: Shape, *wanted: Shape) -> None:
@@ -153,10 +160,9 @@ def _widen(grid: Tensor, wide: int, columns: int) -> Tensor:
 
 
 def _packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    rows, columns = parts["shape"].tolist()
+    rows, columns = shape = parts["shape"].tolist()
     words, scale = parts["packed"], parts["scale"]
-    if rows != len(words) or math.ceil(columns * how.bits / WORD) != words.shape[1]:
-        raise ValueError(f"its packed has shape {list(words.shape)}, for a weight of {[rows, columns]}")
+    check_packed(how, shape, words.shape)
     if "zero_point" in parts:
         zero = unpack(parts["zero_point"].T, how.bits).T[:rows]
     else:
@@ -183,7 +189,8 @@ def _in_order(numbers: Tensor) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the numbers of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
-    numbers = words.contiguous().view(torch.uint8)  # the lowest byte first, on every CPU that is served
+    # The lowest byte first, on every CPU that is served.  Flat, because a single column may have any stride.
+    numbers = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
         numbers = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)
     return numbers

@@ -240,11 +240,13 @@ def batch_dependence(model: PreTrainedModel) -> str:
         return "the library's products are faster on this CPU and depend on the number of rows"
     if is_fused(model):
         return ""
+    head = getattr(model, "lm_head", None)
+    heads = (head, getattr(head, "part", None))  # a rank's
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
                 return f"{path}.{name} is the weight of a product we don't compute"
-        if isinstance(module, PackedLinear) and module.out_features % VECTOR and module is not model.lm_head:
+        if isinstance(module, PackedLinear) and module.out_features % VECTOR and module not in heads:
             return f"{path} has {module.out_features} outputs, which is no multiple of {VECTOR}"
     return ""
 

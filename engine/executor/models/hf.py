@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
@@ -33,11 +33,13 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.plain_weights import PlainWeights, Weights
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
-from engine.executor.models.quantisation import Quantisation, read_quantisation
+from engine.executor.models.quantisation import read_quantisation
 from engine.executor.models.quantising import Quantising, check_kind
-from engine.executor.models.sharding import OPTION, fork_rng, random_shard, read_shard
+from engine.executor.models.sharding import OPTION, fork_rng, random_shard, shard_class, stored_cuts
+from engine.executor.models.sharding import plan as sharding_of
 from engine.executor.models.stored_weights import StoredWeights, in_this_thread
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
@@ -111,7 +113,8 @@ def load_model(
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
-    check_options(device, ranks, deterministic, quantize)
+    check_kind(quantize, device)
+    check_deterministic(deterministic, device)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -121,8 +124,7 @@ def load_model(
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
     if random:
-        module = random_model(directory, config, dtype, device, ranks)
-        quantising.quantise(module)
+        module = random_model(directory, config, dtype, device, quantising, ranks)
     else:
         options: dict[str, Any] = {"device": device, "ranks": ranks, "quantising": quantising}
         module = read_weights(directory, config, dtype, part=config is not whole, **options)
@@ -150,17 +152,10 @@ def load_model(
     )
 
 
-def check_options(
-    device: torch.device, ranks: Ranks, deterministic: bool, quantize: Literal["none", "int8", "fp8"]
-) -> None:
-    """Raise UnsupportedModel for options that no model honours on this device, or divided among ranks."""
-    check_kind(quantize, device)
+def check_deterministic(deterministic: bool, device: torch.device) -> None:
+    """Raise UnsupportedModel where the logits of every model depend on the batch."""
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
-    if deterministic and ranks.size > 1:
-        raise UnsupportedModel(f"--deterministic with {OPTION}: the order of the ranks' sums is not promised")
-    if quantize != "none" and ranks.size > 1:
-        raise UnsupportedModel(f"--quantize with {OPTION}: a row's scale would depend on the number of ranks")
 
 
 def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
@@ -198,7 +193,12 @@ def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None
 
 
 def random_model(
-    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks = ALONE
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    quantising: Quantising,
+    ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
     """Make the architecture with the weights that its own training would begin with, on `device`, from a fixed seed.
 
@@ -208,7 +208,7 @@ def random_model(
     if ranks.size > 1:
         if files := sorted(directory.glob("*.safetensors")):
             raise UnsupportedModel(f"--load random with {OPTION}: {files[0]} holds weights, which would not be used")
-        return random_shard(config, wanted, device, ranks)
+        return random_shard(config, wanted, device, ranks, quantising)
     with fork_rng(device), device:
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
@@ -225,6 +225,7 @@ def random_model(
                 shapes = f"{list(tensor.shape)}, the config says {list(made_up[name].shape)}"
                 raise ModelLoadError(f"{file}: {name} has shape {shapes}")
             made_up[name].copy_(tensor)
+    quantising.quantise(model)
     return model
 
 
@@ -247,12 +248,24 @@ def read_weights(
     if how := read_quantisation(directory, config.model_type):
         if part:
             raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
-        if ranks.size > 1:
-            raise UnsupportedModel(f"{config.model_type}: {OPTION} of weights quantised by {how.method}")
-        return read_quantised(directory, config, dtype, how, quantising)
+        wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
+        stored = StoredWeights(directory, config, how)
+        model = read_tensors(directory, config, wanted, stored, device=device, ranks=ranks, quantising=quantising)
+        if quantising is None or not (quantising.kept or quantising.kind):
+            log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+        return model
     check_stored_dtypes(directory, config.model_type)
-    if ranks.size > 1:
-        return read_part_of_weights(directory, config, dtype, device, ranks, part=part)
+    if ranks.size == 1:
+        return read_whole(directory, config, dtype, quantising, part=part)
+    weights = PlainWeights(directory, text_tower.name_in_text if part else str)
+    wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
+    return read_tensors(directory, config, wanted, weights, device=device, ranks=ranks, quantising=quantising)
+
+
+def read_whole(
+    directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, *, part: bool
+) -> PreTrainedModel:
+    """The model of a checkpoint that is not quantised, by transformers' own reader.  Raises ModelLoadError."""
     rounding = quantising if quantising is not None and quantising.kind else None
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
     try:
@@ -280,55 +293,52 @@ def read_weights(
     return model
 
 
-def read_part_of_weights(
-    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks, *, part: bool
+def read_tensors(
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    weights: Weights,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    quantising: Quantising | None,
 ) -> PreTrainedModel:
-    """One rank's part of the model of a checkpoint.  Raises ModelLoadError."""
-    if part:
-        raise UnsupportedModel(f"{config.model_type}: {OPTION} of a multimodal checkpoint")
+    """The model that these weights make, or a rank's part of it, tensor by tensor.  Raises ModelLoadError."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    sharding = sharding_of(config, device, ranks)
+    cuts = stored_cuts(config.model_type, sharding, weights.names, own.base_model_prefix)
+    if quantising is None:
+        quantising = Quantising("none", CPU)
+    else:
+        quantising.keep(weights.exact_modules(cuts), dtype)
+    quantising.divide(sharding.divided_rows, ranks)
+    one_by_one = not isinstance(weights, PlainWeights) or quantising.kind is not None
     try:
-        with report_progress(directory):
-            module, report = read_shard(directory, config, dtype, device, ranks)
+        with (
+            report_progress(directory, weights.sizes),
+            in_this_thread() if one_by_one else contextlib.nullcontext(),
+            weights.opened(cuts, dtype, quantising) as tensors,
+        ):
+            module, report = quantising.while_loading(shard_class(own, sharding)).from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+            report["unexpected_keys"] -= weights.without_meaning(report["unexpected_keys"], tensors)
+        weights.check(module)
+        if (directory / "generation_config.json").is_file():
+            module.generation_config = GenerationConfig.from_pretrained(directory)
     except ModelLoadError:
         raise
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     check_report(directory, config, report)
-    return module
-
-
-def read_quantised(
-    directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation, quantising: Quantising | None
-) -> PreTrainedModel:
-    """The model of a quantised checkpoint, with weights in the dtype that it computes in, or kept in 8 bits.
-
-    Raises ModelLoadError."""
-    wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
-    weights = StoredWeights(directory, config, how)
-    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if quantising is None:
-        quantising = Quantising("none", torch.device("cpu"))
-    else:
-        quantising.keep(weights.exact_modules(), wanted)
-    try:
-        with report_progress(directory, weights.sizes):
-            module, report = weights.load(
-                own,
-                wanted,
-                quantising,
-                config=config,
-                attn_implementation=NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-            )
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # config and model classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
-    check_report(directory, config, report)
     quantising.settle(module, own)
-    if not quantising.kept and quantising.kind is None:
-        log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
+    sharding.connect(module, ranks)
     model: PreTrainedModel = module
     return model
 

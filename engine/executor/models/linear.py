@@ -176,6 +176,6 @@ def _joined(linears: Sequence[nn.Linear | QuantisedLinear]) -> Tensor | Quantise
     quantised = [linear.quantised for linear in linears if isinstance(linear, QuantisedLinear)]
     if quantised:
         assert len(quantised) == len(linears)
-        return quantised[0] if len(quantised) == 1 else Quantised.join(quantised)
+        return Quantised.join(quantised)
     weights = [linear.weight.detach() for linear in linears]
     return weights[0] if len(weights) == 1 else torch.cat(weights)

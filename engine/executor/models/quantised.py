@@ -31,24 +31,30 @@ class Quantised:
     scale: Tensor  # float32: [out], or [out / 128, in / 128] of e4m3 in blocks, whose sizes are multiples of 128
 
     @classmethod
-    def of(cls, weight: Tensor, dtype: torch.dtype) -> Self:
+    def of(cls, weight: Tensor, dtype: torch.dtype, largest_of_rows: Callable[[Tensor], Tensor] | None = None) -> Self:
         """Round weight [out, in] to int8 or float8_e4m3fn, on its device.
+
+        largest_of_rows: of a part of the columns, returns the largest number [out] of each whole row from those of the
+        part.
 
         Scales are chosen for each row, so that its largest number becomes 127 or 448.  A number is then off by at most
         half a scale (int8), or a 16th of itself, or a scale / 1024 where that is more (e4m3)."""
         wide = weight.detach().to(torch.float32)
-        scale = wide.abs().amax(1) / LARGEST[dtype]
+        largest = wide.abs().amax(1)
+        scale = (largest if largest_of_rows is None else largest_of_rows(largest)) / LARGEST[dtype]
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a row of zeros
         shrunk = wide / scale[:, None]
         return cls((shrunk.round_() if dtype == torch.int8 else shrunk).to(dtype), scale)
 
-    @classmethod
-    def join(cls, parts: Iterable[Quantised]) -> Self:
-        """Return one weight of several with the same input: their rows, one after another."""
+    @staticmethod
+    def join(parts: Iterable[Quantised]) -> Quantised:
+        """Return one weight of several with the same input: their rows, one after another; of one no copy."""
         parts = list(parts)
+        if len(parts) == 1:
+            return parts[0]
         # Bytes, because torch does not join e4m3 on every device.
         numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(parts[0].numbers.dtype)
-        return cls(numbers, torch.cat([part.scale for part in parts]))
+        return Quantised(numbers, torch.cat([part.scale for part in parts]))
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once."""

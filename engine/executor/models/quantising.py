@@ -9,7 +9,7 @@ then the model is settled        Awaiting ────────────�
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 from engine.executor.models.dequantise import Stored8
 from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
+from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +65,20 @@ def _fits(linear: nn.Linear, kind: Stored8) -> bool:
 class Awaiting(nn.Module):
     """A linear layer whose weight is quantised as soon as it is set.  It computes nothing."""
 
-    def __init__(self, plain: nn.Linear, dtype: torch.dtype, device: torch.device, *, stored: bool) -> None:
-        """dtype: int8 or float8_e4m3fn.  stored: the weight comes as numbers of this dtype."""
+    def __init__(
+        self,
+        plain: nn.Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stored: bool,
+        largest_of_rows: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """dtype: int8 or float8_e4m3fn.  stored: the weight comes as such numbers.
+
+        largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
         super().__init__()
-        self.dtype, self.to_device = dtype, device
+        self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
         self.served_dtype = plain.weight.dtype  # of the model
         self.bias = plain.bias
         self.scale: Tensor | None = None
@@ -78,7 +89,7 @@ class Awaiting(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and value.device.type != "meta" and value.dtype != self.dtype:
-            quantised = Quantised.of(value.to(self.to_device), self.dtype)
+            quantised = Quantised.of(value.to(self.to_device), self.dtype, self.largest_of_rows)
             self.scale = quantised.scale
             value = nn.Parameter(quantised.numbers, requires_grad=False)
             value._is_hf_initialized = True  # else transformers makes it up again
@@ -92,6 +103,7 @@ class Quantising:
         """kind: the value of --quantize."""
         self.kind, self._device = None if kind == "none" else kind, device
         self._stored: Mapping[str, Stored8] = {}
+        self._ranks, self._divided = ALONE, frozenset[str]()
         self.kept: set[str] = set()  # modules whose stored numbers are served
         self.scales: dict[str, Tensor] = {}  # theirs, until the model is settled
 
@@ -102,6 +114,12 @@ class Quantising:
         if modules:
             kinds = kept_kinds(self._device, dtype)
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
+
+    def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
+        """Each rank has a part of each row of these modules.  The scale is that of the whole row, as with one rank.
+
+        So the ranks exchange the largest number of each row; all must set these weights in the same order."""
+        self._ranks, self._divided = ranks, frozenset(modules)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -145,7 +163,9 @@ class Quantising:
                     dtype = DTYPE["int8" if stored == "int8" else "fp8"]
                     setattr(parent, name, Awaiting(child, dtype, self._device, stored=True))
                 elif self.kind is not None and _fits(child, self.kind):
-                    setattr(parent, name, Awaiting(child, DTYPE[self.kind], self._device, stored=False))
+                    whole = self._ranks.greatest if full in self._divided else None
+                    awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
+                    setattr(parent, name, awaiting)
 
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
         """Make the model, whose class is `own`, computable.  Its weights must be set.

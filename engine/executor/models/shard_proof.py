@@ -51,7 +51,7 @@ def draw(model: PreTrainedModel) -> None:
     for name, tensor in sorted(model.named_parameters()):
         if tensor.dim() > 1:
             tensor.data.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
-        elif "bias" in name:
+        elif "bias" in name or "sinks" in name:
             tensor.data.normal_(std=0.1, generator=generator)
 
 

@@ -11,7 +11,9 @@ config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
     replicate, replicated_* all of it                                 -
 
 KV heads are divided, or each is held by N / heads ranks where there are fewer heads than ranks.  Other words of the
-table, and architectures without one, are refused by name.
+table, and architectures without one, are refused by name.  For gpt_oss the table is here (OWN_TABLES), with words of
+its own: `pairs` is columns / N of a transpose [experts, in, out], gate and up in turn, `rows` is in / N rows of one,
+`heads` is one number a head, `first` is a bias that rank 0 alone adds.
 
 Only a rank's part of each tensor is read.  Embeddings, norms and routers are whole on every rank.
 """
@@ -20,23 +22,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
+from engine.executor.models.cuts import Cut
 from engine.executor.models.linear import SHARD
+from engine.executor.models.quantised import QuantisedLinear
+from engine.executor.models.quantising import Quantising
 from engine.executor.models.shard_proof import kinds, prove_parts, shortened
-from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.ranks import Ranks
 
 OPTION = "--tensor-parallel"
@@ -50,47 +51,22 @@ EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
-SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The part of a parameter that a rank holds."""
-
-    dim: int  # -1 or -2
-    first: int
-    end: int  # past the last
-    halves: int = 1  # the parameter is so many equal tensors along `dim`, of each of which this is the part
-    padding: int = 0  # zeros behind the part
-
-    @property
-    def size(self) -> int:
-        """Length of the part along `dim`."""
-        return self.halves * (self.end - self.first) + self.padding
-
-    def take(self, stored: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return the part of a tensor, or of a slice of a file, of which nothing else is then read."""
-        dim = len(shape) + self.dim
-        parts = []
-        for first in range(0, shape[dim], shape[dim] // self.halves):
-            where = [slice(None)] * len(shape)
-            where[dim] = slice(first + self.first, first + self.end)
-            parts.append(stored[tuple(where)])
-        if self.padding:
-            parts.append(parts[-1].new_zeros([self.padding if i == dim else n for i, n in enumerate(shape)]))
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """The part of a tensor of a file; read when `part[...]` asks for it."""
-
-    stored: Any
-    shape: tuple[int, ...]
-    cut: Cut
-
-    def __getitem__(self, everything: EllipsisType) -> Tensor:
-        return self.cut.take(self.stored, self.shape)
+# Where transformers has none.  Paths are those of the base model.
+OWN_TABLES = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "heads",
+        "layers.*.mlp.experts.gate_up_proj": "pairs",
+        "layers.*.mlp.experts.gate_up_proj_bias": "pairs",
+        "layers.*.mlp.experts.down_proj": "rows",
+        "layers.*.mlp.experts.down_proj_bias": "first",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
+EVEN = {"heads": (-1, 1), "pairs": (-1, 2), "rows": (-2, 1)}  # own words: the dimension that is divided, and its unit
 
 
 @dataclass(frozen=True)
@@ -127,8 +103,18 @@ class Sharding:
 
     cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
     summed: list[str] = field(default_factory=list)  # modules
+    of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     gathered: str = ""  # the head; empty: every rank has all of it
     vocab_size: int = 0
+
+    @property
+    def divided_rows(self) -> set[str]:
+        """The modules of whose weight [out, in] each rank has a part of each row."""
+        return {
+            name.removesuffix(".weight")
+            for name, cut in self.cuts.items()
+            if cut.dim == -1 and not name.endswith(".bias")
+        }
 
     def shrink(self, model: nn.Module) -> None:
         """Replace the parameters of a model without weights by those of this rank, which are empty."""
@@ -144,11 +130,14 @@ class Sharding:
 
     def connect(self, model: PreTrainedModel, ranks: Ranks) -> None:
         """Let the layers of a loaded model exchange their outputs."""
+        if not ranks.first:
+            for path in self.of_first:
+                model.get_parameter(path).data.zero_()
         for path in self.summed:
             module = model.get_submodule(path)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | QuantisedLinear):
                 if not ranks.first:
-                    module.register_parameter("bias", None)  # rank 0 adds it
+                    module.bias = None  # rank 0 adds it
                 setattr(module, SHARD, Summed(ranks, module.out_features))
             module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
         if self.gathered:
@@ -175,10 +164,10 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     model: whole, without weights (on the meta device).  Raises UnsupportedModel for a table that is not followed here,
     and ModelLoadError where the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
-    if not (table := getattr(text, "base_model_tp_plan", None)):
+    if not (table := OWN_TABLES.get(text.model_type) or getattr(text, "base_model_tp_plan", None)):
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
     check_heads(kind, text, ranks.size)
-    prefix = model.base_model_prefix
+    prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # llama4_text
     styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(type(model)._tp_plan or {})
     sharding = Sharding(vocab_size=text.vocab_size)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -187,7 +176,14 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
         for path in filter(matches, modules):
             _place(sharding, model, path, style, ranks)
         for path in filter(matches, parameters):
-            sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
+            if style == "first":
+                sharding.of_first.append(path)
+            elif style in EVEN:
+                sharding.cuts[path] = _cut_evenly(kind, path, parameters[path], style, ranks)
+            else:
+                sharding.cuts[path] = _cut_experts(kind, path, parameters[path], style, ranks)
+    if not sharding.summed:
+        raise UnsupportedModel(f"{kind}: {OPTION}: transformers' table names no layer that the model has")
     return sharding
 
 
@@ -274,6 +270,14 @@ def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, rank
     return divide(outputs, ranks, halves=2)
 
 
+def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
+    """Return a rank's part of a parameter in the words of OWN_TABLES."""
+    dim, unit = EVEN[style]
+    size = parameter.shape[dim]
+    check_width(kind, path, size, unit * ranks.size)
+    return replace(divide(size, ranks), dim=dim)
+
+
 def check_width(kind: str, path: str, size: int, parts: int) -> None:
     """Raise ModelLoadError unless `size` can be divided."""
     if size % parts:
@@ -295,8 +299,12 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
     return type(model.__name__, (model,), {"__init__": make, "__module__": model.__module__})
 
 
-def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple[type[PreTrainedModel], Sharding]:
-    """Return the class of an architecture and what this rank holds of it, proved on a few of its layers."""
+def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Sharding:
+    """Return what this rank holds of an architecture, proved on a few of its layers; of one rank nothing is divided.
+
+    device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
+    if ranks.size == 1:
+        return Sharding()
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     sharding = _plan_without_proof(whole, config, ranks)
     layers, all_layers = 1, config.get_text_config().num_hidden_layers
@@ -313,7 +321,7 @@ def _plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> tuple
     del complete, parts
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache takes what is free
-    return whole, sharding
+    return sharding
 
 
 def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
@@ -321,38 +329,11 @@ def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, 
         return plan_shards(whole._from_config(config, attn_implementation=NAME), ranks)
 
 
-def read_shard(
-    directory: Path, config: PretrainedConfig, dtype: str, device: torch.device, ranks: Ranks
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return this rank's part of a checkpoint's model, on the host, and transformers' report.
-
-    device: where the model will compute, and its proof.
-    Raises ModelLoadError (UnsupportedModel), and whatever transformers raises."""
-    whole, sharding = _plan(config, device, ranks)
-    stored = stored_tensors(weight_files(directory))
-    wanted = getattr(torch, dtype) if dtype != "auto" else config.dtype or SAFETENSORS_DTYPES[_first_dtype(stored)]
-    with contextlib.ExitStack() as stack:
-        files = {file: stack.enter_context(safe_open(file, "pt")) for file in {each.file for each in stored.values()}}
-        tensors = {name: files[each.file].get_slice(name) for name, each in stored.items()}
-        for name, cut in _stored_cuts(config.model_type, sharding, set(stored), whole.base_model_prefix):
-            tensors[name] = StoredPart(tensors[name], stored[name].shape, cut)
-        model, report = shard_class(whole, sharding).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=wanted,
-            attn_implementation=NAME,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused by name
-        )
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    return _finish(model, whole, sharding, ranks), report
-
-
-def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
+def random_shard(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantising: Quantising
+) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
-    whole, sharding = _plan(config, device, ranks)
+    whole, sharding = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], plan(config, device, ranks)
     with torch.device("meta"):  # the whole may not fit the device
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
     model.to_empty(device=device)
@@ -362,30 +343,28 @@ def random_shard(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     for name, tensor in model.state_dict().items():
         if name not in sharding.cuts:
             ranks.copy_from_first(tensor)
-    return _finish(model, whole, sharding, ranks)
-
-
-def _finish(model: PreTrainedModel, whole: type[PreTrainedModel], sharding: Sharding, ranks: Ranks) -> PreTrainedModel:
     model.__class__ = whole
+    quantising.divide(sharding.divided_rows, ranks)
+    quantising.quantise(model)
     sharding.connect(model, ranks)
     return model
 
 
-def _first_dtype(stored: dict[str, Any]) -> str:
-    return next((each.dtype for each in stored.values() if each.dtype in SAFETENSORS_DTYPES), "F32")
+def stored_cuts(kind: str, sharding: Sharding, stored: Iterable[str], prefix: str) -> dict[str, Cut]:
+    """Return what this rank reads of the tensors that hold divided parameters.
 
-
-def _stored_cuts(kind: str, sharding: Sharding, stored: set[str], prefix: str) -> Iterator[tuple[str, Cut]]:
-    """Yield the tensors of the files that hold divided parameters.  Raises UnsupportedModel for one that none holds."""
-    left = set(sharding.cuts)
+    stored: names of all tensors.  prefix: what the model's names may begin with, and those of the tensors need not.
+    Raises UnsupportedModel for a divided parameter that none of the tensors holds."""
+    found, left = {}, set(sharding.cuts)
     for name in stored:
         for own in (name, f"{prefix}.{name}", _experts_of(name, sharding)):
             if (cut := sharding.cuts.get(own)) is not None:
                 left.discard(own)
-                yield name, cut if own != _experts_of(name, sharding) else Cut(cut.dim, cut.first, cut.end)
+                found[name] = cut if own != _experts_of(name, sharding) else Cut(cut.dim, cut.first, cut.end)
                 break
     if left:
         raise UnsupportedModel(f"{kind}: {OPTION}: the weight files hold {min(left)} in another form than the model")
+    return found
 
 
 def _experts_of(name: str, sharding: Sharding) -> str:

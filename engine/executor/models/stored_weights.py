@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -23,14 +23,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.executor.errors import UnsupportedModel
+from engine.executor.models.cuts import Cut, Where, part_of
 from engine.executor.models.dequantise import Shape, Stored8, as_stored, check_shapes, dequantise, stored_as
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
+from engine.executor.models.quantised import BLOCK, Quantised
 from engine.executor.models.quantising import Quantising
+from engine.executor.models.stored_areas import read_area, shape_of
 from engine.executor.models.weights import Stored, stored_tensors, weight_files
 
 # The name of a stored tensor: of which weight it is a part, and of which kind.
@@ -50,22 +53,42 @@ EIGHT_BITS = {"F8_E4M3", "I8"}
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight that exists in its stored form until `weight[...]` makes it."""
+    """A weight, or the part of it that a rank holds, in its stored form until `weight[...]` makes it."""
 
     how: Quantisation
     module: str
     parts: dict[str, Any]  # slices of files, which read nothing until they are indexed
+    shape: Shape  # of the whole weight
     dtype: torch.dtype
     quantising: Quantising
+    cut: Cut | None = None  # None: all of it
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:
-        parts = {part: stored[...] for part, stored in self.parts.items()}
+        pieces: Sequence[Where | None] = self.cut.pieces(self.shape) if self.cut else [None]
         if self.module in self.quantising.kept:
-            quantised = as_stored(self.how, parts)
+            quantised = Quantised.join([self._stored8(where) for where in pieces])
             self.quantising.scales[self.module] = quantised.scale
             return quantised.numbers
+        made = [self._plain(where) for where in pieces]
+        return self.cut.join(made) if self.cut else made[0]
+
+    def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
+        """Return the parts of a piece, and where it lies in the weight that they make."""
+        if where is None:
+            return {part: stored[...] for part, stored in self.parts.items()}, ()
+        return read_area(self.how, self.parts, where)
+
+    def _plain(self, where: Where | None) -> Tensor:
+        parts, inner = self._read(where)
         # What is rounded to 8 bits is not rounded to 16 first.
-        return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)
+        return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)[inner]
+
+    def _stored8(self, where: Where | None) -> Quantised:
+        parts, inner = self._read(where)
+        quantised = as_stored(self.how, parts)
+        if self.how.strategy == "block":
+            return quantised  # of whole blocks, by `exact_modules`
+        return Quantised(quantised.numbers[inner].contiguous(), quantised.scale[inner[:1]].contiguous())
 
 
 class StoredWeights:
@@ -73,7 +96,7 @@ class StoredWeights:
 
     def __init__(self, directory: Path, config: PretrainedConfig, how: Quantisation) -> None:
         """Read the headers.  Raises UnsupportedModel for tensors that `how` does not explain."""
-        self.directory, self.kind, self.how = directory, config.model_type, how
+        self.kind, self.how = config.model_type, how
         tensors = stored_tensors(weight_files(directory))
         self._files = {name: stored.file for name, stored in tensors.items()}
         self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # weight, kind of part -> name of the tensor
@@ -81,10 +104,13 @@ class StoredWeights:
         for name, stored in tensors.items():
             self._sort(name, stored, tensors)
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
+        self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
         for weight, parts in self._weights.items():
             self._check(weight, {part: tensors[name] for part, name in parts.items()})
             first = tensors[parts.get("weight") or parts.get("packed") or min(parts.values())]
             self._numbers[weight] = first.dtype, first.shape
+            self._shapes[weight] = shape_of(how, {part: tensors[name].shape for part, name in parts.items()})
+        self._shapes |= {name: tensors[name].shape for name in self._plain}
         self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
         self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
 
@@ -121,40 +147,58 @@ class StoredWeights:
         except ValueError as error:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
-    def exact_modules(self) -> dict[str, Stored8]:
-        """The modules whose stored numbers a product could take as they are, and as what."""
-        found = {
-            weight.removesuffix(".weight"): stored_as(self.how, parts, *self._numbers[weight])
-            for weight, parts in self._weights.items()
-        }
-        return {module: kind for module, kind in found.items() if kind is not None}
+    @property
+    def names(self) -> set[str]:
+        """Those of the tensors, as the model has them."""
+        return set(self._shapes)
 
-    def load(
-        self, model: type[PreTrainedModel], dtype: torch.dtype, quantising: Quantising, **options: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return the model and transformers' report.  Raises UnsupportedModel, and whatever transformers raises."""
-        with contextlib.ExitStack() as stack, in_this_thread():
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Stored8]:
+        """The modules whose stored numbers, or a rank's part of them, a product could take as they are, and as what."""
+        found: dict[str, Stored8] = {}
+        for weight, parts in self._weights.items():
+            kind = stored_as(self.how, parts, *self._numbers[weight])
+            if kind == "fp8 blocks" and (cut := cuts.get(weight)) is not None:
+                edges = [
+                    edge
+                    for piece in cut.pieces(self._shapes[weight])
+                    for edge in (piece[cut.dim].start, piece[cut.dim].stop)
+                ]
+                if any(edge % BLOCK for edge in edges):
+                    continue
+            if kind is not None:
+                found[weight.removesuffix(".weight")] = kind
+        return found
+
+    @contextlib.contextmanager
+    def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:
+        """The tensors, read and made when they are indexed, while the files are open.
+
+        cuts: what this rank holds of some.  dtype: of weights that are dequantised."""
+        with contextlib.ExitStack() as stack:
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(self._files.values()))}
             slices = {name: opened[file].get_slice(name) for name, file in self._files.items()}
-            tensors: dict[str, Any] = {name: slices[name] for name in self._plain}
+            tensors = {name: part_of(slices[name], self._shapes[name], cuts.get(name)) for name in self._plain}
             for weight, parts in self._weights.items():
                 stored = {part: slices[name] for part, name in parts.items()}
-                module = weight.removesuffix(".weight")
-                tensors[weight] = QuantisedWeight(self.how, module, stored, dtype, quantising)
-            loading = quantising.while_loading(model)
-            made, report = loading.from_pretrained(None, state_dict=tensors, dtype=dtype, **options)
-            report["unexpected_keys"] -= {name for name in report["unexpected_keys"] if self._is_no_bias(name, slices)}
-        if any(type(part) is Conv1D for part in made.modules()):
-            raise UnsupportedModel(f"{self.kind}: quantised weights of layers that store their transpose")
-        if (self.directory / "generation_config.json").is_file():
-            made.generation_config = GenerationConfig.from_pretrained(self.directory)
-        return made, report
+                module, shape = weight.removesuffix(".weight"), self._shapes[weight]
+                tensors[weight] = QuantisedWeight(self.how, module, stored, shape, dtype, quantising, cuts.get(weight))
+            yield tensors
 
-    def _is_no_bias(self, name: str, slices: dict[str, Any]) -> bool:
-        """Whether a tensor is a bias of zeros: some versions of gptq gave one to each layer that they quantised."""
-        if not name.endswith(".bias") or self.how.format != "gptq" or name not in slices:
+    def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
+        """Return the tensors that the model does not have and that change nothing: biases of zeros.
+
+        Some versions of gptq gave one to each layer that they quantised."""
+        return {name for name in unexpected if self._is_no_bias(name, tensors)}
+
+    def _is_no_bias(self, name: str, tensors: Mapping[str, Any]) -> bool:
+        if not name.endswith(".bias") or self.how.format != "gptq" or name not in tensors:
             return False
-        return name.removesuffix("bias") + "weight" in self._weights and not slices[name][...].any()
+        return name.removesuffix("bias") + "weight" in self._weights and not tensors[name][...].any()
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModel for a model whose layers store their transpose."""
+        if any(type(part) is Conv1D for part in model.modules()):
+            raise UnsupportedModel(f"{self.kind}: quantised weights of layers that store their transpose")
 
 
 @contextlib.contextmanager

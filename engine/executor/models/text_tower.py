@@ -69,3 +69,14 @@ def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     names = stored_tensors(weight_files(directory)) if any(directory.glob("*.safetensors")) else {}
     text.update({"tie_word_embeddings": not any(re.search(r"(^|\.)lm_head\.weight$", name) for name in names)})
     return text
+
+
+def name_in_text(name: str) -> str:
+    """Return what the text model calls a tensor of the files; empty: another part of the whole model has it.
+
+    A name that no rule knows stays, so that loading refuses it."""
+    if OTHER_TOWERS.match(name):
+        return ""
+    for pattern, own in RENAMED.items():
+        name = re.sub(pattern, own, name)
+    return name
