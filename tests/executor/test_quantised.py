@@ -174,7 +174,7 @@ def test_weights_equal_those_in_float64(quantised: Callable[[str], tuple[Path, d
 
 
 def served_weights(
-    directory: Path, quantize: Literal["none", "int8", "fp8"], device: torch.device = CPU
+    directory: Path, quantize: Literal["none", "int8", "fp8", "int4"], device: torch.device = CPU
 ) -> dict[str, Quantised]:
     """The weights of a checkpoint that have 8 bits when it is served."""
     model = hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=Quantising(quantize, device))

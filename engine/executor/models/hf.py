@@ -97,7 +97,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
     hf_overrides: str = "",
-    quantize: Literal["none", "int8", "fp8"] = "none",
+    quantize: Literal["none", "int8", "fp8", "int4"] = "none",
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
@@ -107,7 +107,7 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
-      quantize       round the weights of linear layers to 8 bits (`quantised.py`); none: as the checkpoint has them
+      quantize       round the weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
@@ -151,7 +151,7 @@ def load_model(
 
 
 def check_options(
-    device: torch.device, ranks: Ranks, deterministic: bool, quantize: Literal["none", "int8", "fp8"]
+    device: torch.device, ranks: Ranks, deterministic: bool, quantize: Literal["none", "int8", "fp8", "int4"]
 ) -> None:
     """Raise UnsupportedModel for options that no model honours on this device, or divided among ranks."""
     check_kind(quantize, device)
@@ -236,7 +236,7 @@ def read_weights(
 ) -> PreTrainedModel:
     """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 bits; None: all
+    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 or 4 bits; None: all
     weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
@@ -296,7 +296,7 @@ def read_part_of_weights(
 def read_quantised(
     directory: Path, config: PretrainedConfig, dtype: str, how: Quantisation, quantising: Quantising | None
 ) -> PreTrainedModel:
-    """The model of a quantised checkpoint, with weights in the dtype that it computes in, or kept in 8 bits.
+    """The model of a quantised checkpoint, with weights in the dtype that it computes in, or as they are stored.
 
     Raises ModelLoadError."""
     wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)

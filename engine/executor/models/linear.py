@@ -164,6 +164,8 @@ class Linears:
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | None:
         if isinstance(weight, Quantised):
+            if weight.numbers.dtype == torch.uint8:
+                return ops.pack_int4(weight.numbers, weight.scale, weight.zero)
             pack = ops.pack_int8 if weight.numbers.dtype == torch.int8 else ops.Fp8
             return pack(weight.numbers, weight.scale)
         if weight.device.type != "cpu":

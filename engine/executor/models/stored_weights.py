@@ -27,7 +27,15 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.dequantise import Shape, Stored8, as_stored, check_shapes, dequantise, stored_as
+from engine.executor.models.dequantise import (
+    Kept,
+    Shape,
+    as_stored,
+    check_shapes,
+    dequantise,
+    in_order_of_groups,
+    stored_as,
+)
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantising import Quantising
@@ -62,9 +70,9 @@ class QuantisedWeight:
         parts = {part: stored[...] for part, stored in self.parts.items()}
         if self.module in self.quantising.kept:
             quantised = as_stored(self.how, parts)
-            self.quantising.scales[self.module] = quantised.scale
+            self.quantising.scales[self.module] = quantised.scales
             return quantised.numbers
-        # What is rounded to 8 bits is not rounded to 16 first.
+        # What is rounded to 8 or 4 bits is not rounded to 16 first.
         return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)
 
 
@@ -83,7 +91,8 @@ class StoredWeights:
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
         for weight, parts in self._weights.items():
             self._check(weight, {part: tensors[name] for part, name in parts.items()})
-            first = tensors[parts.get("weight") or parts.get("packed") or min(parts.values())]
+            named = [parts[part] for part in ("weight", "packed", "qweight") if part in parts]
+            first = tensors[named[0] if named else min(parts.values())]
             self._numbers[weight] = first.dtype, first.shape
         self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
         self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
@@ -121,13 +130,21 @@ class StoredWeights:
         except ValueError as error:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
-    def exact_modules(self) -> dict[str, Stored8]:
-        """The modules whose stored numbers a product could take as they are, and as what."""
-        found = {
-            weight.removesuffix(".weight"): stored_as(self.how, parts, *self._numbers[weight])
-            for weight, parts in self._weights.items()
-        }
-        return {module: kind for module, kind in found.items() if kind is not None}
+    def exact_modules(self) -> dict[str, Kept]:
+        """The modules whose stored numbers a product could take as they are, and as what.
+
+        Those whose groups are columns from all over a row (act-order) are not among them: reads each g_idx."""
+        found: dict[str, Kept] = {}
+        for weight, parts in self._weights.items():
+            kind = stored_as(self.how, parts, *self._numbers[weight])
+            if kind is None:
+                continue
+            if kind == "int4" and (name := parts.get("g_idx")):
+                with safe_open(self._files[name], "pt") as file:
+                    if not in_order_of_groups(file.get_tensor(name), self.how):
+                        continue
+            found[weight.removesuffix(".weight")] = kind
+        return found
 
     def load(
         self, model: type[PreTrainedModel], dtype: torch.dtype, quantising: Quantising, **options: Any
