@@ -160,6 +160,11 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "product_int4(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, Tensor? plus, Tensor(a!) out) -> "
       "()");
+  // rms_norm of x (where there is a norm), then one of the products above: `product` without scale, `product_int8` with a
+  // scale [strips * columns], else `product_int4`.  silu_mul: then silu(gate) * up of the product's halves, without plus.
+  m.def(
+      "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
+      "bool silu_mul, Tensor? plus, Tensor(a!) out) -> ()");
   // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
   // [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]

@@ -331,6 +331,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+_silu_mul = silu_mul  # where a parameter has that name
+
+
 def rope_kv_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -507,27 +510,43 @@ def _in_strips(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_linear(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None = None
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    plus: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
 ) -> torch.Tensor:
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
     Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
-    `plus` has the dtype of the result.
+    `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the result,
+    without `plus`.
     """
-    y: torch.Tensor
-    if packed.ordered:
-        dtype = torch.float32 if packed.float32_out else x.dtype
-        y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
-        rows, flat = y.view(-1, packed.size), x.reshape(-1, x.shape[-1])
+    if not packed.ordered:
+        x = x if norm is None else rms_norm(x, norm, eps)
+        y = _library_linear(x, packed, bias, plus)
+        return _silu_mul(y) if silu_mul else y
+    size = packed.size // 2 if silu_mul else packed.size
+    dtype = torch.float32 if packed.float32_out else x.dtype
+    y = torch.empty(*x.shape[:-1], size, dtype=dtype) if plus is None else plus
+    flat, rows, added = x, y, plus
+    if x.dim() != 2:
+        flat, rows = x.reshape(-1, x.shape[-1]), y.view(-1, size)
         added = None if plus is None else rows
-        rest = (bias, added, rows)
-        if packed.scale is None:
-            torch.ops.quire.product.default(flat, packed.numbers, *rest)
-        elif packed.scale.dim() == 1:
-            torch.ops.quire.product_int8.default(flat, packed.numbers, packed.scale, *rest)
-        else:
-            torch.ops.quire.product_int4.default(flat, packed.numbers, packed.scale, packed.zero, *rest)
-    elif packed.float32_out:
+    torch.ops.quire.packed_linear.default(
+        flat, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, added, rows
+    )
+    return y
+
+
+def _library_linear(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None
+) -> torch.Tensor:
+    y: torch.Tensor
+    if packed.float32_out:
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
         torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))
         for more in (bias, plus):

@@ -169,6 +169,25 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   });
 }
 
+// One call for what a layer's product takes, since each call from Python costs as long as a small product.
+void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
+                   const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
+                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul,
+                   const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  TORCH_CHECK_VALUE(!silu_mul || !plus, "plus: there is none with silu_mul");
+  TORCH_CHECK_VALUE(out.dim() == 2, "out: ", out.dim(), " dimensions instead of 2");
+  const at::Tensor from = norm ? normed(x, *norm, eps) : x;
+  const at::Tensor y = silu_mul ? at::empty({out.size(0), 2 * out.size(1)}, out.options()) : out;
+  if (!scale) {
+    product(from, packed, bias, plus, y);
+  } else if (scale->dim() == 1) {
+    product_int8(from, packed, *scale, bias, plus, y);
+  } else {
+    product_int4(from, packed, *scale, zero, bias, plus, y);
+  }
+  if (silu_mul) silu_product(y, out);
+}
+
 // Every strip is one call of torch's small matrix product, whose weight lies as ours do.
 void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& out) {
   Size rows("rows"), inner("inner size"), features("features"), strips("strips"), steps("steps"), columns("columns"),
@@ -212,6 +231,7 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("product", product);
   m.impl("product_int8", product_int8);
   m.impl("product_int4", product_int4);
+  m.impl("packed_linear", packed_linear);
   m.impl("product_layout", product_layout);
 }
 

@@ -84,10 +84,7 @@ class Product(nn.Module):
         if self.weight is not None:
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
         assert self.packed is not None
-        if norm is not None:
-            x = ops.rms_norm(x, norm, eps)
-        y = ops.packed_linear(x, self.packed, self.bias, plus)
-        return ops.silu_mul(y) if self.silu_mul else y
+        return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
 
 
 SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
