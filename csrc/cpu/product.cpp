@@ -20,6 +20,10 @@ constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulat
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kTaskRows = 8 * kRows;
+// With so few rows a strip is read from first to last before the next one, since memory is fetched ahead best in one
+// direction, and x is laid out again for each.  With more, all strips meet a run of x while it is laid out.
+constexpr int64_t kFewRows = 2;
+constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead
 
 // What a weight meets: numbers of x as they are where an instruction takes them in pairs, else floats.
 template <class T>
@@ -59,7 +63,11 @@ template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2] = {};
   const Met<T>* numbers = x.numbers;
+  constexpr int64_t kStepBytes = kColumns * kTogether<T> * sizeof(T);
   for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t line = 0; line < kStepBytes; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight) + kAhead + line);
+    }
 #if defined(__AVX512BF16__)
     if constexpr (kTogether<T> == 2) {
       const auto left = bit_cast<__m512bh>(_mm512_loadu_si512(weight));
@@ -105,21 +113,29 @@ void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int6
   Rows<T> x;
   const int64_t strip_size = (args.inner + kTogether<T> - 1) / kTogether<T> * kTogether<T> * kColumns;
   const int64_t groups = (rows + kRows - 1) / kRows;
-  for (int64_t run = 0; run < args.inner || run == 0; run += kRun<T>) {
-    const int64_t inner = std::min(kRun<T>, args.inner - run);
-    const bool last = run + kRun<T> >= args.inner;
+  const auto lay_run = [&](int64_t begin, int64_t count, int64_t run) {
+    lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, std::min(kRun<T>, args.inner - run));
+  };
+  const auto multiply_run = [&](int64_t begin, int64_t count, int64_t run, int64_t strip) {
+    const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;
+    const int64_t steps = (std::min(kRun<T>, args.inner - run) + kTogether<T> - 1) / kTogether<T>;
+    float* to = sums[begin] + strip * kColumns;
+    multiply(count, x, weight, steps, to, run == 0, std::make_integer_sequence<int, kRows>{});
+    for (int64_t i = 0; run + kRun<T> >= args.inner && i < count; ++i) {
+      finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
+    }
+  };
+  for (int64_t strip = 0; rows <= kFewRows && strip < strips; ++strip) {
+    for (int64_t run = 0; run < args.inner || run == 0; run += kRun<T>) {
+      lay_run(0, rows, run);
+      multiply_run(0, rows, run, strip);
+    }
+  }
+  for (int64_t run = 0; rows > kFewRows && (run < args.inner || run == 0); run += kRun<T>) {
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
-      lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, inner);
-      for (int64_t strip = 0; strip < strips; ++strip) {
-        const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;
-        float* to = sums[begin] + strip * kColumns;
-        multiply(count, x, weight, (inner + kTogether<T> - 1) / kTogether<T>, to, run == 0,
-                 std::make_integer_sequence<int, kRows>{});
-        for (int64_t i = 0; last && i < count; ++i) {
-          finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
-        }
-      }
+      lay_run(begin, count, run);
+      for (int64_t strip = 0; strip < strips; ++strip) multiply_run(begin, count, run, strip);
     }
   }
 }
