@@ -522,22 +522,24 @@ def packed_linear(
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
     Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
-    `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the result,
-    without `plus`.
+    `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the
+    result, without `plus`.
     """
     if not packed.ordered:
         x = x if norm is None else rms_norm(x, norm, eps)
         y = _library_linear(x, packed, bias, plus)
         return _silu_mul(y) if silu_mul else y
-    size = packed.size // 2 if silu_mul else packed.size
-    dtype = torch.float32 if packed.float32_out else x.dtype
-    y = torch.empty(*x.shape[:-1], size, dtype=dtype) if plus is None else plus
-    flat, rows, added = x, y, plus
     if x.dim() != 2:
-        flat, rows = x.reshape(-1, x.shape[-1]), y.view(-1, size)
-        added = None if plus is None else rows
+        flat = x.reshape(-1, x.shape[-1])
+        added = None if plus is None else plus.view(-1, plus.shape[-1])
+        y = packed_linear(flat, packed, bias, added, norm=norm, eps=eps, silu_mul=silu_mul)
+        return y.view(*x.shape[:-1], y.shape[-1]) if plus is None else plus
+    y = x if plus is None else plus
+    if plus is None:
+        size = packed.size // 2 if silu_mul else packed.size
+        y = x.new_empty(x.shape[0], size, dtype=torch.float32 if packed.float32_out else None)
     torch.ops.quire.packed_linear.default(
-        flat, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, added, rows
+        x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, plus, y
     )
     return y
 

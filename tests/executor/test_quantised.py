@@ -218,7 +218,7 @@ def test_how_the_fingerprint_names_int4(quantised: Callable[[str], tuple[Path, d
     """A layer that the config ignores keeps its dtype without --quantize int4, and is rounded with it."""
     found = {}
     for quantize in ("none", "int4", "int8"):
-        loading = Quantising(quantize, CPU)  # type: ignore[arg-type]
+        loading = Quantising(quantize, CPU)
         directory = quantised("awq-32")[0]
         hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=loading)
         found[quantize] = loading.changes["weights of linear layers"]
@@ -234,7 +234,9 @@ def test_columns_in_the_order_of_their_importance_are_dequantised(
     assert {name.rpartition(".")[2] for name in kept} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
 
-def test_groups_that_no_product_has_are_dequantised(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_no_product_has_are_dequantised(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = w4(16)
     monkeypatch.setitem(KINDS, "w4-16", Written(config, pack_quantised(16)))
     exact = quantise_checkpoint(plain, tmp_path / "w4-16", "w4-16")
@@ -266,7 +268,9 @@ def test_another_kind_is_rounded_on_request(
     for name, weight in rounded.items():
         wanted = Quantised.of(exact[f"{name}.weight"].float(), weight.numbers.dtype)
         assert weight.numbers.dtype == DTYPE[asked]
-        torch.testing.assert_close(weight.dequantised(torch.float32), wanted.dequantised(torch.float32), atol=0.01, rtol=0)
+        torch.testing.assert_close(
+            weight.dequantised(torch.float32), wanted.dequantised(torch.float32), atol=0.01, rtol=0
+        )
 
 
 @pytest.mark.parametrize("kind", ["awq-32", "gptq-64-asym", "w4-64-asym", "w4-all"])

@@ -1,4 +1,4 @@
-"""Products with int4 weights: bit for bit what their definition gives, near the product in float64, equal in any company."""
+"""Products with int4 weights: bit for bit what their definition gives, near float64, and equal in any company."""
 
 from __future__ import annotations
 

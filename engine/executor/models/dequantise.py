@@ -98,7 +98,7 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return the numbers of these parts, and their scales and zero points, all exact.  `stored_as` must name their kind."""
+    """Return the numbers of these parts, their scales and zero points, all exact.  `stored_as` must name their kind."""
     if how.bits == 4:
         return _four_bits(how, parts)
     if how.format == "packed":
@@ -118,7 +118,9 @@ def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
     if how.format == "packed":
         numbers, scale = parts["packed"].contiguous().view(torch.uint8), parts["scale"]
         if parts["shape"].tolist() != [len(numbers), 2 * numbers.shape[1]]:
-            raise ValueError(f"its packed has shape {list(parts['packed'].shape)}, for a weight of {parts['shape'].tolist()}")
+            raise ValueError(
+                f"its packed has shape {list(parts['packed'].shape)}, for a weight of {parts['shape'].tolist()}"
+            )
         if "zero_point" in parts:
             zero = unpack(parts["zero_point"].T, 4).T[: len(numbers)]
     else:

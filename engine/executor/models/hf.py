@@ -107,7 +107,7 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
-      quantize       round the weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
+      quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
@@ -236,8 +236,8 @@ def read_weights(
 ) -> PreTrainedModel:
     """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 or 4 bits; None: all
-    weights become plain ones.  Raises ModelLoadError."""
+    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 or 4 bits; None:
+    all weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):

@@ -27,7 +27,7 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 MIDDLE = 8  # the zero point of 4 bits where there is none
-PIECE = 1 << 22  # numbers that are rounded to 4 bits at a time
+PIECE = 1 << 18  # numbers that are rounded to 4 bits at a time: what is freed in between is small
 
 
 class Scales(NamedTuple):
@@ -111,8 +111,14 @@ class Quantised:
         scales = [part.scale.repeat_interleave(groups // part.scale.shape[1], 1) for part in parts]
         if all(part.zero is None for part in parts):
             return cls(numbers, torch.cat(scales))
-        zeros = [torch.full_like(part.scale, MIDDLE, dtype=torch.uint8) if part.zero is None else part.zero for part in parts]
-        return cls(numbers, torch.cat(scales), torch.cat([zero.repeat_interleave(groups // zero.shape[1], 1) for zero in zeros]))
+        zeros = [
+            torch.full_like(part.scale, MIDDLE, dtype=torch.uint8) if part.zero is None else part.zero for part in parts
+        ]
+        return cls(
+            numbers,
+            torch.cat(scales),
+            torch.cat([zero.repeat_interleave(groups // zero.shape[1], 1) for zero in zeros]),
+        )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once."""
