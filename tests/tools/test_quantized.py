@@ -13,12 +13,17 @@ from engine.tools import quantized
 OPTIONS = ["--rounds=2", "--kv-blocks=256", "--threads=1", "--text-tokens=600", "--cpu-time"]
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_command(
-    checkpoint: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path],
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     monkeypatch.setattr(quantized, "WINDOW", 200)
     monkeypatch.setattr(quantized, "DECODED", 9)
-    asked = [str(checkpoint("llama")), f"--text={text}", "--quantize=int8", *OPTIONS]
+    asked = [str(checkpoint("llama")), f"--text={text}", f"--quantize={kind}", *OPTIONS]
     assert quantized.main(asked) == 0
     figures = json.loads(capsys.readouterr().out)
     # Weights of a tiny model at random: its guesses are those of chance, rounded or not.
