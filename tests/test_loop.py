@@ -136,10 +136,13 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
     engine = Engine(CONFIG, ScriptedExecutor(INFO, 64, step_seconds=0.02), box, box)
     for _ in range(2):  # the second time from idleness
         box.orders.append(Generate("r", "g", [5], 8, Sampling(ignore_eos=True), 2**60))
+        turns: list[float] = []
         while not engine.core.idle or box.orders:
+            began = time.monotonic()
             engine.turn()
+            turns.append(time.monotonic() - began)
         load = box.said[-1].load
-        assert 0.02 <= load.step_s < 0.04
+        assert 0.02 <= load.step_s <= 2 * max(turns)  # a step begins in one turn and ends in the next
         time.sleep(0.3)
         engine.turn()
     assert box.said[-1].load.step_s == load.step_s

@@ -59,7 +59,7 @@ STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
 TARGET_MS = 1600  # in the on-time lane
 WARM_RATE = 0.3  # of the rate, in the warm-up: caches fill before the queue does
-TIME = "local now = call('TIME')\n  return now[1] * 1000 + math.floor(now[2] / 1000)"
+TIME = "local time = call('TIME')\n    NOW = time[1] * 1000 + math.floor(time[2] / 1000)"
 
 
 class Turn(msgspec.Struct):
@@ -426,10 +426,10 @@ def redis_cpu_s(info: Mapping[str, Any]) -> float:
 def use_virtual_clock() -> None:
     """Let the scripts of this process take the time from a key.  Raises RuntimeError where their clock has changed."""
     for script in vars(scripts).values():
-        if isinstance(script, scripts.Script):
+        if isinstance(script, scripts.Script) and "now_ms" in script.source:
             if TIME not in script.source:
                 raise RuntimeError("now_ms of base.lua is not what this program replaces")
-            script.source = script.source.replace(TIME, "return tonumber(call('GET', P .. 'virtual_ms'))")
+            script.source = script.source.replace(TIME, "NOW = tonumber(call('GET', P .. 'virtual_ms'))")
             script.sha = hashlib.sha1(script.source.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -52,18 +52,20 @@ def test_requests_and_refusals_are_counted() -> None:
 
 def test_a_meter_records_one_request() -> None:
     telemetry = Telemetry("g")
-    meter = Meter(telemetry, time.monotonic() - 2.0)
+    sent = time.monotonic() - 2.0
+    meter = Meter(telemetry, sent)
     meter.admit()
     meter.record_piece(Piece(0, "", []))
     meter.record_piece(Piece(0, "a", [1]))
     meter.record_piece(Piece(0, "bcd", [2, 3, 4], finish="stop"))
     meter.close("/v1/completions", 200)
+    most = time.monotonic() - sent
     got = samples(telemetry)
     assert got["quire_output_tokens_total", ""] == 4
     assert got["quire_time_to_first_token_seconds_count", ""] == 1
-    assert 2.0 <= got["quire_time_to_first_token_seconds_sum", ""] < 3.0
+    assert 2.0 <= got["quire_time_to_first_token_seconds_sum", ""] <= most
     assert got["quire_inter_token_latency_seconds_count", ""] == 3
-    assert 2.0 <= got["quire_request_latency_seconds_sum", ""] < 3.0
+    assert 2.0 <= got["quire_request_latency_seconds_sum", ""] <= most
     Meter(telemetry, time.monotonic()).close("/v1/completions", 200)  # one that never got a token
     assert samples(telemetry)["quire_time_to_first_token_seconds_count", ""] == 1
 

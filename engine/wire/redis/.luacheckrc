@@ -12,7 +12,7 @@ local constants = {
   "PACE_TOKENS", "RESPONSE_BYTES",
 }
 local shared = {
-  "P", "call", "now_ms", "alive", "order",
+  "P", "call", "NOW", "now_ms", "alive", "order",
   "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane", "waiting_entry", "enqueue", "dequeue",

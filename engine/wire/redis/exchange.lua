@@ -167,9 +167,11 @@ local function claim_share()
   return me.retry and math.max(1, math.ceil(me.retry - now)) or 0
 end
 
-local function report_room(left)  -- how many prompt tokens the engine would still claim, for submits and other engines
+-- What a retry of this exchange gets, and how many prompt tokens the engine would still claim: for submits and other
+-- engines.
+local function record(reply, left)
   local now = now_ms()
-  call('HSET', state, 'room', left, 'heard', now)
+  call('HSET', state, 'session', session, 'seq', seq, 'reply', reply, 'room', left, 'heard', now)
   if publishes ~= '' and left > 0 then
     call('HSET', P .. 'spare', engine, struct.pack('<ddddd', left, now, token_us, step_us, backlog))
   else
@@ -237,12 +239,11 @@ else
   local left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
   if not closed and call('EXISTS', P .. 'waiting') == 1 then claim_from_crowd() end
   orders = take_orders()
-  call('HSET', state, 'session', session, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry}))
-  report_room(left)
+  record(cmsgpack.pack({claimed, orders, retry}), left)
 end
 call('SADD', P .. 'engines', engine)
 call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
-call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms)
+if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
 call('PEXPIRE', state, MEMORY_MS)
 local works = {}
 for _, one in ipairs(claimed) do works[#works + 1] = describe(unpack(one)) end

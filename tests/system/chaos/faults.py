@@ -127,20 +127,19 @@ async def demote_redis(world: World, fault: Fault) -> None:
 async def failover(world: World, fault: Fault) -> None:
     """A replica is promoted and the name moves to it.  The old master is killed, or else it is demoted: its connections
     stay open, it takes writes for a moment longer, which are lost, and its replies to the rest are refusals."""
-    world.doors.failovers += 1
     pair, old = world.pair, world.redis
-    new = await pair.replica()
-    if fault.dice < 0.5:
-        old.signal(signal.SIGKILL)
-        await asyncio.sleep(2 * fault.dice * MOVED_S)
-        await new.replicate(0)
+    with world.doors.failing_over():
+        new = await pair.replica()
+        if fault.dice < 0.5:
+            old.signal(signal.SIGKILL)
+            await asyncio.sleep(2 * fault.dice * MOVED_S)
+            await new.replicate(0)
+        else:
+            await new.replicate(0)
+            await asyncio.sleep(LAGGING_S)
+            await pair.demote()
+            await asyncio.sleep((2 * fault.dice - 1) * MOVED_S)
         pair.move()
-        return
-    await new.replicate(0)
-    await asyncio.sleep(LAGGING_S)
-    await pair.demote()
-    await asyncio.sleep((2 * fault.dice - 1) * MOVED_S)
-    pair.move()
 
 
 async def cut(proxies: Sequence[Proxy], seconds: float) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,16 @@ class Doors:
     far: list[str]
     gateway_kills: int = 0  # so far: a plain stream that breaks meanwhile has an excuse
     gateways_ending: int = 0  # killed, and not seen gone yet: they may still accept a connection
-    failovers: int = 0  # so far: one during a stream may have lost its request
+    failovers: int = 0  # begun and ended so far: one that a stream has seen any of may have lost its request
+
+    @contextlib.contextmanager
+    def failing_over(self) -> Iterator[None]:
+        """A failover goes on.  Also requests sent meanwhile may be lost: the old master takes them for a while."""
+        self.failovers += 1
+        try:
+            yield
+        finally:
+            self.failovers += 1
 
 
 @dataclass

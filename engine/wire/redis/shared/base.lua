@@ -7,9 +7,14 @@
 local P = KEYS[1]
 local call = redis.call
 
-local function now_ms()  -- unix time on Redis' clock
-  local now = call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
+local NOW  -- what now_ms has read
+
+local function now_ms()  -- unix time on Redis' clock, the same in all of a script
+  if not NOW then
+    local time = call('TIME')
+    NOW = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return NOW
 end
 
 local function alive(id)  -- whether the request has not ended

@@ -73,9 +73,9 @@ end
 
 local function keep(id)  -- make the log expire `retain` ms from now
   local log = P .. 'log:' .. id
-  local retain, once = unpack(call('HMGET', log, 'retain', 'once'))
+  local retain, once, count = unpack(call('HMGET', log, 'retain', 'once', 'n'))
   if not retain then return end
-  for i = 0, continuations(id) - 1 do
+  for i = 0, (count or 0) - 1 do
     call('PEXPIRE', log .. ':' .. i, retain)
     call('PEXPIRE', log .. ':' .. i .. ':logprobs', retain)
   end
