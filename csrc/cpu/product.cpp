@@ -58,6 +58,28 @@ void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner
   }
 }
 
+// kColumns weights as two vectors.  Those of bfloat16 are the even ones and the odd ones, which a shift and a mask unpack;
+// the sums of such vectors are put `in_order` in the end.
+template <class T>
+inline void load_columns(const T* weight, Floats& first, Floats& second) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    Words pairs;
+    std::memcpy(&pairs, weight, sizeof pairs);
+    first = bit_cast<Floats>(pairs << 16);
+    second = bit_cast<Floats>(pairs & 0xffff0000);
+  } else {
+    first = load(weight);
+    second = load(weight + kLanes);
+  }
+}
+
+template <int... i>
+inline void in_order(Floats& even, Floats& odd, std::integer_sequence<int, i...>) {
+  const Floats first = __builtin_shufflevector(even, odd, (i / 2 + i % 2 * kLanes)...);
+  odd = __builtin_shufflevector(even, odd, ((i + kLanes) / 2 + i % 2 * kLanes)...);
+  even = first;
+}
+
 // sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip; `steps`: of kTogether numbers.
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
@@ -82,7 +104,8 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
     } else
 #endif
     {
-      const Floats left = load(weight), right = load(weight + kLanes);
+      Floats left, right;
+      load_columns(weight, left, right);
       unroll<rows>([&](auto i) {
         const Floats number = broadcast(static_cast<float>(numbers[i * Rows<T>::kStride]));
         sum[i][0] = fma(left, number, sum[i][0]);
@@ -93,6 +116,9 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
     numbers += kTogether<T>;
   }
   unroll<rows>([&](auto i) {
+    if constexpr (std::is_same_v<T, bf16> && kTogether<T> == 1) {
+      in_order(sum[i][0], sum[i][1], std::make_integer_sequence<int, kLanes>{});
+    }
     float* to = sums + i * kTaskStrips * kColumns;
     store(to, first ? sum[i][0] : load(to) + sum[i][0]);
     store(to + kLanes, first ? sum[i][1] : load(to + kLanes) + sum[i][1]);

@@ -55,14 +55,14 @@ def test_rounding_is_within_its_bound(dtype: torch.dtype, seed: int, given_as: t
     assert (top[[0, 1, 2, 4, 5, 6]] == LARGEST[dtype]).all()
 
 
-@given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.floats(-6, 4))
+@given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.floats(-6, 7))
 def test_rounding_to_4_bits_is_within_its_bound(seed: int, given_as: torch.dtype, power: float) -> None:
     weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(seed)) * 10**power
     weight[3] = 0
     weight[4, 1] *= 30
     weight[5] = weight[5].abs()
     weight[6, :32] = -weight[6, :32].abs()
-    weight = weight.to(given_as)
+    weight = weight.clamp(-torch.finfo(given_as).max, torch.finfo(given_as).max).to(given_as)
     quantised = Quantised.of(weight, torch.uint8)
     assert quantised.zero is not None
     assert (quantised.numbers.shape, quantised.scale.shape, quantised.zero.shape) == ((7, 48), (7, 3), (7, 3))
@@ -72,7 +72,7 @@ def test_rounding_to_4_bits_is_within_its_bound(seed: int, given_as: torch.dtype
     largest = weight.double().view(7, 3, 32).abs().amax(2)
     assert (quantised.scale[largest > 0] <= largest[largest > 0] * 2 / 15 * 1.001).all()
     in_half = quantised.scale.half().float() == quantised.scale
-    assert in_half[quantised.scale >= 2**-14].all()
+    assert in_half[(quantised.scale >= 2**-14) & (quantised.scale < 65504)].all()
 
 
 def test_rounding_to_4_bits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
