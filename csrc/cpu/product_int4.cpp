@@ -26,8 +26,8 @@ constexpr int kSums = 2;  // of a lane: of high bytes and of low ones
 #else
 constexpr int kSums = 1;
 #endif
-constexpr int kRows = kLanes == 16 ? 6 : 5;  // x 2 halves of a strip x kSums, and the weights
-constexpr int64_t kTaskRows = 10 * kRows;
+constexpr int kRows = kLanes == 16 ? 6 : 4;  // x 2 halves of a strip x kSums, and the weights
+constexpr int64_t kTaskRows = 12 * kRows;
 constexpr int64_t kRun = 256;                           // numbers of `inner` that stay in the cache, about
 constexpr int64_t kStepBytes = kLanes * kInt4Together;  // of a strip
 constexpr int64_t kSteps = kInt4Block / kInt4Together;  // of a block
@@ -53,16 +53,19 @@ template <class T>
 void quantise(const T* x, int64_t inner, int64_t group, uint8_t* to) {
   int32_t* sums = reinterpret_cast<int32_t*>(to + 2 * inner);
   Ints sum{};
+  int64_t left = group;  // numbers of the group that follow
   const float scale = round_row(x, inner, [&](int64_t k, Ints q) {
     put(to + 2 * k, q);
-    sum = k % group == 0 ? q : sum + q;
-    if ((k + kLanes) % group == 0) {
-      int32_t total = 0;
-      for (int i = 0; i < kLanes; ++i) total += sum[i];
-      sums[k / group] = total;
-    }
+    sum += q;
+    left -= kLanes;
+    if (left > 0) return;
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; ++i) total += sum[i];
+    *sums++ = total;
+    sum = Ints{};
+    left = group;
   });
-  std::memcpy(sums + inner / group, &scale, sizeof scale);
+  std::memcpy(sums, &scale, sizeof scale);
 }
 
 // The weights of a half of the strip that meet a part of a step of x.
