@@ -151,6 +151,20 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
   m.def(
       "product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  // `product` with weights of 4 bits and x of any dtype, whose rows are rounded to 16 bits.  Sums of a group of inputs are
+  // exact integers.
+  //   packed     [strips, inner / 4, columns / 2, 4] u8: packed[s, k, c, t] = w[s * columns + c, 4 * k + t]
+  //              + 16 * w[s * columns + columns / 2 + c, 4 * k + t]
+  //   scale      [strips, groups, columns] f16 or f32; groups have 32, 64, .. 4,096 inputs
+  //   zero       [strips, groups, columns] u8: the weight is (w - zero) * scale; absent: 8
+  m.def(
+      "product_int4(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, Tensor? plus, Tensor(a!) out) -> "
+      "()");
+  // rms_norm of x (where there is a norm), then one of the products above: `product` without scale, `product_int8` with a
+  // scale [strips * columns], else `product_int4`.  silu_mul: then silu(gate) * up of the product's halves, without plus.
+  m.def(
+      "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
+      "bool silu_mul, Tensor? plus, Tensor(a!) out) -> ()");
   // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
   // [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]

@@ -20,6 +20,10 @@ constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulat
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kTaskRows = 8 * kRows;
+// With so few rows a strip is read from first to last before the next one, since memory is fetched ahead best in one
+// direction, and x is laid out again for each.  With more, all strips meet a run of x while it is laid out.
+constexpr int64_t kFewRows = 2;
+constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead
 
 // What a weight meets: numbers of x as they are where an instruction takes them in pairs, else floats.
 template <class T>
@@ -54,12 +58,38 @@ void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner
   }
 }
 
+// kColumns weights as two vectors.  Those of bfloat16 are the even ones and the odd ones, which a shift and a mask unpack;
+// the sums of such vectors are put `in_order` in the end.
+template <class T>
+inline void load_columns(const T* weight, Floats& first, Floats& second) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    Words pairs;
+    std::memcpy(&pairs, weight, sizeof pairs);
+    first = bit_cast<Floats>(pairs << 16);
+    second = bit_cast<Floats>(pairs & 0xffff0000);
+  } else {
+    first = load(weight);
+    second = load(weight + kLanes);
+  }
+}
+
+template <int... i>
+inline void in_order(Floats& even, Floats& odd, std::integer_sequence<int, i...>) {
+  const Floats first = __builtin_shufflevector(even, odd, (i / 2 + i % 2 * kLanes)...);
+  odd = __builtin_shufflevector(even, odd, ((i + kLanes) / 2 + i % 2 * kLanes)...);
+  even = first;
+}
+
 // sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip; `steps`: of kTogether numbers.
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2] = {};
   const Met<T>* numbers = x.numbers;
+  constexpr int64_t kStepBytes = kColumns * kTogether<T> * sizeof(T);
   for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t line = 0; line < kStepBytes; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight) + kAhead + line);
+    }
 #if defined(__AVX512BF16__)
     if constexpr (kTogether<T> == 2) {
       const auto left = bit_cast<__m512bh>(_mm512_loadu_si512(weight));
@@ -74,7 +104,8 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
     } else
 #endif
     {
-      const Floats left = load(weight), right = load(weight + kLanes);
+      Floats left, right;
+      load_columns(weight, left, right);
       unroll<rows>([&](auto i) {
         const Floats number = broadcast(static_cast<float>(numbers[i * Rows<T>::kStride]));
         sum[i][0] = fma(left, number, sum[i][0]);
@@ -85,6 +116,9 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
     numbers += kTogether<T>;
   }
   unroll<rows>([&](auto i) {
+    if constexpr (std::is_same_v<T, bf16> && kTogether<T> == 1) {
+      in_order(sum[i][0], sum[i][1], std::make_integer_sequence<int, kLanes>{});
+    }
     float* to = sums + i * kTaskStrips * kColumns;
     store(to, first ? sum[i][0] : load(to) + sum[i][0]);
     store(to + kLanes, first ? sum[i][1] : load(to + kLanes) + sum[i][1]);
@@ -105,21 +139,29 @@ void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int6
   Rows<T> x;
   const int64_t strip_size = (args.inner + kTogether<T> - 1) / kTogether<T> * kTogether<T> * kColumns;
   const int64_t groups = (rows + kRows - 1) / kRows;
-  for (int64_t run = 0; run < args.inner || run == 0; run += kRun<T>) {
-    const int64_t inner = std::min(kRun<T>, args.inner - run);
-    const bool last = run + kRun<T> >= args.inner;
+  const auto lay_run = [&](int64_t begin, int64_t count, int64_t run) {
+    lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, std::min(kRun<T>, args.inner - run));
+  };
+  const auto multiply_run = [&](int64_t begin, int64_t count, int64_t run, int64_t strip) {
+    const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;
+    const int64_t steps = (std::min(kRun<T>, args.inner - run) + kTogether<T> - 1) / kTogether<T>;
+    float* to = sums[begin] + strip * kColumns;
+    multiply(count, x, weight, steps, to, run == 0, std::make_integer_sequence<int, kRows>{});
+    for (int64_t i = 0; run + kRun<T> >= args.inner && i < count; ++i) {
+      finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
+    }
+  };
+  for (int64_t strip = 0; rows <= kFewRows && strip < strips; ++strip) {
+    for (int64_t run = 0; run < args.inner || run == 0; run += kRun<T>) {
+      lay_run(0, rows, run);
+      multiply_run(0, rows, run, strip);
+    }
+  }
+  for (int64_t run = 0; rows > kFewRows && (run < args.inner || run == 0); run += kRun<T>) {
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t begin = group * rows / groups, count = (group + 1) * rows / groups - begin;
-      lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, inner);
-      for (int64_t strip = 0; strip < strips; ++strip) {
-        const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;
-        float* to = sums[begin] + strip * kColumns;
-        multiply(count, x, weight, (inner + kTogether<T> - 1) / kTogether<T>, to, run == 0,
-                 std::make_integer_sequence<int, kRows>{});
-        for (int64_t i = 0; last && i < count; ++i) {
-          finish(args, first_row + begin + i, (first_strip + strip) * kColumns, to + i * kTaskStrips * kColumns);
-        }
-      }
+      lay_run(begin, count, run);
+      for (int64_t strip = 0; strip < strips; ++strip) multiply_run(begin, count, run, strip);
     }
   }
 }

@@ -12,8 +12,8 @@
 #include "cpu/product_int8.h"
 
 #include <algorithm>
-#include <limits>
 
+#include "cpu/integers.h"
 #include "cpu/pool.h"
 
 namespace quire::cpu {
@@ -31,7 +31,6 @@ constexpr int64_t kTaskRows = 8 * kRows;
 constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
 constexpr int64_t kStepBytes = kColumns * kInt8Together;  // of a strip
 constexpr int64_t kAhead = 1024;                          // bytes that weights are fetched ahead
-constexpr float kLargest = 127 * 256 + 127;
 constexpr float kOffset = 128;  // of a stored weight
 
 // What a row in the workspace ends with.
@@ -43,13 +42,7 @@ struct Row {
 // numbers[k]: q of kLanes numbers, in the order in which Sum takes them.
 inline void put(uint8_t* numbers, Ints q) {
 #if defined(__AVX512VNNI__)
-  typedef int8_t Chars __attribute__((vector_size(16)));
-  typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes a lane
-  const Chars low_bytes = __builtin_convertvector(q, Chars);
-  const Chars high_bytes = __builtin_convertvector((q - __builtin_convertvector(low_bytes, Ints)) >> 8, Chars);
-  const Quads low = bit_cast<Quads>(low_bytes), high = bit_cast<Quads>(high_bytes);
-  const Quads steps[2] = {__builtin_shufflevector(high, low, 0, 4, 1, 5), __builtin_shufflevector(high, low, 2, 6, 3, 7)};
-  std::memcpy(numbers, steps, sizeof steps);
+  store_bytes(numbers, q);
 #else
   const Shorts narrow = __builtin_convertvector(q, Shorts);
   std::memcpy(numbers, &narrow, sizeof narrow);
@@ -58,25 +51,14 @@ inline void put(uint8_t* numbers, Ints q) {
 
 template <class T>
 void quantise(const T* x, int64_t inner, uint8_t* numbers) {
-  Words sizes{};  // compared as integers, infinities and NaN are the largest
-  over_lanes(inner, [&](int64_t k, auto n) {
-    const Words size = bit_cast<Words>(read(x + k, n)) & 0x7fffffff;
-    sizes = size > sizes ? size : sizes;
-  });
-  uint32_t largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = std::max<uint32_t>(largest, sizes[i]);
-  const bool finite = largest < 0x7f800000;
-  const float inverse = finite ? std::min(kLargest / bit_cast<float>(largest), 0x1p126f) : 0.0f;
-  const Floats rounder = broadcast(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   Doubles sum{};
-  over_lanes(inner, [&](int64_t k, auto n) {
-    const Ints q = bit_cast<Ints>(read(x + k, n) * inverse + rounder) - bit_cast<Ints>(rounder);
+  Row row{};
+  row.scale = round_row(x, inner, [&](int64_t k, Ints q) {
     sum += __builtin_convertvector(q, Doubles);
     put(numbers + 2 * k, q);
   });
   const int64_t written = (inner + kLanes - 1) / kLanes * kLanes, size = int8_row_bytes(inner) - 64;
   std::memset(numbers + 2 * written, 0, size - 2 * written);
-  Row row{finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN(), 0};
   for (int i = 0; i < kLanes; ++i) row.sum += sum[i];
   std::memcpy(numbers + size, &row, sizeof row);
 }
@@ -107,16 +89,10 @@ struct Sum {
   void add(Words weights, const uint8_t* x) {
     int32_t bytes[2];
     std::memcpy(bytes, x, sizeof bytes);
-    high = dot(high, weights, bytes[0]);
-    low = dot(low, weights, bytes[1]);
+    high = multiply_add(high, weights, bytes[0]);
+    low = multiply_add(low, weights, bytes[1]);
   }
   Ints total() const { return bit_cast<Ints>((high << 8) + low); }
-
- private:
-  static Words dot(Words sum, Words weights, int32_t four) {
-    return bit_cast<Words>(
-        _mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(four)));
-  }
 };
 #else
 struct Sum {
@@ -125,14 +101,7 @@ struct Sum {
   void add(Words weights, const uint8_t* x) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof pair);
-#if defined(__AVX512BW__)
-    all += bit_cast<Words>(_mm512_madd_epi16(bit_cast<__m512i>(weights), _mm512_set1_epi32(pair)));
-#elif defined(__AVX2__)
-    all += bit_cast<Words>(_mm256_madd_epi16(bit_cast<__m256i>(weights), _mm256_set1_epi32(pair)));
-#else
-    all += (weights & 0xffff) * static_cast<uint32_t>(static_cast<int16_t>(pair));
-    all += (weights >> 16) * static_cast<uint32_t>(pair >> 16);
-#endif
+    all = multiply_add(all, weights, pair);
   }
   Ints total() const { return bit_cast<Ints>(all); }
 };

@@ -100,6 +100,9 @@ inline Floats load(const bf16* p) {
 #if defined(__AVX512F__)  // GCC 12 makes four instructions of the conversion below
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+#elif defined(__AVX2__)
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 #else
   Halves x;
   std::memcpy(&x, p, sizeof x);

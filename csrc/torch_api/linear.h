@@ -45,11 +45,16 @@ inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps
   return y;
 }
 
+// out = silu(gate) * up of gate_up, which holds gate, then up, in every row.
+inline void silu_product(const at::Tensor& gate_up, const at::Tensor& out) {
+  static const auto silu_mul = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("quire::silu_mul", "")
+                                   .typed<void(const at::Tensor&, const at::Tensor&)>();
+  silu_mul.call(gate_up, out);
+}
+
 inline void linear_chain(at::Tensor x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, at::Tensor out) {
-  static const auto silu_mul_op = c10::Dispatcher::singleton()
-                                      .findSchemaOrThrow("quire::silu_mul", "")
-                                      .typed<void(const at::Tensor&, const at::Tensor&)>();
   if (norm) x = normed(x, *norm, eps);
   if (!bias && !silu_mul) {
     if (add) {
@@ -63,7 +68,7 @@ inline void linear_chain(at::Tensor x, const at::Tensor& weight, const std::opti
   if (silu_mul) {
     const at::Tensor gate_up = y;
     y = add || !out.is_contiguous() ? at::empty(out.sizes(), out.options()) : out;
-    silu_mul_op.call(gate_up, y);
+    silu_product(gate_up, y);
   }
   if (add) {
     out.add_(y);

@@ -332,6 +332,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+_silu_mul = silu_mul  # where a parameter has that name
+
+
 def rope_kv_write(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -434,7 +437,8 @@ class Packed:
     size: int  # out
     ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
     float32_out: bool = False  # the result is not rounded to the weight's dtype
-    scale: torch.Tensor | None = None  # [out, padded] float32, of an int8 weight
+    scale: torch.Tensor | None = None  # of int8 weights [padded] float32, of int4 weights [strips, groups, columns]
+    zero: torch.Tensor | None = None  # [strips, groups, columns] u8, of int4 weights with zero points
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
@@ -467,6 +471,37 @@ def pack_int8(numbers: torch.Tensor, scale: torch.Tensor) -> Packed:
     return Packed(strips, len(numbers), True, scale=torch.nn.functional.pad(scale, (0, columns - len(scale))))
 
 
+INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # inputs: a group of int4 weights is a multiple of the one, up to the other
+
+
+def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Packed:
+    """A packed copy of a weight of 4 bits, on a CPU: (number - zero) * scale, in groups of consecutive inputs.
+
+    numbers  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high half of byte i
+    scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
+    zero     [out, groups] u8, 0 to 15; None: 8
+
+    Products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the largest
+    |x| times the largest |weight| away from the product in float64, and (2 + groups) / 16 million of the sum of all
+    |x| |weight|, before the last rounding.  Bits of a row do not depend on the batch, on threads or on the CPU."""
+    columns, _ = torch.ops.quire.product_layout.default(numbers)
+    size, together = len(numbers), 4
+    padded = torch.nn.functional.pad(numbers, (0, 0, 0, -size % columns))
+    single = torch.stack([padded & 0xF, padded >> 4], -1)  # [padded, in / 2, 2]
+    low, high = single.view(-1, 2, columns // 2, numbers.shape[1] * 2 // together, together).unbind(1)
+    strips = (low | high << 4).transpose(1, 2).contiguous()
+
+    def by_strip(of_groups: torch.Tensor) -> torch.Tensor:
+        wide = torch.nn.functional.pad(of_groups, (0, 0, 0, -size % columns))
+        return wide.view(len(strips), columns, -1).transpose(1, 2).contiguous()
+
+    half = scale.to(torch.float16)
+    exact = torch.equal(half.to(torch.float32), scale)  # as most checkpoints have them
+    return Packed(
+        strips, size, True, scale=by_strip(half if exact else scale), zero=None if zero is None else by_strip(zero)
+    )
+
+
 def _in_strips(weight: torch.Tensor) -> torch.Tensor:
     """A copy of weight [out, in] in the layout of `product`, padded with zeros."""
     size, inner = weight.shape
@@ -476,24 +511,45 @@ def _in_strips(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_linear(
-    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None = None
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    plus: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
 ) -> torch.Tensor:
     """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
 
     Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
-    `plus` has the dtype of the result.
+    `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the
+    result, without `plus`.
     """
+    if not packed.ordered:
+        x = x if norm is None else rms_norm(x, norm, eps)
+        y = _library_linear(x, packed, bias, plus)
+        return _silu_mul(y) if silu_mul else y
+    if x.dim() != 2:
+        flat = x.reshape(-1, x.shape[-1])
+        added = None if plus is None else plus.view(-1, plus.shape[-1])
+        y = packed_linear(flat, packed, bias, added, norm=norm, eps=eps, silu_mul=silu_mul)
+        return y.view(*x.shape[:-1], y.shape[-1]) if plus is None else plus
+    y = x if plus is None else plus
+    if plus is None:
+        size = packed.size // 2 if silu_mul else packed.size
+        y = x.new_empty(x.shape[0], size, dtype=torch.float32 if packed.float32_out else None)
+    torch.ops.quire.packed_linear.default(
+        x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, plus, y
+    )
+    return y
+
+
+def _library_linear(
+    x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None
+) -> torch.Tensor:
     y: torch.Tensor
-    if packed.ordered:
-        dtype = torch.float32 if packed.float32_out else x.dtype
-        y = x.new_empty(*x.shape[:-1], packed.size, dtype=dtype) if plus is None else plus
-        rows, flat = y.view(-1, packed.size), x.reshape(-1, x.shape[-1])
-        added = None if plus is None else rows
-        if packed.scale is None:
-            torch.ops.quire.product.default(flat, packed.numbers, bias, added, rows)
-        else:
-            torch.ops.quire.product_int8.default(flat, packed.numbers, packed.scale, bias, added, rows)
-    elif packed.float32_out:
+    if packed.float32_out:
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
         torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))
         for more in (bias, plus):

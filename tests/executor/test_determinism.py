@@ -28,10 +28,13 @@ DTYPES = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("family", "quantize"),
-    [*((family, "none") for family in FAMILIES), *((family, "int8") for family in ("llama", "qwen2", "gemma2"))],
+    [
+        *((family, "none") for family in FAMILIES),
+        *((family, kind) for family in ("llama", "qwen2", "gemma2") for kind in ("int8", "int4")),
+    ],
 )
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
-    checkpoint: Checkpoint, family: str, quantize: Literal["none", "int8"], dtype: str
+    checkpoint: Checkpoint, family: str, quantize: Literal["none", "int8", "int4"], dtype: str
 ) -> None:
     """Recompute equals decode: the logits of every position, in one chunk, in chunks of 7, alone and in a crowd."""
     model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True, quantize=quantize)

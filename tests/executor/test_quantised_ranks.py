@@ -157,7 +157,7 @@ def parts_of(directory: Path, make: Callable[[], Quantising], dtype: str) -> tup
 
 
 def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "bfloat16") -> None:
-    """All linear layers have 8 bits, and the numbers and scales of both ranks are those of one rank."""
+    """All linear layers are quantised, and numbers, scales and zero points of both ranks are those of one rank."""
     how = make()
     whole = hf.read_weights(directory, hf.read_config(directory), dtype, quantising=how)
     models, hows = parts_of(directory, make, dtype)
@@ -166,14 +166,19 @@ def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "b
     assert len(layers) == 14
     for name, weight in layers.items():
         a, b = (model.get_submodule(name).quantised for model in models)
+        zero: Tensor | None = None
         if name.endswith(("o_proj", "down_proj")):
             numbers = torch.cat([a.numbers.view(torch.uint8), b.numbers.view(torch.uint8)], 1)
             scales = [torch.cat([a.scale, b.scale], 1)] if weight.scale.dim() == 2 else [a.scale, b.scale]
+            if a.zero is not None and b.zero is not None:
+                zero = torch.cat([a.zero, b.zero], 1)
         else:
             joined = Quantised.join([a, b])
-            numbers, scales = joined.numbers.view(torch.uint8), [joined.scale]
+            numbers, scales, zero = joined.numbers.view(torch.uint8), [joined.scale], joined.zero
         assert torch.equal(numbers, weight.numbers.view(torch.uint8)), name
         assert all(torch.equal(scale, weight.scale) for scale in scales), name
+        assert (zero is None) == (weight.zero is None), name
+        assert zero is None or weight.zero is None or torch.equal(zero, weight.zero), name
 
 
 @pytest.fixture
@@ -189,10 +194,26 @@ def test_int8_of_both_ranks_is_that_of_one(quantised: Made, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("unproved")
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["awq-32", "gptq-32", "gptq-64-asym", "w4-32", "w4-64-asym"])
+def test_int4_of_both_ranks_is_that_of_one(quantised: Made, kind: str) -> None:
+    check_parts(quantised(kind)[0], lambda: Quantising("none", CPU))
+
+
+@pytest.mark.usefixtures("unproved")
+def test_parts_that_end_within_a_group_are_dequantised(quantised: Made) -> None:
+    """`o_proj` and `down_proj` have 256 inputs in two groups of 128, which four ranks would cut."""
+    directory, _ = quantised("awq-128")
+    config = hf.read_config(directory)
+    model = hf.read_weights(directory, config, "float32", ranks=Ranks(1, 4), quantising=Quantising("none", CPU))
+    kept = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
+    assert kept == {"k_proj", "v_proj", "q_proj", "gate_proj", "up_proj"}
+
+
+@pytest.mark.usefixtures("unproved")
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("kind", ["plain", "w4-64-asym"])
 def test_what_both_ranks_round_is_what_one_rounds(
-    wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], kind: str, quantize: Literal["int8", "fp8"]
+    wide: Callable[[str], tuple[Path, Path, dict[str, Any]]], kind: str, quantize: Literal["int8", "fp8", "int4"]
 ) -> None:
     """Rounded from a checkpoint in floating point, and from one that is dequantised first."""
     floating, packed, _ = wide("w4-64-asym")
@@ -226,16 +247,17 @@ def texts_of(directory: Path, ranks: int, sampling: Sampling = GREEDY, **options
     return found
 
 
-@pytest.mark.parametrize("kind", ["fp8-block", "awq-32", "gptq-128-order", "w4-64-asym", "ct-int8"])
+@pytest.mark.parametrize("kind", ["fp8-block", "awq-32", "gptq-128-order", "gptq-all", "w4-64-asym", "ct-int8"])
 def test_the_text_of_one_rank(quantised: Made, kind: str) -> None:
     directory, _ = quantised(kind)
     assert texts_of(directory, 1) == texts_of(directory, 2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "w4-32"])
-def test_the_text_of_one_rank_rounded_to_int8(plain: Path, quantised: Made, kind: str) -> None:
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_text_of_one_rank_that_rounds(plain: Path, quantised: Made, kind: str, quantize: str) -> None:
     directory = plain if kind == "plain" else quantised(kind)[0]
-    assert texts_of(directory, 1, quantize="int8") == texts_of(directory, 2, quantize="int8")
+    assert texts_of(directory, 1, quantize=quantize) == texts_of(directory, 2, quantize=quantize)
 
 
 def test_four_ranks_share_two_kv_heads_in_int8(plain: Path) -> None:

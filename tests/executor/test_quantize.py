@@ -1,4 +1,4 @@
-"""--quantize: weights rounded to 8 bits at load, and what is served with them."""
+"""--quantize: weights rounded to 8 or 4 bits at load, and what is served with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.executor.local import load
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.linear import Fp8Linear, PackedLinear, Product
-from engine.executor.models.quantised import LARGEST, Quantised
+from engine.executor.models.quantised import DTYPE, LARGEST, Quantised
 from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
 from engine.llm import LLM
@@ -55,9 +55,53 @@ def test_rounding_is_within_its_bound(dtype: torch.dtype, seed: int, given_as: t
     assert (top[[0, 1, 2, 4, 5, 6]] == LARGEST[dtype]).all()
 
 
+@given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.floats(-6, 7))
+def test_rounding_to_4_bits_is_within_its_bound(seed: int, given_as: torch.dtype, power: float) -> None:
+    weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(seed)) * 10**power
+    weight[3] = 0
+    weight[4, 1] *= 30
+    weight[5] = weight[5].abs()
+    weight[6, :32] = -weight[6, :32].abs()
+    weight = weight.clamp(-torch.finfo(given_as).max, torch.finfo(given_as).max).to(given_as)
+    quantised = Quantised.of(weight, torch.uint8)
+    assert quantised.zero is not None
+    assert (quantised.numbers.shape, quantised.scale.shape, quantised.zero.shape) == ((7, 48), (7, 3), (7, 3))
+    assert quantised.zero.max() <= 15
+    error = (quantised.dequantised(torch.float64) - weight.double()).abs().view(7, 3, 32)
+    assert (error <= 0.51 * quantised.scale.double()[..., None]).all()
+    largest = weight.double().view(7, 3, 32).abs().amax(2)
+    assert (quantised.scale[largest > 0] <= largest[largest > 0] * 2 / 15 * 1.001).all()
+    in_half = quantised.scale.half().float() == quantised.scale
+    assert in_half[(quantised.scale >= 2**-14) & (quantised.scale < 65504)].all()
+
+
+def test_rounding_to_4_bits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    whole = Quantised.of(weight, torch.uint8)
+    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 128)
+    pieces = Quantised.of(weight, torch.uint8)
+    assert torch.equal(whole.dequantised(torch.float32), pieces.dequantised(torch.float32))
+
+
+def test_joined_weights_of_4_bits_have_groups_that_fit_all() -> None:
+    rng = torch.Generator().manual_seed(1)
+    parts = []
+    for size, groups, zeros in ((3, 2, False), (5, 3, True), (2, 1, False)):
+        numbers = torch.randint(0, 256, (size, 96), generator=rng).to(torch.uint8)
+        zero = torch.randint(0, 16, (size, groups), generator=rng).to(torch.uint8) if zeros else None
+        parts.append(Quantised(numbers, torch.rand(size, groups, generator=rng), zero))
+    joined = Quantised.join(parts)
+    assert joined.scale.shape == (10, 6)
+    wanted = torch.cat([part.dequantised(torch.float32) for part in parts])
+    assert torch.equal(joined.dequantised(torch.float32), wanted)
+    alike = Quantised.join([parts[0], parts[2]])
+    assert alike.zero is None
+    assert torch.equal(alike.dequantised(torch.float32), torch.cat([wanted[:3], wanted[8:]]))
+
+
 def test_joined_weights_follow_one_another() -> None:
-    parts = [torch.randn(size, 16, generator=torch.Generator().manual_seed(size)) for size in (3, 5)]
-    for dtype in LARGEST:
+    parts = [torch.randn(size, 32, generator=torch.Generator().manual_seed(size)) for size in (3, 5)]
+    for dtype in DTYPE.values():
         joined = Quantised.join([Quantised.of(part, dtype) for part in parts])
         whole = Quantised.of(torch.cat(parts), dtype)
         assert torch.equal(joined.dequantised(torch.float32), whole.dequantised(torch.float32))
@@ -66,25 +110,50 @@ def test_joined_weights_follow_one_another() -> None:
 def as_served(
     directory: Path, dtype: torch.dtype = torch.int8, read_as: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """transformers' own model with the weights that --quantize int8 or fp8 serves, in float32."""
+    """transformers' own model with the weights that --quantize serves, in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=read_as).eval().float()
     stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            weight = stored.get_submodule(name).weight  # rounded once, to 8 bits
+            weight = stored.get_submodule(name).weight  # rounded once
             module.weight.data = Quantised.of(weight, dtype).dequantised(torch.float32)
     return model
 
 
+ON_CPU: list[Literal["int8", "int4"]] = ["int8", "int4"]
+
+
+@pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma2"])
-def test_greedy_text_is_that_of_the_rounded_weights(checkpoint: Callable[[str], Path], family: str) -> None:
+def test_greedy_text_is_that_of_the_rounded_weights(
+    checkpoint: Callable[[str], Path], family: str, kind: Literal["int8", "int4"]
+) -> None:
     directory = checkpoint(family)
-    model = load_model(str(directory), dtype="float32", device=CPU, quantize="int8")
-    assert served(model, words(40)) == greedy(as_served(directory), words(40))
+    model = load_model(str(directory), dtype="float32", device=CPU, quantize=kind)
+    assert served(model, words(40)) == greedy(as_served(directory, DTYPE[kind]), words(40))
 
 
-def in_int8(model: PreTrainedModel) -> dict[str, bool]:
-    """Each linear layer as it is served, by the end of its name: whether its weight has 8 bits."""
+def test_a_layer_of_odd_width_keeps_its_dtype_with_int4(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path / "llama", "llama", hidden_size=64, intermediate_size=80)
+    model = load_model(str(directory), dtype="float32", device=CPU, quantize="int4").module
+    layers = dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj"), True)
+    assert quantised_layers(model) == layers | {"down_proj": False, "head": False}
+
+
+def test_int4_takes_less_than_a_third_of_bfloat16(tmp_path: Path) -> None:
+    """Half a byte for a weight, and for each 32 a scale of two bytes and a zero point of one."""
+    directory = make_tiny(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=256)
+    model = load_model(str(directory), dtype="bfloat16", device=CPU, quantize="int4").module
+    packs = [module.packed for module in model.modules() if isinstance(module, Product) and module.packed is not None]
+    four = [(pack.numbers, pack.scale, pack.zero) for pack in packs if pack.zero is not None]
+    assert len(four) == 8
+    held = sum(part.numel() * part.element_size() for parts in four for part in parts if part is not None)
+    weights = sum(2 * numbers.numel() for numbers, _, _ in four)
+    assert held == weights // 2 + weights // 32 * 3
+
+
+def quantised_layers(model: PreTrainedModel) -> dict[str, bool]:
+    """Each linear layer as it is served, by the end of its name: whether its weight has 8 or 4 bits."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | Product | nn.Linear):
@@ -97,19 +166,19 @@ def test_all_but_the_head_and_embeddings(checkpoint: Callable[[str], Path]) -> N
     model = load_model(str(checkpoint("llama")), dtype="bfloat16", device=CPU, quantize="int8").module
     assert is_fused(model)
     layers = dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), True)
-    assert in_int8(model) == layers | {"head": False}
+    assert quantised_layers(model) == layers | {"head": False}
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def test_a_family_that_is_not_fused(checkpoint: Callable[[str], Path]) -> None:
     model = load_model(str(checkpoint("gpt_neox")), dtype="float32", device=CPU, quantize="int8").module
     layers = dict.fromkeys(("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), True)
-    assert in_int8(model) == layers | {"lm_head": False}
+    assert quantised_layers(model) == layers | {"lm_head": False}
 
 
 def test_routers_stay(tmp_path: Path) -> None:
     model = load_model(str(make_tiny(tmp_path / "qwen", "qwen2_moe")), dtype="float32", device=CPU, quantize="int8")
-    assert {name for name, yes in in_int8(model.module).items() if yes} == {
+    assert {name for name, yes in quantised_layers(model.module).items() if yes} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
 
@@ -118,7 +187,7 @@ def test_weights_that_are_made_up(checkpoint: Callable[[str], Path], tmp_path: P
     """As a spare rehearses: there is a config and no weight file."""
     (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
     model = load_model(str(tmp_path), dtype="bfloat16", device=CPU, quantize="int8", random=True)
-    assert in_int8(model.module)["qkv_proj"]
+    assert quantised_layers(model.module)["qkv_proj"]
     assert model.changes == {"weights of linear layers": "int8"}
 
 
@@ -126,28 +195,29 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     """Its tensors have other names in the files than in the model."""
     directory = make_tiny(tmp_path / "mistral3", "mistral3", model_class=model_class("mistral3"))
     model = load_model(str(directory), dtype="float32", device=CPU, quantize="int8").module
-    assert in_int8(model)["down_proj"]
+    assert quantised_layers(model)["down_proj"]
 
 
 def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str], Path]) -> None:
     directory = checkpoint("llama")
     digests = set()
-    for kind in ("none", "int8"):
+    for kind in ("none", "int8", "int4"):
         loaded = load_model(str(directory), dtype="bfloat16", device=CPU, quantize=kind)
         digests.add(fingerprint(directory, loaded.dtype, changes=loaded.changes))
-    assert len(digests) == 2
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(
     ("kind", "device", "reason"),
     [
         ("int8", "cuda", "--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it"),
+        ("int4", "cuda", "--quantize int4: only a CPU multiplies with int4 weights; --device cpu can do it"),
         ("fp8", "cpu", "--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it"),
         ("fp8", "cuda", "--quantize fp8: the GPU has compute capability 8.9, its products need 9.0"),
     ],
 )
 def test_a_device_without_the_product_is_refused(
-    kind: Literal["int8", "fp8"], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    kind: Literal["int8", "fp8", "int4"], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(UnsupportedModel) as caught:

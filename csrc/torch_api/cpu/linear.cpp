@@ -13,6 +13,7 @@
 
 #include "cpu/pool.h"
 #include "cpu/product.h"
+#include "cpu/product_int4.h"
 #include "cpu/product_int8.h"
 #include "torch_api/cpu/convert.h"
 
@@ -38,16 +39,17 @@ struct ProductSizes {
       together{"numbers together"};
 };
 
-void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed,
+// layout: of `packed`, its columns and its numbers together.
+void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed, std::tuple<int64_t, int64_t> layout,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
   expect("x", x, {s.rows, s.inner});
   expect("out", out, {s.rows, s.features});
   if (plus) expect("plus", *plus, {s.rows, s.features});
   if (bias) expect_plain("bias", *bias, {s.features}, x.scalar_type(), on_cpu());
-  const auto [wide, deep] = product_layout(packed);
+  const auto [wide, deep] = layout;
   s.columns.agree("this build", wide);
   s.together.agree("this build", deep);
-  s.strips.agree("out", (s.features + wide - 1) / wide);
+  s.strips.agree("out", (s.features + kColumns - 1) / kColumns);
   s.steps.agree("x", (s.inner + deep - 1) / deep);
   expect("packed", packed, {s.strips, s.steps, s.columns, s.together});
   expect_contiguous("packed", packed);
@@ -74,7 +76,7 @@ void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<
              const std::optional<at::Tensor>& plus, const at::Tensor& out) {
   ProductSizes sizes;
   expect_dtype("packed", packed, x.scalar_type(), "x");
-  check_product(sizes, x, packed, bias, plus, out);
+  check_product(sizes, x, packed, product_layout(packed), bias, plus, out);
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
@@ -100,7 +102,7 @@ void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   ProductSizes sizes;
   Size padded("padded features");
   expect_dtype("packed", packed, at::kByte);
-  check_product(sizes, x, packed, bias, plus, out);
+  check_product(sizes, x, packed, product_layout(packed), bias, plus, out);
   padded.agree("packed", sizes.strips * kColumns);
   expect_plain("scale", scale, {padded}, at::kFloat, on_cpu());
   const at::Tensor workspace = at::empty({sizes.rows, int8_row_bytes(sizes.inner)}, packed.options());
@@ -124,6 +126,66 @@ void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .threads = threads(),
     });
   });
+}
+
+void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                  const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  ProductSizes sizes;
+  Size groups("groups"), wide("features of a strip");
+  expect_dtype("packed", packed, at::kByte);
+  check_product(sizes, x, packed, {kLanes, kInt4Together}, bias, plus, out);
+  wide.agree("this build", kColumns);
+  const bool narrow = scale.scalar_type() == at::kHalf;
+  expect_plain("scale", scale, {sizes.strips, groups, wide}, narrow ? at::kHalf : at::kFloat, on_cpu());
+  if (zero) expect_plain("zero", *zero, {sizes.strips, groups, wide}, at::kByte, on_cpu());
+  const int64_t group = groups > 0 ? sizes.inner / groups : 0;
+  TORCH_CHECK_VALUE(group % kInt4Block == 0 && group > 0 && group <= kInt4LargestGroup && group * groups == sizes.inner,
+                    "scale: groups is ", int64_t{groups}, ", x has an inner size of ", int64_t{sizes.inner},
+                    ", and a group has 32, 64, .. 4096 inputs");
+  const at::Tensor workspace = at::empty({sizes.rows, int4_row_bytes(sizes.inner, group)}, packed.options());
+  by_dtypes(x, out, [&](auto type, auto out_type) {
+    using T = decltype(type);
+    using Out = decltype(out_type);
+    cpu::product_int4(cpu::Int4ProductArgs<T, Out>{
+        .x = numbers<T>(x),
+        .x_stride = x.stride(0),
+        .weight = numbers<uint8_t>(packed),
+        .scale = narrow ? numbers<fp16>(scale) : nullptr,
+        .wide_scale = narrow ? nullptr : numbers<float>(scale),
+        .zero = numbers<uint8_t>(zero),
+        .bias = numbers<T>(bias),
+        .plus = numbers<Out>(plus),
+        .plus_stride = plus ? plus->stride(0) : 0,
+        .out = static_cast<Out*>(out.data_ptr()),
+        .out_stride = out.stride(0),
+        .workspace = workspace.data_ptr<uint8_t>(),
+        .rows = sizes.rows,
+        .inner = sizes.inner,
+        .features = sizes.features,
+        .group = group,
+        .threads = threads(),
+    });
+  });
+}
+
+// One call for what a layer's product takes, since each call from Python costs as long as a small product.
+void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
+                   const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
+                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul,
+                   const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  TORCH_CHECK_VALUE(!silu_mul || !plus, "plus: there is none with silu_mul");
+  TORCH_CHECK_VALUE(out.dim() == 2, "out: ", out.dim(), " dimensions instead of 2");
+  const at::Tensor from = norm ? normed(x, *norm, eps) : x;
+  const at::Tensor y = silu_mul ? at::empty({out.size(0), 2 * out.size(1)}, out.options()) : out;
+  if (!scale) {
+    product(from, packed, bias, plus, y);
+  } else if (scale->dim() == 1) {
+    product_int8(from, packed, *scale, bias, plus, y);
+  } else {
+    product_int4(from, packed, *scale, zero, bias, plus, y);
+  }
+  if (silu_mul) silu_product(y, out);
 }
 
 // Every strip is one call of torch's small matrix product, whose weight lies as ours do.
@@ -168,6 +230,8 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("product_on_tiles", product_on_tiles);
   m.impl("product", product);
   m.impl("product_int8", product_int8);
+  m.impl("product_int4", product_int4);
+  m.impl("packed_linear", packed_linear);
   m.impl("product_layout", product_layout);
 }
 

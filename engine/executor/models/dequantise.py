@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.executor import ops
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
 
@@ -40,7 +41,7 @@ NEEDED: dict[Format, set[str]] = {
     "mxfp4": {"blocks", "scales"},
 }
 Shape = tuple[int, ...]
-Stored8 = Literal["int8", "fp8", "fp8 blocks"]  # weights of 8 bits that are served as they are stored
+Kept = Literal["int8", "fp8", "fp8 blocks", "int4"]  # weights that are served as they are stored
 
 
 def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
@@ -104,7 +105,9 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return the 8-bit numbers of these parts and their scales, all exact.  `stored_as` must name their kind."""
+    """Return the numbers of these parts, their scales and zero points, all exact.  `stored_as` must name their kind."""
+    if how.bits == 4:
+        return _four_bits(how, parts)
     if how.format == "packed":
         rows, columns = parts["shape"].tolist()
         # Stored plus half their range, that is, with the sign bit flipped.
@@ -117,13 +120,54 @@ def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
     return Quantised(numbers, scale.reshape(-1).expand(len(numbers)).contiguous())
 
 
-def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> Stored8 | None:
+def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
+    zero: Tensor | None = None
+    if how.format == "packed":
+        numbers, scale = parts["packed"].contiguous().view(torch.uint8), parts["scale"]
+        if parts["shape"].tolist() != [len(numbers), 2 * numbers.shape[1]]:
+            raise ValueError(
+                f"its packed has shape {list(parts['packed'].shape)}, for a weight of {parts['shape'].tolist()}"
+            )
+        if "zero_point" in parts:
+            zero = unpack(parts["zero_point"].T, 4).T[: len(numbers)]
+    else:
+        zero, scale = _zeros_by_row(how, parts), parts["scales"].T
+        if how.format == "awq":
+            single = _in_order(unpack(parts["qweight"], 4)).T
+            numbers = single[:, ::2] | single[:, 1::2] << 4
+        else:
+            numbers = parts["qweight"].T.contiguous().view(torch.uint8)
+    scale = scale.to(torch.float32)
+    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # equal scales of smaller groups
+        groups = 2 * numbers.shape[1] // ops.INT4_BLOCK
+        scale, zero = scale.expand(-1, groups), None if zero is None else zero.expand(-1, groups)
+    return Quantised(numbers.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
+
+
+def _fits_4_bits(how: Quantisation, shape: Shape) -> bool:
+    """shape: of the stored numbers.  Whether the groups of a weight are those of a product."""
+    columns = shape[0] if how.format == "awq" else shape[0 if how.format == "gptq" else 1] * WORD // 4
+    group = how.group or ops.INT4_BLOCK
+    return columns % group == 0 and group % ops.INT4_BLOCK == 0 and group <= ops.INT4_LARGEST_GROUP
+
+
+def in_order_of_groups(group: Tensor, how: Quantisation) -> bool:
+    """Whether g_idx [in] says no more than that groups of columns follow one another."""
+    if int(group[0]) < 0:  # compressed-tensors fills it with -1 where it means nothing
+        return True
+    return torch.equal(group, (torch.arange(len(group)) // (how.group or len(group))).to(group.dtype))
+
+
+def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> Kept | None:
     """Return as what `as_stored` can keep a weight [out, in]; None: it cannot.
 
     int8 must be symmetric, with a scale of the tensor or of each row.  e4m3 may also have one for each block of
-    128 x 128.  Its products round their inputs to e4m3, so the config must ask for that.
+    128 x 128.  Its products round their inputs to e4m3, so the config must ask for that.  Of 4 bits, groups must have
+    32, 64, .. 4,096 inputs, or all of a row; the caller looks into a g_idx (`in_order_of_groups`).
 
     dtype: of its numbers, in the words of safetensors.  shape: of its numbers."""
+    if how.bits == 4 and how.format in ("packed", "awq", "gptq"):
+        return "int4" if _fits_4_bits(how, shape) else None
     if how.bits != 8 or len(shape) != 2 or "zero_point" in parts:
         return None
     if how.strategy in ("tensor", "channel"):
@@ -172,14 +216,20 @@ def _packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> 
 
 def _by_columns(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Dequantise awq and gptq, which store the transpose of a weight."""
-    words, zero = parts["qweight"], unpack(parts["qzeros"], how.bits)
+    words = parts["qweight"]
     if how.format == "awq":
-        numbers, zero = _in_order(unpack(words, how.bits)).T.contiguous(), _in_order(zero)
+        numbers = _in_order(unpack(words, how.bits)).T.contiguous()
     else:
         numbers = unpack(words.T, how.bits)
-        # A zero point of 0 was stored as -1, that is, as the largest number.
-        zero = zero + how.zero_shift & (1 << how.bits) - 1
-    return _grouped(how, numbers, zero.T, parts["scales"].T, parts.get("g_idx"), dtype)
+    return _grouped(how, numbers, _zeros_by_row(how, parts), parts["scales"].T, parts.get("g_idx"), dtype)
+
+
+def _zeros_by_row(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
+    """Return the zero points of awq and gptq: u8 [out, groups]."""
+    zero = unpack(parts["qzeros"], how.bits)
+    # gptq stored a zero point of 0 as -1, that is, as the largest number.
+    zero = _in_order(zero) if how.format == "awq" else zero + how.zero_shift & (1 << how.bits) - 1
+    return zero.T
 
 
 def _in_order(numbers: Tensor) -> Tensor:

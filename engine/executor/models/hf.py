@@ -99,7 +99,7 @@ def load_model(
     random: bool = False,
     deterministic: bool = False,
     hf_overrides: str = "",
-    quantize: Literal["none", "int8", "fp8"] = "none",
+    quantize: Literal["none", "int8", "fp8", "int4"] = "none",
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
@@ -109,7 +109,7 @@ def load_model(
       random         make the weights up, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
-      quantize       round the weights of linear layers to 8 bits (`quantised.py`); none: as the checkpoint has them
+      quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
@@ -241,8 +241,8 @@ def read_weights(
 ) -> PreTrainedModel:
     """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 bits; None: all
-    weights become plain ones.  Raises ModelLoadError."""
+    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 or 4 bits; None:
+    all weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     if how := read_quantisation(directory, config.model_type):

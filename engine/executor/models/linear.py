@@ -84,10 +84,7 @@ class Product(nn.Module):
         if self.weight is not None:
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
         assert self.packed is not None
-        if norm is not None:
-            x = ops.rms_norm(x, norm, eps)
-        y = ops.packed_linear(x, self.packed, self.bias, plus)
-        return ops.silu_mul(y) if self.silu_mul else y
+        return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
 
 
 SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
@@ -164,6 +161,8 @@ class Linears:
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | None:
         if isinstance(weight, Quantised):
+            if weight.numbers.dtype == torch.uint8:
+                return ops.pack_int4(weight.numbers, weight.scale, weight.zero)
             pack = ops.pack_int8 if weight.numbers.dtype == torch.int8 else ops.Fp8
             return pack(weight.numbers, weight.scale)
         if weight.device.type != "cpu":

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from engine.executor.models.cuts import Cut, part_of
-from engine.executor.models.dequantise import Stored8
+from engine.executor.models.dequantise import Kept
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.weights import stored_tensors, weight_files
 
@@ -28,7 +28,7 @@ class Weights(Protocol):
     def names(self) -> set[str]:
         """Those of the tensors, as the model has them."""
 
-    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Stored8]:
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
         """The modules whose stored numbers of 8 bits a product could take as they are, and as what."""
 
     def opened(
@@ -63,7 +63,7 @@ class PlainWeights:
         found = [each.dtype for _, each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 
-    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Stored8]:
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
         """None has 8 bits."""
         return {}
 

@@ -1,14 +1,15 @@
 """Quantises linear layers while weights are read, so that the host holds one float weight at a time.
 
 transformers makes the model     nn.Linear on the meta device ─> Awaiting: its weight is not there yet
-and sets its weights one by one  a float weight ──────────────> rounded to 8 bits at once
-                                 numbers stored in 8 bits ────> kept, with their scales
+and sets its weights one by one  a float weight ──────────────> rounded to 8 or 4 bits at once
+                                 numbers stored so ───────────> kept, with their scales
 then the model is settled        Awaiting ────────────────────> QuantisedLinear
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel
 
 from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
-from engine.executor.models.dequantise import Stored8
-from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
+from engine.executor.models.dequantise import Kept
+from engine.executor.models.quantised import BITS, DTYPE, Kind, Quantised, QuantisedLinear, Scales
 from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 def check_kind(kind: str, device: torch.device) -> None:
     """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
-    if kind == "int8" and device.type != "cpu":
-        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
+    if kind in ("int8", "int4") and device.type != "cpu":
+        raise UnsupportedModel(f"--quantize {kind}: only a CPU multiplies with {kind} weights; --device cpu can do it")
     if kind == "fp8" and device.type == "cpu":
         raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
     if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
@@ -40,23 +41,25 @@ def check_kind(kind: str, device: torch.device) -> None:
         raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
 
 
-def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Stored8]:
+def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
     """The kinds of stored weights that a device multiplies with as they are, in a model of `dtype`."""
     if device.type == "cpu":
-        return {"int8"}
+        return {"int8", "int4"}
     if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return set()
     return {"fp8", "fp8 blocks"} if ops.multiplies_blocks(device) else {"fp8"}
 
 
-UNITS: dict[Stored8, tuple[int, int]] = {  # what the sizes of a layer, in and out, are multiples of
+ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", "int4": "int4"}
+UNITS: dict[Kept, tuple[int, int]] = {  # what the sizes of a layer, in and out, are multiples of
     "int8": (1, 1),
+    "int4": (ops.INT4_BLOCK, 1),
     "fp8": (ops.FP8_INNER, ops.FP8_OUT),
     "fp8 blocks": (ops.FP8_BLOCKS_INNER, ops.FP8_BLOCKS_OUT),
 }
 
 
-def _fits(linear: nn.Linear, kind: Stored8) -> bool:
+def _fits(linear: nn.Linear, kind: Kept) -> bool:
     """Whether a product with a quantised weight takes a layer of this size."""
     inner, out = UNITS[kind]
     return linear.in_features % inner == 0 and linear.out_features % out == 0
@@ -74,23 +77,25 @@ class Awaiting(nn.Module):
         stored: bool,
         largest_of_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """dtype: int8 or float8_e4m3fn.  stored: the weight comes as such numbers.
+        """dtype: int8, float8_e4m3fn or uint8 (4 bits).  stored: the weight comes as numbers of this dtype.
 
         largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
         super().__init__()
         self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
         self.served_dtype = plain.weight.dtype  # of the model
         self.bias = plain.bias
-        self.scale: Tensor | None = None
+        self.scales: Scales | None = None  # of the weight that was rounded here
         weight = plain.weight.detach()
         if weight.device.type == "meta":  # transformers casts what it reads to the dtype of what it replaces
-            weight = torch.empty_like(weight, dtype=dtype if stored else torch.float32)
+            out, columns = weight.shape
+            shape = (out, columns * BITS[dtype] // 8) if stored else (out, columns)
+            weight = weight.new_empty(shape, dtype=dtype if stored else torch.float32)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and value.device.type != "meta" and value.dtype != self.dtype:
             quantised = Quantised.of(value.to(self.to_device), self.dtype, self.largest_of_rows)
-            self.scale = quantised.scale
+            self.scales = quantised.scales
             value = nn.Parameter(quantised.numbers, requires_grad=False)
             value._is_hf_initialized = True  # else transformers makes it up again
         super().__setattr__(name, value)
@@ -99,20 +104,20 @@ class Awaiting(nn.Module):
 class Quantising:
     """Which layers of one model are quantised, and their scales while it is read."""
 
-    def __init__(self, kind: Literal["none", "int8", "fp8"], device: torch.device) -> None:
+    def __init__(self, kind: Literal["none", "int8", "fp8", "int4"], device: torch.device) -> None:
         """kind: the value of --quantize."""
         self.kind, self._device = None if kind == "none" else kind, device
-        self._stored: Mapping[str, Stored8] = {}
+        self._stored: Mapping[str, Kept] = {}
         self._ranks, self._divided = ALONE, frozenset[str]()
-        self.kept: set[str] = set()  # modules whose stored numbers are served
-        self.scales: dict[str, Tensor] = {}  # theirs, until the model is settled
+        self.kept: dict[str, Kept] = {}  # modules whose stored numbers are served
+        self.scales: dict[str, Scales] = {}  # theirs, until the model is settled
 
-    def keep(self, modules: Mapping[str, Stored8], dtype: torch.dtype) -> None:
+    def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
         """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
 
         `--quantize` decides for those that it would round otherwise."""
         if modules:
-            kinds = kept_kinds(self._device, dtype)
+            kinds = {kind for kind in kept_kinds(self._device, dtype) if self.kind in (None, ROUNDED[kind])}
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
@@ -129,8 +134,8 @@ class Quantising:
     @property
     def changes(self) -> dict[str, str]:
         """What the model computes otherwise than its files say, for the fingerprint."""
-        kept = "int8" if self._device.type == "cpu" else "fp8 as stored"  # `--quantize fp8` may round others, too
-        kinds = {self.kind, kept if self.kept else None} - {None}
+        kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
+        kinds |= {self.kind} if self.kind else set()  # may round others, too
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
 
     def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -150,7 +155,7 @@ class Quantising:
     def swap(self, model: PreTrainedModel) -> None:
         """Let the linear layers of `model` await their weights; those that have one are quantised.
 
-        The head, embeddings, routers, whatever is no nn.Linear, and layers of sizes that no fp8 product takes, stay as
+        The head, embeddings, routers, whatever is no nn.Linear, and layers of sizes that no such product takes, stay as
         they are."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
@@ -159,9 +164,8 @@ class Quantising:
                     continue
                 full = f"{path}.{name}".lstrip(".")
                 if (stored := self._stored.get(full)) and _fits(child, stored):
-                    self.kept.add(full)
-                    dtype = DTYPE["int8" if stored == "int8" else "fp8"]
-                    setattr(parent, name, Awaiting(child, dtype, self._device, stored=True))
+                    self.kept[full] = stored
+                    setattr(parent, name, Awaiting(child, DTYPE[ROUNDED[stored]], self._device, stored=True))
                 elif self.kind is not None and _fits(child, self.kind):
                     whole = self._ranks.greatest if full in self._divided else None
                     awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
@@ -173,15 +177,18 @@ class Quantising:
         Raises UnsupportedModel if --quantize found nothing to quantise, and for fp8 of a model in another dtype than
         bfloat16."""
         model.__class__ = own
-        quantised, total = 0, sum(parameter.numel() for parameter in model.parameters())
+        quantised = 0
+        bits: set[int] = set()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
                 if isinstance(child, Awaiting):
-                    scale = self.scales.pop(f"{path}.{name}".lstrip("."), child.scale)
-                    assert scale is not None
-                    quantised += child.weight.numel()
-                    weight = Quantised(child.weight.detach(), scale)
+                    scales = self.scales.pop(f"{path}.{name}".lstrip("."), child.scales)
+                    assert scales is not None
+                    weight = Quantised(child.weight.detach(), *scales)
+                    quantised += math.prod(weight.shape)
+                    bits.add(BITS[weight.numbers.dtype])
                     setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
+        total = quantised + sum(parameter.numel() for parameter in model.parameters())
         if self.kind == "fp8" and model.dtype != torch.bfloat16:
             reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
             raise UnsupportedModel(f"--quantize fp8: {reason}")
@@ -189,4 +196,5 @@ class Quantising:
             kind = model.config.model_type
             raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
         if quantised:
-            log.info("%.0f %% of the %.0f million weights have 8 bits", 100 * quantised / total, total / 1e6)
+            widths = " or ".join(map(str, sorted(bits)))
+            log.info("%.0f %% of the %.0f million weights have %s bits", 100 * quantised / total, total / 1e6, widths)

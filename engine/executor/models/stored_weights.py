@@ -11,6 +11,7 @@ The headers of the files have all names, types and shapes.  What does not fit is
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections import defaultdict
@@ -26,9 +27,18 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 from engine.executor.models.cuts import Cut, Where, part_of
-from engine.executor.models.dequantise import Shape, Stored8, as_stored, check_shapes, dequantise, stored_as
+from engine.executor.models.dequantise import (
+    Kept,
+    Shape,
+    as_stored,
+    check_shapes,
+    dequantise,
+    in_order_of_groups,
+    stored_as,
+)
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
@@ -66,28 +76,34 @@ class QuantisedWeight:
     def __getitem__(self, everything: EllipsisType) -> Tensor:
         pieces: Sequence[Where | None] = self.cut.pieces(self.shape) if self.cut else [None]
         if self.module in self.quantising.kept:
-            quantised = Quantised.join([self._stored8(where) for where in pieces])
-            self.quantising.scales[self.module] = quantised.scale
+            quantised = Quantised.join([self._stored(where) for where in pieces])
+            self.quantising.scales[self.module] = quantised.scales
             return quantised.numbers
         made = [self._plain(where) for where in pieces]
         return self.cut.join(made) if self.cut else made[0]
 
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
         """Return the parts of a piece, and where it lies in the weight that they make."""
+        stored = self.parts
+        if self.quantising.kept.get(self.module) == "int4":  # groups follow one another, whatever g_idx says
+            stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
         if where is None:
-            return {part: stored[...] for part, stored in self.parts.items()}, ()
-        return read_area(self.how, self.parts, where)
+            return {part: tensor[...] for part, tensor in stored.items()}, ()
+        return read_area(self.how, stored, where)
 
     def _plain(self, where: Where | None) -> Tensor:
         parts, inner = self._read(where)
-        # What is rounded to 8 bits is not rounded to 16 first.
+        # What is rounded to 8 or 4 bits is not rounded to 16 first.
         return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)[inner]
 
-    def _stored8(self, where: Where | None) -> Quantised:
+    def _stored(self, where: Where | None) -> Quantised:
         parts, inner = self._read(where)
         quantised = as_stored(self.how, parts)
         if self.how.strategy == "block":
             return quantised  # of whole blocks, by `exact_modules`
+        if self.how.bits == 4:  # of whole groups, by `exact_modules`
+            rows = inner[:1]
+            return quantised.to(lambda tensor: tensor[rows].contiguous())
         return Quantised(quantised.numbers[inner].contiguous(), quantised.scale[inner[:1]].contiguous())
 
 
@@ -107,7 +123,8 @@ class StoredWeights:
         self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
         for weight, parts in self._weights.items():
             self._check(weight, {part: tensors[name] for part, name in parts.items()})
-            first = tensors[parts.get("weight") or parts.get("packed") or min(parts.values())]
+            named = [parts[part] for part in ("weight", "packed", "qweight") if part in parts]
+            first = tensors[named[0] if named else min(parts.values())]
             self._numbers[weight] = first.dtype, first.shape
             self._shapes[weight] = shape_of(how, {part: tensors[name].shape for part, name in parts.items()})
         self._shapes |= {name: tensors[name].shape for name in self._plain}
@@ -152,22 +169,32 @@ class StoredWeights:
         """Those of the tensors, as the model has them."""
         return set(self._shapes)
 
-    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Stored8]:
-        """The modules whose stored numbers, or a rank's part of them, a product could take as they are, and as what."""
-        found: dict[str, Stored8] = {}
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
+        """The modules whose stored numbers, or a rank's part of them, a product could take as they are, and as what.
+
+        A part must be of whole blocks and groups.  Weights whose groups are columns from all over a row (act-order) are
+        not among them: reads each g_idx."""
+        found: dict[str, Kept] = {}
         for weight, parts in self._weights.items():
             kind = stored_as(self.how, parts, *self._numbers[weight])
-            if kind == "fp8 blocks" and (cut := cuts.get(weight)) is not None:
-                edges = [
-                    edge
-                    for piece in cut.pieces(self._shapes[weight])
-                    for edge in (piece[cut.dim].start, piece[cut.dim].stop)
-                ]
-                if any(edge % BLOCK for edge in edges):
-                    continue
-            if kind is not None:
-                found[weight.removesuffix(".weight")] = kind
+            if kind is None or not self._divides(kind, cuts.get(weight), self._shapes[weight]):
+                continue
+            if kind == "int4" and (name := parts.get("g_idx")):
+                with safe_open(self._files[name], "pt") as file:
+                    if not in_order_of_groups(file.get_tensor(name), self.how):
+                        continue
+            found[weight.removesuffix(".weight")] = kind
         return found
+
+    def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:
+        """Whether the part of a weight ends where its blocks or groups do."""
+        unit = 1
+        if cut is not None and kind == "fp8 blocks":
+            unit = BLOCK
+        elif cut is not None and kind == "int4" and cut.dim == -1:
+            unit = math.lcm(self.how.group or 1, ops.INT4_BLOCK)
+        pieces = [piece[cut.dim] for piece in cut.pieces(shape)] if cut is not None else []
+        return all(piece.start % unit == 0 and piece.stop % unit == 0 for piece in pieces)
 
     @contextlib.contextmanager
     def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:

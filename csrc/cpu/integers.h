@@ -1,0 +1,64 @@
+// What products that sum in integers share: rows of activations rounded to 16 bits, and how a lane multiplies and adds.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "cpu/simd.h"
+
+namespace quire::cpu {
+
+// The largest number of a row becomes this: two signed bytes, 256 * 127 + 127.
+constexpr float kLargestInteger = 127 * 256 + 127;
+
+// Calls use(k, q), where q: kLanes integers x[k] / s, x[k + 1] / s, ..., rounded; zeros after the last.  Returns s, or NaN
+// if a number is not finite.
+template <class T, class Use>
+float round_row(const T* x, int64_t inner, const Use& use) {
+  Words sizes{};  // compared as integers, infinities and NaN are the largest
+  over_lanes(inner, [&](int64_t k, auto n) {
+    const Words size = bit_cast<Words>(read(x + k, n)) & 0x7fffffff;
+    sizes = size > sizes ? size : sizes;
+  });
+  uint32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = std::max<uint32_t>(largest, sizes[i]);
+  const bool finite = largest < 0x7f800000;
+  const float inverse = finite ? std::min(kLargestInteger / bit_cast<float>(largest), 0x1p126f) : 0.0f;
+  const Floats rounder = broadcast(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
+  over_lanes(inner, [&](int64_t k, auto n) {
+    use(k, bit_cast<Ints>(read(x + k, n) * inverse + rounder) - bit_cast<Ints>(rounder));
+  });
+  return finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN();
+}
+
+// sum + w[0] x[0] + w[1] x[1] + ... in every lane.  A lane of `weights` holds the w: four unsigned bytes with VNNI, else
+// two numbers of 16 bits from 0 to 32,767.  x: as many signed numbers of their size, the same for all lanes.
+inline Words multiply_add(Words sum, Words weights, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return bit_cast<Words>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(x)));
+#elif defined(__AVX512BW__)
+  return sum + bit_cast<Words>(_mm512_madd_epi16(bit_cast<__m512i>(weights), _mm512_set1_epi32(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sum + bit_cast<Words>(_mm256_madd_epi16(bit_cast<__m256i>(weights), _mm256_set1_epi32(x)));
+#else
+  sum += (weights & 0xffff) * static_cast<uint32_t>(static_cast<int16_t>(x));
+  return sum + (weights >> 16) * static_cast<uint32_t>(x >> 16);
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+// Stores kLanes numbers of 16 bits as bytes: of each four, the four high ones, then the four low ones, all signed.
+inline void store_bytes(uint8_t* to, Ints q) {
+  typedef int8_t Chars __attribute__((vector_size(16)));
+  typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes a lane
+  const Chars low_bytes = __builtin_convertvector(q, Chars);
+  const Chars high_bytes = __builtin_convertvector((q - __builtin_convertvector(low_bytes, Ints)) >> 8, Chars);
+  const Quads low = bit_cast<Quads>(low_bytes), high = bit_cast<Quads>(high_bytes);
+  const Quads steps[2] = {__builtin_shufflevector(high, low, 0, 4, 1, 5), __builtin_shufflevector(high, low, 2, 6, 3, 7)};
+  std::memcpy(to, steps, sizeof steps);
+}
+#endif
+
+}  // namespace quire::cpu

@@ -1,0 +1,211 @@
+// x is quantised once, row by row, into the workspace.  Then a task is some rows times some strips of the weight, as in
+// product.cpp, for each run of `inner`:
+//
+//      a row in the workspace                             a step of a strip: 2 * kLanes features
+//     | x0 x2 x1 x3 | ... | sums of groups | its scale |   | w0 w1 w2 w3 of feature 0 | .. of feature 1 | ...
+//       `- a step                                          and in the high halves, of feature kLanes | ...
+//
+// A step has two parts.  Without VNNI weights are widened to 16 bits, like x: w0 and w2 meet x0 and x2, then w1 and w3 meet
+// x1 and x3, since so a shift and a mask unpack them.  With VNNI a number of x is 256 * high + low, two signed bytes, and
+// all four weights meet the high bytes, then the low ones.
+
+#include "cpu/product_int4.h"
+
+#include <algorithm>
+
+#include "cpu/integers.h"
+#include "cpu/pool.h"
+
+namespace quire::cpu {
+namespace {
+
+typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+
+#if defined(__AVX512VNNI__)
+constexpr int kSums = 2;  // of a lane: of high bytes and of low ones
+#else
+constexpr int kSums = 1;
+#endif
+constexpr int kRows = kLanes == 16 ? 6 : 4;  // x 2 halves of a strip x kSums, and the weights
+constexpr int64_t kTaskRows = 12 * kRows;
+constexpr int64_t kRun = 256;                           // numbers of `inner` that stay in the cache, about
+constexpr int64_t kStepBytes = kLanes * kInt4Together;  // of a strip
+constexpr int64_t kSteps = kInt4Block / kInt4Together;  // of a block
+constexpr int64_t kBlockBytes = kSteps * kStepBytes;    // of a strip
+constexpr int64_t kAhead = 1024;                        // bytes that weights are fetched ahead
+
+template <int... i>
+inline Ints swap_middle(Ints q, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(q, q, ((i & ~3) | (i & 1) << 1 | (i >> 1 & 1))...);
+}
+
+// numbers[k]: q of kLanes numbers, in the order in which steps take them.
+inline void put(uint8_t* numbers, Ints q) {
+#if defined(__AVX512VNNI__)
+  store_bytes(numbers, q);
+#else
+  const Shorts narrow = __builtin_convertvector(swap_middle(q, std::make_integer_sequence<int, kLanes>{}), Shorts);
+  std::memcpy(numbers, &narrow, sizeof narrow);
+#endif
+}
+
+template <class T>
+void quantise(const T* x, int64_t inner, int64_t group, uint8_t* to) {
+  int32_t* sums = reinterpret_cast<int32_t*>(to + 2 * inner);
+  Ints sum{};
+  int64_t left = group;  // numbers of the group that follow
+  const float scale = round_row(x, inner, [&](int64_t k, Ints q) {
+    put(to + 2 * k, q);
+    sum += q;
+    left -= kLanes;
+    if (left > 0) return;
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; ++i) total += sum[i];
+    *sums++ = total;
+    sum = Ints{};
+    left = group;
+  });
+  std::memcpy(sums, &scale, sizeof scale);
+}
+
+// The weights of a half of the strip that meet a part of a step of x.
+template <int half, int part>
+inline Words unpack(Words step) {
+#if defined(__AVX512VNNI__)
+  return step >> 4 * half & 0x0f0f0f0f;
+#else
+  return step >> (4 * half + 8 * part) & 0x000f000f;
+#endif
+}
+
+// Where a run begins: of the weight in a strip, and of its groups.
+template <class Scale>
+struct Run {
+  const uint8_t* weight;
+  const Scale* scale;
+  const uint8_t* zero;  // or null
+  int64_t groups, blocks;  // of the run, of a group
+};
+
+// kLanes bytes; GCC 12 takes them apart one by one in a conversion.
+inline Words load_zeros(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return bit_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<Words>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  Bytes zeros;
+  std::memcpy(&zeros, p, sizeof zeros);
+  return __builtin_convertvector(zeros, Words);
+#endif
+}
+
+// sums [rows, kColumns] += the products of one run with a strip.  x, x_sums: of the first row, where the run begins.
+template <int rows, class Scale>
+void multiply(const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale> run, float* sums) {
+  for (int64_t group = 0; group < run.groups; ++group) {
+    Words sum[rows][2][kSums] = {};
+    for (int64_t block = 0; block < run.blocks; ++block) {
+      for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(run.weight + kAhead + line);
+#pragma GCC unroll 4
+      for (int64_t step = 0; step < kSteps; ++step) {
+        Words weights;
+        std::memcpy(&weights, run.weight + step * kStepBytes, sizeof weights);
+        unroll<2>([&](auto part) {
+          const Words left = unpack<0, part>(weights), right = unpack<1, part>(weights);
+          unroll<rows>([&](auto i) {
+            int32_t numbers;
+            std::memcpy(&numbers, x + i * stride + (2 * step + part) * sizeof numbers, sizeof numbers);
+            auto& of_row = sum[i];
+            of_row[0][part % kSums] = multiply_add(of_row[0][part % kSums], left, numbers);
+            of_row[1][part % kSums] = multiply_add(of_row[1][part % kSums], right, numbers);
+          });
+        });
+      }
+      run.weight += kBlockBytes;
+      x += 2 * kInt4Block;
+    }
+    unroll<2>([&](auto half) {
+      const Floats scale = load(run.scale + half * kLanes);
+      const Words zero = run.zero ? load_zeros(run.zero + half * kLanes) : Words{} + 8;
+      unroll<rows>([&](auto i) {
+        uint32_t of_x;
+        std::memcpy(&of_x, x_sums + i * stride, sizeof of_x);
+        const Words* of_row = sum[i][half];
+        const Words all = (kSums == 2 ? (of_row[0] << 8) + of_row[kSums - 1] : of_row[0]) - zero * of_x;
+        float* to = sums + i * kColumns + half * kLanes;
+        store(to, load(to) + __builtin_convertvector(bit_cast<Ints>(all), Floats) * scale);
+      });
+    });
+    run.scale += kColumns;
+    run.zero += run.zero ? kColumns : 0;
+    x_sums += sizeof(int32_t);
+  }
+}
+
+template <class Scale, int... i>
+void multiply(int64_t rows, const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale> run, float* sums,
+              std::integer_sequence<int, i...>) {
+  using Multiply = void (*)(const uint8_t*, const uint8_t*, int64_t, Run<Scale>, float*);
+  static constexpr Multiply by_rows[] = {multiply<i + 1, Scale>...};
+  by_rows[rows - 1](x, x_sums, stride, run, sums);
+}
+
+// One strip of one row.
+template <class Args>
+void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums) {
+  float of_x;
+  const int64_t at = row * int4_row_bytes(args.inner, args.group) + 2 * args.inner + 4 * (args.inner / args.group);
+  std::memcpy(&of_x, args.workspace + at, sizeof of_x);
+  for (int64_t j = 0; j < kColumns; j += kLanes) store(sums + j, load(sums + j) * of_x);
+  finish(args, row, column, sums);
+}
+
+// Weights are read once, from first to last: memory is fetched ahead best in one direction.
+template <class Scale, class Args>
+void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+  alignas(64) float sums[kTaskRows][kColumns];
+  const int64_t groups = args.inner / args.group, bytes = int4_row_bytes(args.inner, args.group);
+  const int64_t run_groups = std::max<int64_t>(1, kRun / args.group), tiles = (rows + kRows - 1) / kRows;
+  for (int64_t strip = first_strip; strip < first_strip + strips; ++strip) {
+    std::memset(sums, 0, rows * sizeof sums[0]);
+    for (int64_t first = 0; first < groups; first += run_groups) {
+      const int64_t at = strip * groups + first;
+      const Run<Scale> run{args.weight + at * args.group / kInt4Together * kStepBytes, scale + at * kColumns,
+                           args.zero ? args.zero + at * kColumns : nullptr, std::min(run_groups, groups - first),
+                           args.group / kInt4Block};
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t begin = tile * rows / tiles, count = (tile + 1) * rows / tiles - begin;
+        const uint8_t* x = args.workspace + (first_row + begin) * bytes;
+        multiply(count, x + 2 * first * args.group, x + 2 * args.inner + 4 * first, bytes, run, sums[begin],
+                 std::make_integer_sequence<int, kRows>{});
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i) scale_and_finish(args, first_row + i, strip * kColumns, sums[i]);
+  }
+}
+
+}  // namespace
+
+template <class T, class Out>
+void product_int4(const Int4ProductArgs<T, Out>& args) {
+  over_rows(args.rows, args.inner, args.threads, [&](int64_t row) {
+    quantise(args.x + row * args.x_stride, args.inner, args.group,
+             args.workspace + row * int4_row_bytes(args.inner, args.group));
+  });
+  share_product(args, kTaskRows, [&](int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
+    if (args.scale) {
+      task(args, args.scale, first_row, rows, first_strip, strips);
+    } else {
+      task(args, args.wide_scale, first_row, rows, first_strip, strips);
+    }
+  });
+}
+
+template void product_int4(const Int4ProductArgs<float>&);
+template void product_int4(const Int4ProductArgs<bf16>&);
+template void product_int4(const Int4ProductArgs<fp16>&);
+template void product_int4(const Int4ProductArgs<bf16, float>&);
+template void product_int4(const Int4ProductArgs<fp16, float>&);
+
+}  // namespace quire::cpu
