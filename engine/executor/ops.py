@@ -460,15 +460,18 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
     return None
 
 
-def pack_int8(numbers: torch.Tensor, scale: torch.Tensor) -> Packed:
+def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, float32_out: bool = False) -> Packed:
     """A packed copy of the weight numbers [out, in] int8 times scale [out] float32, on a CPU.
+
+    float32_out: as in `pack_weight`.
 
     Its products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the
     largest |x| times the largest |weight| away from the product in float64, before the last rounding.  Bits of a row do
     not depend on the batch, on threads or on the CPU."""
     strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
     columns = strips.shape[0] * strips.shape[2]
-    return Packed(strips, len(numbers), True, scale=torch.nn.functional.pad(scale, (0, columns - len(scale))))
+    padded = torch.nn.functional.pad(scale, (0, columns - len(scale)))
+    return Packed(strips, len(numbers), True, float32_out, scale=padded)
 
 
 INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # inputs: a group of int4 weights is a multiple of the one, up to the other

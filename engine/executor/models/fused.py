@@ -311,7 +311,7 @@ def has_plain_decoder(model: PreTrainedModel) -> bool:
     if len({parameter.dtype for parameter in model.parameters()}) != 1:
         return False
     decoder = model.model
-    if type(model.lm_head) is not nn.Linear:
+    if type(model.lm_head) not in LINEAR:
         return False
     if children(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False

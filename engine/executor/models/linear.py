@@ -163,8 +163,9 @@ class Linears:
         if isinstance(weight, Quantised):
             if weight.numbers.dtype == torch.uint8:
                 return ops.pack_int4(weight.numbers, weight.scale, weight.zero)
-            pack = ops.pack_int8 if weight.numbers.dtype == torch.int8 else ops.Fp8
-            return pack(weight.numbers, weight.scale)
+            if weight.numbers.dtype == torch.int8:
+                return ops.pack_int8(weight.numbers, weight.scale, float32_out=float32_out)
+            return ops.Fp8(weight.numbers, weight.scale)
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)

@@ -27,7 +27,7 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 MIDDLE = 8  # the zero point of 4 bits where there is none
-PIECE = 1 << 18  # numbers that are rounded to 4 bits at a time: what is freed in between is small
+PIECE = 1 << 18  # numbers of a weight that are rounded at a time: what is freed in between is small
 
 
 class Scales(NamedTuple):
