@@ -260,6 +260,12 @@ def test_the_text_of_one_rank_that_rounds(plain: Path, quantised: Made, kind: st
     assert texts_of(directory, 1, quantize=quantize) == texts_of(directory, 2, quantize=quantize)
 
 
+def test_a_head_that_is_tied_to_the_embeddings_in_int8_beside_int4(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "tied", "qwen3")
+    assert hf.read_config(directory).tie_word_embeddings
+    assert texts_of(directory, 1, quantize="int4") == texts_of(directory, 2, quantize="int4")
+
+
 def test_four_ranks_share_two_kv_heads_in_int8(plain: Path) -> None:
     assert texts_of(plain, 1, quantize="int8") == texts_of(plain, 4, quantize="int8")
 
