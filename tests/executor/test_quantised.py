@@ -165,17 +165,22 @@ def served_weights(
     return found
 
 
+def check_exact(kept: dict[str, Quantised], exact: dict[str, Any]) -> None:
+    """All linear layers are kept, and mean the weights that were stored."""
+    assert len(kept) == 14
+    for name, weight in kept.items():
+        torch.testing.assert_close(
+            weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
+        )
+
+
 @pytest.mark.parametrize("kind", ["ct-int8", "ct-int8-tensor", "w8-all"])
 def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str) -> None:
     directory, exact = quantised(kind)
     for quantize in ("none", "int8"):
         kept = served_weights(directory, quantize)
-        assert len(kept) == 14
-        for name, weight in kept.items():
-            assert weight.numbers.dtype == torch.int8
-            torch.testing.assert_close(
-                weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
-            )
+        assert {weight.numbers.dtype for weight in kept.values()} == {torch.int8}
+        check_exact(kept, exact)
     model = hf.load_model(str(directory), dtype="bfloat16", device=CPU)
     assert model.changes == {"weights of linear layers": "int8 as stored"}
 
@@ -188,14 +193,11 @@ def test_int4_stays_as_it_is_stored(quantised: Callable[[str], tuple[Path, dict[
     directory, exact = quantised(kind)
     for quantize in ("none", "int4"):
         kept = served_weights(directory, quantize)
-        assert len(kept) == 14
-        for name, weight in kept.items():
+        check_exact(kept, exact)
+        for weight in kept.values():
             assert weight.numbers.dtype == torch.uint8
             assert weight.numbers.shape == (weight.shape[0], weight.shape[1] // 2)
             assert weight.numbers.untyped_storage().nbytes() == weight.numbers.numel()
-            torch.testing.assert_close(
-                weight.dequantised(torch.float32).double(), exact[f"{name}.weight"], rtol=1e-7, atol=0
-            )
 
 
 def test_how_the_fingerprint_names_int4(quantised: Callable[[str], tuple[Path, dict[str, Any]]]) -> None:

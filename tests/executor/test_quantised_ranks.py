@@ -27,6 +27,7 @@ from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Sampling
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import GREEDY
+from tests.executor.noted_files import Noted, noted_open
 from tests.executor.test_parallel import opened, prompts, token_ids
 from tests.quantised import KINDS, TWICE_AS_WIDE, WIDE, quantise_checkpoint
 
@@ -78,24 +79,8 @@ def test_any_part_of_experts_in_one_tensor(data: st.DataObject) -> None:
     dim = data.draw(st.sampled_from([-1, -2]))
     first, end = sorted(data.draw(st.sets(st.integers(0, whole.shape[dim]), min_size=2, max_size=2)))
     [where] = Cut(dim, first, end).pieces(tuple(whole.shape))
-    read, inner = read_area(how, {name: Slice(part) for name, part in parts.items()}, where)
+    read, inner = read_area(how, {name: Noted(part, lambda _: None) for name, part in parts.items()}, where)
     assert torch.equal(dequantise(how, read, torch.float32)[inner], whole[where])
-
-
-class Slice:
-    """A slice of a file, which notes how many bytes of it are read."""
-
-    def __init__(self, stored: Any, read: list[int] | None = None) -> None:
-        self._stored, self._read = stored, read if read is not None else []
-
-    def __getitem__(self, where: Any) -> Tensor:
-        found: Tensor = self._stored[where]
-        self._read.append(found.nbytes)
-        return found
-
-    def get_shape(self) -> list[int]:
-        stored = self._stored
-        return list(stored.shape) if isinstance(stored, Tensor) else stored.get_shape()
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
@@ -103,21 +88,8 @@ class Slice:
 def test_two_ranks_read_each_number_once(quantised: Made, kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an area ends at units.  Scales alone may be read by both."""
     read: list[int] = []
-
-    class Opened:
-        def __init__(self, *words: Any) -> None:
-            self._file: Any = safe_open(*words)
-
-        def __enter__(self) -> Opened:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self._file.get_slice(name), read)
-
-    monkeypatch.setattr("engine.executor.models.stored_weights.safe_open", Opened)
+    noting = noted_open(lambda found: read.append(found.nbytes))
+    monkeypatch.setattr("engine.executor.models.stored_weights.safe_open", noting)
     directory, name = quantised(kind)[0], {-1: DOWN, -2: UP}[dim]
     weight_of(directory, name, None)
     whole = sorted(read)

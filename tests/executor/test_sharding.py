@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel
@@ -19,6 +18,7 @@ from engine.executor.ranks import Ranks
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.tools.tiny_checkpoints import tiny_config
 from tests.checkpoints import VOCAB, config_of
+from tests.executor.noted_files import noted_open
 
 Checkpoint = Callable[[str], Path]
 
@@ -70,21 +70,6 @@ def test_biases_and_the_halves_of_packed_layers() -> None:
     assert torch.equal(Cut(-2, 6, 8, padding=1).take(weight[0], (8, 3))[2], torch.zeros(3, dtype=torch.int64))
 
 
-class Noted:
-    """A slice of a file that notes how many numbers are read."""
-
-    def __init__(self, stored: Any, read: list[int]) -> None:
-        self._stored, self._read = stored, read
-
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        found: torch.Tensor = self._stored[where]
-        self._read.append(found.numel())
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stored, name)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])
 def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
     checkpoint: Checkpoint, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
@@ -94,21 +79,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
     monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)  # which needs the other ranks
     read: list[int] = []
-
-    class Opened:
-        def __init__(self, *words: Any) -> None:
-            self._file: Any = safe_open(*words)
-
-        def __enter__(self) -> Opened:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def get_slice(self, name: str) -> Noted:
-            return Noted(self._file.get_slice(name), read)
-
-    monkeypatch.setattr(plain_weights, "safe_open", Opened)
+    monkeypatch.setattr(plain_weights, "safe_open", noted_open(lambda found: read.append(found.numel())))
     parts, size = [], 2
     for rank in range(size):
         read.clear()

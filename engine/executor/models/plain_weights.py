@@ -29,7 +29,7 @@ class Weights(Protocol):
         """Those of the tensors, as the model has them."""
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """The modules whose stored numbers of 8 bits a product could take as they are, and as what."""
+        """The modules whose stored numbers a product could take as they are, and as what."""
 
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
@@ -64,7 +64,7 @@ class PlainWeights:
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """None has 8 bits."""
+        """None is quantised."""
         return {}
 
     @contextlib.contextmanager
