@@ -137,7 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             description="Data type of the KV cache. auto: that of the weights. e4m3: 8 bits a number, so the "
             "same memory holds twice the tokens of bfloat16, and a step reads half the bytes. Keys and values "
-            "are rounded more coarsely."
+            "are rounded more coarsely; scales of a checkpoint that was calibrated for it are used."
         ),
     ] = "auto"
     max_model_len: Annotated[

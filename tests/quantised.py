@@ -220,8 +220,8 @@ def quantise_checkpoint(plain: Path, directory: Path, kind: str, keep: tuple[str
         stored |= {f"{module}.{part}": one for part, one in parts.items()}
         if "tensor" in kind or "modelopt" in kind:
             stored[f"{module}.input_scale"] = torch.tensor(0.5)
-        if "modelopt" in kind and module.endswith("k_proj"):
-            stored[f"{module}.k_scale"] = torch.tensor(0.25)
+        if "modelopt" in kind and module.endswith(("k_proj", "v_proj")):
+            stored[f"{module}.{module[-6]}_scale"] = torch.tensor(0.25)
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     described = json.loads((directory / "config.json").read_bytes())
     if written.config:

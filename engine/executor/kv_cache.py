@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,11 +112,13 @@ def allocate(
     fill: float = 0.0,
     *,
     on_demand: bool = False,
+    scales: Sequence[Tensor | None] | None = None,
 ) -> Caches:
     """All the KV memory there will ever be.  Written once here, so that the pages really exist before traffic does.
 
     on_demand: on a CPU, let the system make each page, filled with zeros, when it is first written.  An engine that
-    takes over saves 0.6 s for a GiB; the engine before it has shown that the machine has the memory."""
+    takes over saves 0.6 s for a GiB; the engine before it has shown that the machine has the memory.
+    scales: of each layer [2, Hkv], for e4m3; None: 1, as e4m3's range of 448 holds what trained models cache."""
 
     def tensor(layer: KVShape) -> Tensor:
         shape = blocks, layer.heads, block_size, layer.head_size
@@ -125,15 +127,16 @@ def allocate(
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).fill_(fill)
 
-    def cache(layer: KVShape) -> LayerCache:
-        # Keys and values of trained models lie within e4m3's range of 448: nothing is calibrated.
-        scales = torch.ones(2, layer.heads, device=device) if dtype == torch.float8_e4m3fn else None
-        return LayerCache(tensor(layer), tensor(layer), scales)
+    def cache(layer: KVShape, given: Tensor | None) -> LayerCache:
+        own = None
+        if dtype == torch.float8_e4m3fn:
+            own = torch.ones(2, layer.heads, device=device) if given is None else given.to(device)
+        return LayerCache(tensor(layer), tensor(layer), own)
 
     caches: Caches = []
     try:
-        for layer in layers:
-            caches.append(cache(layer) if layer.shares is None else caches[layer.shares])
+        for layer, given in zip(layers, scales or [None] * len(layers), strict=True):
+            caches.append(cache(layer, given) if layer.shares is None else caches[layer.shares])
     except (RuntimeError, OSError) as error:  # torch's "can't allocate memory", on either kind of device; mmap's
         total = bytes_per_token(layers, dtype) * block_size * blocks
         raise NotEnoughMemory(f"no memory for a KV cache of {total / GIB:.2f} GiB: lower kv_memory_gib") from error

@@ -155,8 +155,13 @@ class Worker:
             self._loaded = model = replace(model, max_model_len=fits)
         fill = float("nan") if config.poison_free_blocks else 0.0
         caches = allocate(
-            model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill, on_demand=config.standby
+            *(model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill),
+            on_demand=config.standby,
+            scales=model.kv_scales,
         )
+        if model.kv_scales is not None:
+            use = "uses" if caches[0].scales is not None else "could use, with kv_dtype e4m3,"
+            log.info("the KV cache %s the scales of keys and values that the checkpoint brings", use)
         self._by_shape = by_shape(caches)  # what operators that move blocks take in one call
         self._batch = self._new_batch(caches)
         # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.

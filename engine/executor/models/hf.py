@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -33,6 +34,7 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.kv_scales import read_kv_scales
 from engine.executor.models.plain_weights import PlainWeights, Weights
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
 from engine.executor.models.probe import probe, prove_served
@@ -69,6 +71,7 @@ class LoadedModel:
     eos_ids: list[int]
     changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
+    kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
 
 
 def find(name: str) -> Path:
@@ -113,8 +116,7 @@ def load_model(
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
-    check_kind(quantize, device)
-    check_deterministic(deterministic, device)
+    check_options(quantize, deterministic, device)
     directory = find(name)
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
@@ -149,11 +151,14 @@ def load_model(
         | when(fixed, "angles of a sequence of", max_model_len)
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
+        kv_scales=None if random else read_kv_scales(directory, text.model_type, proof.layers, ranks),
     )
 
 
-def check_deterministic(deterministic: bool, device: torch.device) -> None:
-    """Raise UnsupportedModel where the logits of every model depend on the batch."""
+def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
+    """Raise UnsupportedModel for what this device does with no model: not all have products of every kind, and on a
+    GPU logits always depend on the batch."""
+    check_kind(quantize, device)
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
 
