@@ -8,7 +8,7 @@ oracle     the best on-time share of a burst: with perfect knowledge, and as an 
 bench      throughput, latency and swap of one loaded model, without Redis and HTTP
 gpu-idle   how long a GPU is idle between decode steps
 structured what grammars cost: tokens a second with and without them, in pairs
-quantized  perplexity, agreement and speed of --quantize, in pairs with the plain model
+quantized  perplexity, agreement and speed of --quantize and --kv-dtype, in pairs with the plain model
 rates      normalised latency by request rate: static allocation, paged, admission, prefix cache
 sharing    how many KV blocks parallel sampling and beam search share
 canary     what the canary of an idle engine costs, and how equal its runs are

@@ -1,6 +1,7 @@
-"""What quantised weights cost and give: one model, plain and with --quantize, in pairs.
+"""What quantised weights, or an 8-bit KV cache, cost and give: one model, plain and with these options, in pairs.
 
     python -m engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
+    python -m engine.tools quantized MODEL --text FILE --kv-dtype e4m3
 
 and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less
 with what else the machine does; for --threads 1 on a CPU.  Prints one line of JSON:
@@ -117,13 +118,11 @@ def main(argv: list[str]) -> int:
     # Prompts come twice, and must be computed twice.
     config = msgspec.structs.replace(config, prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
     try:
-        if config.quantize == "none":
-            raise ConfigError("--quantize none: nothing to compare with the plain model")
+        base = msgspec.structs.replace(config, quantize="none", kv_dtype="auto")
+        if config == base:
+            raise ConfigError("--quantize none, --kv-dtype auto: nothing to compare with the plain model")
         tokens = load_tokenizer(str(hf.find(config.model))).encode(own.text.read_text(encoding="utf-8"))
-        plain, quantised = (
-            LLM.over(chosen, local.load(chosen))
-            for chosen in (all_cores(msgspec.structs.replace(config, quantize="none")), all_cores(config))
-        )
+        plain, quantised = (LLM.over(chosen, local.load(chosen)) for chosen in (all_cores(base), all_cores(config)))
         clock = time.process_time if own.cpu_time else time.perf_counter
         figures = compare(plain, quantised, tokens[: own.text_tokens], own.rounds, clock)
         plain.close()

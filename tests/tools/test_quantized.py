@@ -13,19 +13,22 @@ from engine.tools import quantized
 OPTIONS = ["--rounds=2", "--kv-blocks=256", "--threads=1", "--text-tokens=600", "--cpu-time"]
 
 
-@pytest.mark.parametrize(("kind", "change", "least"), [("int8", 0.01, 0.5), ("int4", 0.1, 0.2)])
+@pytest.mark.parametrize(
+    ("option", "change", "least"),
+    [("--quantize=int8", 0.01, 0.5), ("--quantize=int4", 0.1, 0.2), ("--kv-dtype=e4m3", 0.1, 0.2)],
+)
 def test_the_command(
     checkpoint: Callable[[str], Path],
     text: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    option: str,
     change: float,
     least: float,
 ) -> None:
     monkeypatch.setattr(quantized, "WINDOW", 200)
     monkeypatch.setattr(quantized, "DECODED", 9)
-    asked = [str(checkpoint("llama")), f"--text={text}", f"--quantize={kind}", *OPTIONS]
+    asked = [str(checkpoint("llama")), f"--text={text}", option, *OPTIONS]
     assert quantized.main(asked) == 0
     figures = json.loads(capsys.readouterr().out)
     # Weights of a tiny model at random: its guesses are those of chance, rounded or not.
@@ -39,7 +42,7 @@ def test_the_command(
 
 def test_nothing_to_compare(checkpoint: Callable[[str], Path], text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quantized.main([str(checkpoint("llama")), f"--text={text}"]) == 2
-    assert "--quantize none: nothing to compare" in capsys.readouterr().err
+    assert "--quantize none, --kv-dtype auto: nothing to compare" in capsys.readouterr().err
 
 
 def test_the_length_of_what_is_equal() -> None:
