@@ -24,17 +24,14 @@ TORCH_LIBRARY(quire, m) {
   //   lens       [S] i32, keys including this step's
   //   window     > 0: a query sees only the last `window` positions up to its own
   //   soft_cap   > 0: score = soft_cap * tanh(score / soft_cap)
+  //   sinks      [H] f32: every softmax of a head has one more score, which no value belongs to
   //   decodes    the first so many sequences have at most one query each: a hint that a device may use
   //   plan       from attention_plan for the same q_start, lens, decodes, sizes and window, after tables and rows
   // Query i of n stands at position lens - n + i and sees positions up to its own.
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, Tensor? scales, int decodes, Tensor(a!) plan, float scale, int window, float soft_cap, "
-      "Tensor(b!) out) -> ()");
-  // The same with sinks [H] f32: every softmax of a head has one more score, which no value belongs to.  On a CPU only.
-  m.def(
-      "paged_attention_with_sinks(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, Tensor? scales, float scale, int window, float soft_cap, Tensor sinks, Tensor(a!) out) -> ()");
+      "Tensor lens, Tensor? scales, Tensor? sinks, int decodes, Tensor(a!) plan, float scale, int window, "
+      "float soft_cap, Tensor(b!) out) -> ()");
   // Decides once a step how the work of paged_attention is divided, for all layers of equal sizes and window.
   // plan [bytes] u8 has at least attention_plan_bytes.  The device also keeps partial results there.  A CPU needs none.
   m.def(

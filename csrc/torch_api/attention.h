@@ -27,12 +27,14 @@ struct AttentionSizes {
   Size tokens{"tokens"}, heads{"heads"}, max_rows{"table rows"}, max_blocks{"table columns"}, seqs{"sequences"};
   CacheSizes cache;
   const float* scales = nullptr;
+  const float* sinks = nullptr;
 };
 
 inline AttentionSizes check_paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                                             const at::Tensor& tables, const at::Tensor& rows,
                                             const at::Tensor& q_start, const at::Tensor& lens,
-                                            const std::optional<at::Tensor>& scales, int64_t window,
+                                            const std::optional<at::Tensor>& scales,
+                                            const std::optional<at::Tensor>& sinks, int64_t window,
                                             const at::Tensor& out, const Place& place) {
   AttentionSizes sizes;
   for (const auto& [who, t] : {std::pair{"q", q}, {"out", out}}) {
@@ -45,6 +47,10 @@ inline AttentionSizes check_paged_attention(const at::Tensor& q, const at::Tenso
   expect_cache("v_cache", v_cache, sizes.cache, place);
   expect_heads(sizes.heads, sizes.cache.kv_heads, window);
   sizes.scales = expect_scales(k_cache, scales, sizes.cache.kv_heads, place);
+  if (sinks) {
+    expect_plain("sinks", *sinks, {sizes.heads}, at::kFloat, place);
+    sizes.sinks = sinks->const_data_ptr<float>();
+  }
   expect_cache_dtypes(k_cache, v_cache, "q", q.scalar_type());
   expect_device("tables", tables, place);
   expect("tables", tables, {sizes.max_rows, sizes.max_blocks});

@@ -41,7 +41,7 @@ def kv_blocks(
 
     query [1, H, T, D], key and value [1, Hkv, T, D]: views, usually a transposed [1, T, H, D].  T: all tokens of the
     step, sequence after sequence.  Returns [1, T, H, D] and no attention weights.
-    `scaling`, `sliding_window` (tokens a query sees, itself included), `softcap` and `s_aux` (sinks [H], on a CPU only)
+    `scaling`, `sliding_window` (tokens a query sees, itself included), `softcap` and `s_aux` (sinks [H])
     are what the model passes.
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
@@ -66,23 +66,6 @@ def attend(
     """
     heads, size = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if sinks is not None:
-        ops.paged_attention_with_sinks(
-            q,
-            cache.k,
-            cache.v,
-            step.tables,
-            step.rows,
-            step.q_start,
-            step.lens,
-            scale,
-            window,
-            soft_cap,
-            sinks.float(),
-            out,
-            scales=cache.scales,
-        )
-        return out
     ops.paged_attention(
         q,
         cache.k,
@@ -98,6 +81,7 @@ def attend(
         decodes=step.decodes,
         plan=step.attention_plan(heads, cache.k.shape[1], size, window),
         scales=cache.scales,
+        sinks=None if sinks is None else sinks.float(),
     )
     return out
 

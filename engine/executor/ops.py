@@ -97,6 +97,7 @@ def paged_attention(
     decodes: int = 0,
     plan: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of S sequences over their cached keys: decodes and prompt chunks mixed in one ragged call.
 
@@ -112,6 +113,8 @@ def paged_attention(
     decodes     that many sequences, the first ones, have one query each (or none, where lens is 0)
     plan        what `attention_plan` wrote for this step; on a CPU not needed
     scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: number = stored * scale
+    sinks       [H] float32: a score in every softmax of its head, without a value; the head attends less where it is
+                high, -inf is no sink
 
     The last query of a sequence stands at position lens - 1.  On a CPU a query's result is the same bit for bit
     whatever else is in the call.  It does not depend on the chunks of its prompt, the place of its blocks or the number
@@ -120,32 +123,7 @@ def paged_attention(
     if plan is None:
         plan = torch.empty(0, dtype=torch.uint8, device=q.device)
     torch.ops.quire.paged_attention.default(
-        q, k_cache, v_cache, tables, rows, q_start, lens, scales, decodes, plan, scale, window, soft_cap, out
-    )
-
-
-def paged_attention_with_sinks(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    q_start: torch.Tensor,
-    lens: torch.Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scales: torch.Tensor | None = None,
-) -> None:
-    """`paged_attention` on a CPU, with sinks [H] float32: a score in every softmax of its head, without a value.
-
-    A head whose sink is high attends less; -inf is no sink.
-    """
-    torch.ops.quire.paged_attention_with_sinks.default(
-        q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, sinks, out
+        q, k_cache, v_cache, tables, rows, q_start, lens, scales, sinks, decodes, plan, scale, window, soft_cap, out
     )
 
 

@@ -30,7 +30,12 @@ class Batch:
     scales: torch.Tensor | None  # [2, Hkv] with an e4m3 cache
 
     def attend(
-        self, window: int = 0, soft_cap: float = 0.0, scale: float | None = None, decodes: int | None = None
+        self,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        scale: float | None = None,
+        decodes: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Plan, then attention into an output of NaN.  decodes: as many as there are at the front, unless given."""
         out = torch.full_like(self.q, NAN)
@@ -64,15 +69,8 @@ class Batch:
             decodes=decodes,
             plan=plan,
             scales=self.scales,
+            sinks=None if sinks is None else sinks.to(self.q.device),
         )
-        return out
-
-    def attend_with_sinks(self, sinks: torch.Tensor, window: int = 0, soft_cap: float = 0.0) -> torch.Tensor:
-        """The same with sinks [H], on a CPU."""
-        out = torch.full_like(self.q, NAN)
-        args = self.q, self.k_cache, self.v_cache, self.tables, self.rows, self.q_start, self.lens
-        scale = self.q.shape[2] ** -0.5
-        ops.paged_attention_with_sinks(*args, scale, window, soft_cap, sinks, out, scales=self.scales)
         return out
 
     def only(self, s: int, chunk: slice = slice(None)) -> Batch:
@@ -189,3 +187,17 @@ def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative error over a whole tensor: rms of the difference over rms of the exact values."""
     assert actual.isfinite().all()
     return float((actual.cpu().double() - exact).norm() / exact.norm())
+
+
+def check_sinks(batch: Batch, tolerance: float, window: int = 0, soft_cap: float = 0.0) -> None:
+    """Fail unless attention on a GPU, with sinks from nothing to nearly everything, is that of the definition.
+
+    Heads are compared one by one: where a sink takes nearly everything, little is left to be wrong about."""
+    heads = batch.q.shape[1]
+    sinks = torch.linspace(-3, 8, heads)
+    sinks[1] = -math.inf
+    exact = reference(batch, window, soft_cap, sinks=sinks)
+    out = batch.to("cuda").attend(window, soft_cap, sinks=sinks)
+    for head in range(heads):
+        assert error(out[:, head], exact[:, head]) <= 2 * tolerance, f"head {head}"
+    assert error(out, exact) <= tolerance

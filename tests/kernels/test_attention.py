@@ -76,22 +76,22 @@ def test_sinks(window: int, soft_cap: float, dtype: torch.dtype, e4m3: bool) -> 
     sinks = torch.tensor([8.0, -torch.inf, 0.5, -2.0])
     exact = reference(batch, window, soft_cap, sinks=sinks)
     plain = reference(batch, window, soft_cap, sinks=sinks, compute=torch.float32, store=dtype)
-    ours = batch.attend_with_sinks(sinks, window, soft_cap)
+    ours = batch.attend(window, soft_cap, sinks=sinks)
     assert error(ours, exact) <= 2 * error(plain, exact) + 1e-7
     assert torch.equal(ours[:, 1], batch.attend(window, soft_cap)[:, 1])
 
 
 @pytest.mark.parametrize("sink", [100.0, 1e4, torch.inf])
 def test_a_sink_above_all_scores_leaves_nothing(sink: float) -> None:
-    assert make_batch([300, 5], [1, 5]).attend_with_sinks(torch.full([4], sink)).abs().max() < 1e-30
+    assert make_batch([300, 5], [1, 5]).attend(sinks=torch.full([4], sink)).abs().max() < 1e-30
 
 
 def test_sinks_of_the_wrong_number_or_type() -> None:
     batch = make_batch([5], [1])
     with pytest.raises(ValueError, match="sinks"):
-        batch.attend_with_sinks(torch.zeros(3))
+        batch.attend(sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="sinks"):
-        batch.attend_with_sinks(torch.zeros(4, dtype=torch.bfloat16))
+        batch.attend(sinks=torch.zeros(4, dtype=torch.bfloat16))
 
 
 def test_scale_is_applied() -> None:

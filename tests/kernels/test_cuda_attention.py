@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.executor import ops
-from tests.kernels.paged import NAN, Batch, error, make_batch, reference
+from tests.kernels.paged import NAN, Batch, check_sinks, error, make_batch, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +52,32 @@ def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_head
 def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
     """Scores of both signs up to about 20, so that the cap bites."""
     assert_close(decodes([700, 20, 257, 1, 2000], spread=4.0, dim=128, dtype=torch.float16), window, soft_cap)
+
+
+@pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
+    """Two that take much, one that takes nothing, and others between; keys of one warp, of several CTAs, of none.
+
+    A head group of 12 heads, so that some columns of the tensor cores are no heads."""
+    batch = decodes([*LENS, 20000], dim=dim, dtype=dtype, e4m3=e4m3, heads=24, kv_heads=2)
+    check_sinks(batch, TOLERANCE[dtype])
+    check_sinks(batch, TOLERANCE[dtype], window=100, soft_cap=5.0)
+
+
+def test_sinks_above_all_scores_leave_nothing() -> None:
+    batch = decodes([300, 5, 20000], dtype=torch.bfloat16).to("cuda")
+    for sink in (100.0, 1e4, torch.inf):
+        assert batch.attend(sinks=torch.full([4], sink)).abs().max() < 1e-30
+    assert torch.equal(batch.attend(sinks=torch.full([4], -torch.inf)), batch.attend())
+
+
+def test_sinks_of_the_wrong_number_type_or_device() -> None:
+    batch = decodes([5], dtype=torch.bfloat16).to("cuda")
+    for sinks in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="sinks"):
+            batch.attend(sinks=sinks)
 
 
 def test_scale_is_applied() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.executor import ops
-from tests.kernels.paged import NAN, Batch, error, make_batch, reference
+from tests.kernels.paged import NAN, Batch, check_sinks, error, make_batch, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,20 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
     """Scores of both signs up to about 20, so that the cap bites."""
     batch = make_batch([700, 20, 257, 1, 2000], [150, 2, 17, 1, 900], spread=4.0, dim=128, dtype=torch.float16)
     assert_close(batch, window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
+    """Whole prompts, chunks, decodes between them, and few queries after many keys, which are cut into parts."""
+    lens = [*LENS, 0, 9000]
+    shape: dict[str, Any] = {"heads": 12, "kv_heads": 4, "dim": dim, "dtype": dtype, "e4m3": e4m3}
+    check_sinks(make_batch(LENS, LENS, **shape), TOLERANCE[dtype])
+    check_sinks(
+        make_batch(lens, [1 if n % 2 else -(-n // 2) for n in LENS] + [3, 20], **shape), TOLERANCE[dtype], window=3000
+    )
+    check_sinks(make_batch([5000], [5], **shape), TOLERANCE[dtype])
 
 
 def test_scale_is_applied() -> None:

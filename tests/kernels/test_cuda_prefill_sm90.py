@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.kernels.paged import Batch, error, make_batch, reference
+from tests.kernels.paged import Batch, check_sinks, error, make_batch, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,17 @@ def test_parts(dtype: torch.dtype) -> None:
     batch = make_batch([9000, 700, 5000], [70, 40, 200], heads=12, kv_heads=2, dim=128, dtype=dtype)
     assert_close(batch)
     assert_close(batch, window=3000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (12, 4)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sinks(dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Whole tiles, and tiles whose keys are cut into parts."""
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
+    check_sinks(make_batch([700, 300, 0, 129], [700, 120, 0, 129], **shape), TOLERANCE[dtype])
+    check_sinks(make_batch([9000, 700, 5000], [70, 40, 900], **shape), TOLERANCE[dtype])
+    check_sinks(make_batch([9000, 700, 5000], [70, 40, 900], **shape), TOLERANCE[dtype], window=3000)
 
 
 def test_a_query_gets_the_same_bits_in_any_chunk() -> None:

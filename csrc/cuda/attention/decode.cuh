@@ -329,10 +329,13 @@ struct DecodeKernel {
   // ---- Results.
 
   // 16 numbers of the head group's results, from O^T, not yet divided by the sums of weights, to rows of `out`.
-  __device__ void store(const float (&acc)[4], float sum_0, float sum_1, int n, int step, int token, int kv_head,
+  // state: max and sum of heads 8n + 2t and 8n + 2t + 1 of the group.
+  __device__ void store(const float (&acc)[4], const float4& state, int n, int step, int token, int kv_head,
                         int part) const {
     const float scale = kWiden ? a.scales[a.kv_heads + kv_head] : 1.f;
-    const float x = __fdividef(scale, sum_0), y = __fdividef(scale, sum_1);
+    const int head = n * 8 + 2 * t, first = first_head(kv_head, part), last = heads_in(part) - 1;
+    const float x = __fdividef(scale, with_sink(state.y, state.x, a.sinks, first + min(head, last)));
+    const float y = __fdividef(scale, with_sink(state.w, state.z, a.sinks, first + min(head + 1, last)));
     uint32_t low = transpose(pack<T>(acc[0] * x, acc[1] * y)), high = transpose(pack<T>(acc[2] * x, acc[3] * y));
     if (n * 8 + g >= heads_in(part)) return;
     T* row = static_cast<T*>(a.out) + token * a.out_token_stride +
@@ -371,7 +374,7 @@ struct DecodeKernel {
       for (int step = 0; step < kSteps; ++step) {
         const auto& v = acc[step][n];
         if (whole) {
-          store(v, x.sum, y.sum, n, step, at.seq.token, at.kv_head, at.part);
+          store(v, {x.max, x.sum, y.max, y.sum}, n, step, at.seq.token, at.kv_head, at.part);
         } else {
           shared.accs[piece][(step * kNTiles + n) * 32 + lane] = {v[0], v[1], v[2], v[3]};
         }
@@ -459,7 +462,7 @@ struct DecodeKernel {
           [&](int i, int j) { return shared.accs[i][j]; }, many ? 0 : warp, many ? 1 : kWarps,
           [&](const float4& total, const float(&sum)[4], int step, int n) {
             if (whole) {
-              store(sum, total.y, total.w, n, step, piece.token, piece.kv_head, piece.part);
+              store(sum, total, n, step, piece.token, piece.kv_head, piece.part);
             } else {
               if (step == 0 && g == 0) cta_state(cta, begins)[n * 4 + t] = total;
               cta_acc(cta, begins)[(step * kNTiles + n) * 32 + lane] = {sum[0], sum[1], sum[2], sum[3]};
@@ -490,7 +493,7 @@ struct DecodeKernel {
           owner, last, [](int) { return true; }, [&](int i, int j) { return __ldcg(cta_state(i, i == owner) + j); },
           [&](int i, int j) { return __ldcg(cta_acc(i, i == owner) + j); }, warp, kWarps,
           [&](const float4& total, const float(&sum)[4], int step, int n) {
-            store(sum, total.y, total.w, n, step, piece.token, piece.kv_head, piece.part);
+            store(sum, total, n, step, piece.token, piece.kv_head, piece.part);
           });
     }
   }

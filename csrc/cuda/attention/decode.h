@@ -52,6 +52,7 @@ struct DecodeArgs {
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;
   const float* scales;     // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
+  const float* sinks;      // [heads]: a score without a value, in every softmax of the head; null: none
   const int32_t* tables;   // [max_rows, max_blocks]
   int64_t table_stride;
   const int32_t* rows;     // [seqs]

@@ -235,6 +235,7 @@ class Item {
 
  private:
   __device__ int position(int row) const { return before_ + row / group_; }
+  __device__ int head_of(int row) const { return item_.kv_head * group_ + row % group_; }
   // The first key that a row may see.
   __device__ int oldest(int row) const { return a_.window > 0 ? max(0, position(row) + 1 - a_.window) : 0; }
 
@@ -638,6 +639,7 @@ class Item {
         weights[p * pitch + row] = weight;
         total += weight * __ldcg(sum + p * pitch);
       }
+      total = with_sink(total, top, a_.sinks, head_of(item_.row + row));
       const float share = total == 0 ? 0.0f : v_scale / total;
       for (int p = 0; p < parts; ++p) weights[p * pitch + row] *= share;
     }
@@ -670,7 +672,8 @@ class Item {
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float share = sum_[m][h] == 0 ? 0.0f : v_scale / sum_[m][h];  // no key: zeros
+        const float sum = with_sink(sum_[m][h], max_[m][h], a_.sinks, head_of(row_ + 16 * m + 8 * h + lane_ / 4));
+        const float share = sum == 0 ? 0.0f : v_scale / sum;  // no key: zeros
         char* const row = shared_ + (warp_ * C::kWarpRows + 16 * m + 8 * h + lane_ / 4) * C::kQPitch;
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {

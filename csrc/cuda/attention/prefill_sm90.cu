@@ -69,6 +69,7 @@ void prefill_sm90(const PrefillArgs& a, cudaStream_t stream) {
       .block_size = a.block_size,
       .window = a.window,
       .scale_log2 = (a.soft_cap > 0 ? a.soft_cap : a.scale) * kLog2E,
+      .sinks = a.sinks,
       .cap_in = a.soft_cap > 0 ? a.scale / a.soft_cap : 0.f,
       .list = plan.list[kPrefillHopper],
       .items = plan.items[kPrefillHopper],

@@ -24,6 +24,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/hopper.cuh"
 #include "cuda/attention/prefill_sm90.h"
+#include "cuda/attention/softmax_state.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/common/warp.cuh"
 
@@ -206,10 +207,11 @@ template <class T>
 struct Output {
   T* out[2];
   bool ours[2];
+  int head[2];
   __device__ Output(const Params& p, const Work& work, const int (&query)[2], int row) {
     for (int i = 0; i < 2; ++i) {
-      const int head = work.kv_head * p.group + row + 8 * i - query[i] * p.group;
-      out[i] = static_cast<T*>(p.out) + (work.token + query[i]) * p.out_token_stride + head * p.out_head_stride;
+      head[i] = work.kv_head * p.group + row + 8 * i - query[i] * p.group;
+      out[i] = static_cast<T*>(p.out) + (work.token + query[i]) * p.out_token_stride + head[i] * p.out_head_stride;
       ours[i] = query[i] < work.queries;
     }
   }
@@ -275,7 +277,7 @@ struct Parts {
     for (int part = 0; part < work.parts; ++part) {
       for (int i = 0; i < 2; ++i) inverse[i] += weight(part, i) * __ldcg(&p.sum[at(part) + 8 * i]);
     }
-    for (int i = 0; i < 2; ++i) inverse[i] = inverse_sum(inverse[i]);
+    for (int i = 0; i < 2; ++i) inverse[i] = inverse_sum(with_sink(inverse[i], highest[i], p.sinks, to.head[i]));
 #pragma unroll 1
     for (int j = 0; j < N / 4; j += 4) {
       float o[16] = {};
@@ -531,7 +533,8 @@ struct Warpgroup {
         const Output<T> to(p, done, query, row0);
         const float sums[2] = {sum_of_quad(done_sum[0]), sum_of_quad(done_sum[1])};
         if (done.parts == 1) {
-          const float inverse[2] = {inverse_sum(sums[0]), inverse_sum(sums[1])};
+          float inverse[2];
+          for (int i = 0; i < 2; ++i) inverse[i] = inverse_sum(with_sink(sums[i], done_top[i], p.sinks, to.head[i]));
 #pragma unroll
           for (int j = 0; j < D / 8; j += 4) to.write(j, reinterpret_cast<const float(&)[16]>(o[4 * j]), inverse, lane);
         } else {

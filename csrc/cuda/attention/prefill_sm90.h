@@ -21,6 +21,7 @@ struct Params {
   int window;
   float scale_log2;  // what a score is multiplied with to become a power of 2
   float slack;       // 8 / scale_log2
+  const float* sinks;  // [heads], or null
   float cap_in;      // with a soft cap: scores become tanh(cap_in * score) first; else 0
   PrefillList* list;
   const PrefillItem* items;

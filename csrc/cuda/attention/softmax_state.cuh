@@ -28,6 +28,15 @@ struct SoftmaxState {
 // The factor that brings what was summed under the maximum `from` to `to` >= from.  0 for what holds nothing yet.
 __device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.f : exp2_fast(from - to); }
 
+// The sum that the weights of a head are divided by at the end, with its sink: one more score, which no value belongs to.
+//   sum, max  of all keys that a query sees
+//   sinks     [heads], or null
+// A query without keys has the maximum -inf and the sum 0, and keeps them.
+__device__ inline float with_sink(float sum, float max, const float* sinks, int head) {
+  if (sinks == nullptr || max == -INFINITY) return sum;
+  return sum + exp2_fast(sinks[head] * kLog2E - max);
+}
+
 // cap * tanh(x), where `doubled` is 2x in units of log2: cannot overflow.
 __device__ inline float soften(float doubled, float cap) {
   return cap - __fdividef(2 * cap, exp2_fast(doubled) + 1);

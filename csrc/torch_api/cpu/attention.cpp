@@ -36,14 +36,13 @@ void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, in
   }
 }
 
-// sinks: null for none.
-void attend(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& tables,
-            const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens,
-            const std::optional<at::Tensor>& scales, double scale, int64_t window, double soft_cap,
-            const at::Tensor* sinks, const at::Tensor& out) {
+void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                     const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
+                     const at::Tensor& lens, const std::optional<at::Tensor>& scales,
+                     const std::optional<at::Tensor>& sinks, int64_t /*decodes*/, const at::Tensor& /*plan*/,
+                     double scale, int64_t window, double soft_cap, const at::Tensor& out) {
   AttentionSizes sizes =
-      check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, window, out, on_cpu());
-  if (sinks) expect_plain("sinks", *sinks, {sizes.heads}, at::kFloat, on_cpu());
+      check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, sinks, window, out, on_cpu());
   const int64_t head_size = sizes.cache.head_size;
   TORCH_CHECK_VALUE(head_size > 0 && head_size <= kMaxHeadSize, "q: head size ", head_size, " is over ", kMaxHeadSize);
   const AttentionArgs args{
@@ -58,7 +57,7 @@ void attend(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
       .k_block_stride = k_cache.stride(0),
       .v_block_stride = v_cache.stride(0),
       .scales = sizes.scales,
-      .sinks = sinks ? sinks->const_data_ptr<float>() : nullptr,
+      .sinks = sizes.sinks,
       .tables = tables.const_data_ptr<int32_t>(),
       .table_stride = tables.stride(0),
       .rows = rows.const_data_ptr<int32_t>(),
@@ -81,21 +80,6 @@ void attend(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_
   });
 }
 
-void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                     const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
-                     const at::Tensor& lens, const std::optional<at::Tensor>& scales, int64_t /*decodes*/,
-                     const at::Tensor& /*plan*/, double scale, int64_t window, double soft_cap,
-                     const at::Tensor& out) {
-  attend(q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, nullptr, out);
-}
-
-void paged_attention_with_sinks(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                                const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
-                                const at::Tensor& lens, const std::optional<at::Tensor>& scales, double scale,
-                                int64_t window, double soft_cap, const at::Tensor& sinks, const at::Tensor& out) {
-  attend(q, k_cache, v_cache, tables, rows, q_start, lens, scales, scale, window, soft_cap, &sinks, out);
-}
-
 // A CPU needs no plan: its threads take work by ticket.
 void attention_plan(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, int64_t, int64_t,
                     const at::Tensor&) {}
@@ -104,7 +88,6 @@ int64_t attention_plan_bytes(const at::Tensor&, int64_t, int64_t, int64_t, int64
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("paged_attention", paged_attention);
-  m.impl("paged_attention_with_sinks", paged_attention_with_sinks);
   m.impl("attention_plan", attention_plan);
   m.impl("attention_plan_bytes", attention_plan_bytes);
 }

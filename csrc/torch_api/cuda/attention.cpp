@@ -75,6 +75,7 @@ Args common_args(const at::Tensor& q, const at::Tensor& k_cache, const at::Tenso
   args.k_block_stride = k_cache.stride(0);
   args.v_block_stride = v_cache.stride(0);
   args.scales = sizes.scales;
+  args.sinks = sizes.sinks;
   args.tables = tables.const_data_ptr<int32_t>();
   args.table_stride = tables.stride(0);
   args.rows = rows.const_data_ptr<int32_t>();
@@ -91,10 +92,11 @@ Args common_args(const at::Tensor& q, const at::Tensor& k_cache, const at::Tenso
 
 void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                      const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
-                     const at::Tensor& lens, const std::optional<at::Tensor>& scales, int64_t decodes,
-                     const at::Tensor& plan, double scale, int64_t window, double soft_cap, const at::Tensor& out) {
+                     const at::Tensor& lens, const std::optional<at::Tensor>& scales,
+                     const std::optional<at::Tensor>& sinks, int64_t decodes, const at::Tensor& plan, double scale,
+                     int64_t window, double soft_cap, const at::Tensor& out) {
   const AttentionSizes sizes =
-      check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, window, out, on_gpu(q));
+      check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, sinks, window, out, on_gpu(q));
   const int64_t block_size = sizes.cache.block_size, seqs = sizes.seqs;
   expect_head_size(sizes.cache.head_size);
   TORCH_CHECK_VALUE(block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64,

@@ -216,6 +216,14 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
                 packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
                 if packed is not None:
                     setattr(parent, name, shared_out(packed, child))
+    widen_sinks(model)
+
+
+def widen_sinks(model: PreTrainedModel) -> None:
+    """Make attention sinks float32, as the kernels take them: once, not in every step."""
+    for module in model.modules():
+        if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = nn.Parameter(sinks.float(), requires_grad=False)
 
 
 def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantised:

@@ -84,8 +84,6 @@ def probe_attention(
         raise UnsupportedModel("attention that is not causal self-attention")
     if scaling is None:
         raise UnsupportedModel("attention without a scale")
-    if s_aux is not None and query.device.type == "cuda":
-        raise UnsupportedModel("attention sinks, which are not implemented on a GPU; --device cpu can do it")
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int) or index in probe.layers:
         raise UnsupportedModel("attention layers without an index of their own")
