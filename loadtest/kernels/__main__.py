@@ -91,7 +91,7 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     return figures
 
 
-TABLES = ("ceilings", "decode", "variants", "prefill", "layers", "cache", "linear", "fp8", "sampling")
+TABLES = ("ceilings", "decode", "variants", "prefill", "layers", "cache", "linear", "fp8", "experts", "sampling")
 
 
 def main() -> None:

@@ -193,6 +193,43 @@ def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             yield found | {"floor_us": top.floor_us(read, flops / 2)}
 
 
+EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # a layer of Qwen3-30B-A3B
+
+
+def routing(kind: str, tokens: int) -> Tensor:
+    """Which experts each token takes: [tokens, CHOSEN] int32, all different for a token.
+
+    balanced: any, all as likely.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.  same: the first for all."""
+    if kind == "same":
+        return torch.arange(CHOSEN, device="cuda", dtype=torch.int32).repeat(tokens, 1)
+    share = torch.ones(EXPERTS, device="cuda")
+    if kind == "zipf":
+        share /= torch.arange(1, EXPERTS + 1, device="cuda")
+    return torch.multinomial(share.expand(tokens, -1), CHOSEN).int()
+
+
+def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """The experts of a layer for few tokens, against reading those that are chosen."""
+    sets, bytes_of_one = 4, 3 * HIDDEN * INNER * 2
+    weights = [(random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER)) for _ in range(sets)]
+    for tokens in (1, 32) if quick else (1, 4, 8, 16, 32, 64):
+        for kind in ("balanced", "zipf", "same"):
+            routings = [routing(kind, tokens) for _ in range(5 * sets)]
+
+            def call(at: int, routings: list[Tensor] = routings, tokens: int = tokens) -> Call:
+                x, plus, shares = (
+                    random(tokens, HIDDEN),
+                    random(tokens, HIDDEN),
+                    torch.rand(tokens, CHOSEN, device="cuda"),
+                )
+                return lambda: ops.experts(x, routings[at], shares, *weights[at % sets], plus)
+
+            us = graph_us([call(at) for at in range(len(routings))])
+            read = sum(len(chosen.unique()) for chosen in routings) / len(routings)
+            floor = top.floor_us(int(read * bytes_of_one), 2 * tokens * CHOSEN * 3 * HIDDEN * INNER)
+            yield {"case": f"{tokens} tokens, {kind}", "us": us, "floor_us": floor, "experts_read": round(read, 1)}
+
+
 def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
     """A table of `count` slots that ask for the same: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
@@ -252,5 +289,6 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
     "cache": ("blocks of all layers (torch: one copy after another)", cache),
     "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
     "fp8": ("products with weights in e4m3, with scales of blocks", fp8),
+    "experts": ("experts of a mixture for few tokens, against reading those that are chosen", experts),
     "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
 }
