@@ -110,6 +110,22 @@ __device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* ba
   copy_with_policy(to, map, bar, c0, c1, c2, 0x14F0000000000000);
 }
 
+// Copies `bytes` bytes; both addresses and the number are multiples of 16.  What is read once leaves L2 first.
+__device__ inline void copy_run(void* to, const void* from, int bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
+}
+
+__device__ inline void copy_run_once(void* to, const void* from, int bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(0x12F0000000000000)
+      : "memory");
+}
+
 // -- Registers move between warpgroups: the ones that copy need few, the ones that multiply many.
 
 template <int N>

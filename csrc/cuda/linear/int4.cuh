@@ -1,0 +1,296 @@
+// The product of a few tokens with a weight of 4 bits; int4.h has the layout, linear.cuh the idea and the end.
+//
+// A multiprocessor's CTA has some 16s of rows, over all of inner.  A stage holds p.depth records of each of them, and the
+// tokens' numbers that these meet.  Records of 16 rows follow one another in memory, so both are copied as plain runs of bytes.
+//
+//            inputs ->
+//   16s  |  128  |  128  | ..     a record: 16 rows, 128 inputs
+//   of   |-------|-------|-
+//   rows |       |       |        a unit: half a record, 64 inputs, of all rows of a warp.  Units go round among the warps
+//                                 that share the same rows
+//
+// A number q becomes 128 + q in bf16 by one instruction for two, after a shift: 0x4300 is 128, and the last bit of its
+// mantissa is 1.  x stays bf16.  So the tensor cores sum (128 + q) x over a group, and with rows of ones they sum x:
+//
+//   sum (q - zero) x  =  sum (128 + q) x  -  (128 + zero) sum x
+//
+// which is multiplied by the group's scale and added, in float32.  The difference is exact to 2^-16 of the largest |x| of the
+// group, times the scale; a number's own rounding to 4 bits is up to half a scale.
+//
+// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.
+#pragma once
+
+#include "cuda/linear/int4.h"
+#include "cuda/linear/linear.cuh"
+
+namespace quire::cuda::linears {
+
+constexpr int kUnit = 64;                     // inputs
+constexpr int kHalves = kInt4Inputs / kUnit;  // of a record
+constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
+constexpr int kXBytes = kInt4Inputs * 2;  // of a token, that meet a record
+constexpr int kXPadding = 64;             // after a token's numbers: two tokens are read at once, from different banks
+constexpr int kMaxTileBlocks = kMaxRows / kInt4Rows;
+
+struct Int4Params : End {
+  const void* x;
+  int64_t x_stride;
+  const uint8_t* weight;
+  const float* row_scale;
+  int groups;         // of a record
+  int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
+  int records;        // of a row
+  int depth;          // records of a stage
+  int count, stages;  // stages of a tile; in shared memory
+};
+
+inline __host__ __device__ int x_row_bytes(const Int4Params& p) { return p.depth * kXBytes + kXPadding; }
+inline __host__ __device__ int stage_bytes(const Int4Params& p) {
+  return p.tokens * x_row_bytes(p) + p.blocks * p.depth * int4_record_bytes(p.groups);
+}
+
+// What the warp that copies does.  Each lane starts the copies of one block and of one token.
+__device__ inline void copy_stages(const Int4Params& p, int first_feature, char* stages, uint64_t* full, uint64_t* empty) {
+  const int lane = threadIdx.x % 32, record_bytes = int4_record_bytes(p.groups);
+  const int half = p.tile_features / kInt4Rows, all = p.features / kInt4Rows, first = first_feature / kInt4Rows;
+  const int there = min(half, all - first);  // of the last tile some blocks may not exist
+  const bool up = lane >= half, copies = lane < p.blocks && lane - (up ? half : 0) < there;
+  const uint8_t* const block =
+      p.weight + static_cast<int64_t>(first + lane + (up ? all - half : 0)) * p.records * record_bytes;
+  const auto records = [&](int i) { return min(p.depth, p.records - i * p.depth); };
+  const auto copy_weight = [&](int i, int stage) {
+    char* const to = stages + stage * stage_bytes(p) + p.tokens * x_row_bytes(p);
+    if (lane == 0) {
+      const int blocks = p.silu_mul ? 2 * there : there;
+      hopper::arrive_expecting(&full[stage], records(i) * (blocks * record_bytes + p.tokens * kXBytes));
+    }
+    __syncwarp();
+    if (copies) {
+      hopper::copy_run_once(to + lane * p.depth * record_bytes,
+                            block + static_cast<int64_t>(i) * p.depth * record_bytes, records(i) * record_bytes,
+                            &full[stage]);
+    }
+  };
+  const auto copy_x = [&](int i, int stage) {
+    if (lane >= p.tokens) return;
+    const bf16* const from = static_cast<const bf16*>(p.x) + lane * p.x_stride + i * p.depth * kInt4Inputs;
+    hopper::copy_run(stages + stage * stage_bytes(p) + lane * x_row_bytes(p), from, records(i) * kXBytes, &full[stage]);
+  };
+  const int early = min(p.count, p.stages);
+  for (int i = 0; i < early; ++i) copy_weight(i, i);
+  wait_for_previous_kernels();
+  for (int i = 0; i < early; ++i) copy_x(i, i);
+  hopper::Ring next;
+  for (int i = early; i < p.count; ++i) {
+    hopper::wait(&empty[next.at], next.phase);
+    copy_weight(i, next.at);
+    copy_x(i, next.at);
+    next.step(p.stages);
+  }
+}
+
+// Two of the numbers of a word, those at bits 0 and 16, as 128 + q in bf16.
+__device__ inline uint32_t widen_int4(uint32_t word) {
+  uint32_t pair;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x000f000f), "r"(0x43004300));  // (a & b) | c
+  return pair;
+}
+
+// 128 + byte i of zeros, in float32.
+__device__ inline float widen_zero(uint32_t zeros, int i) {
+  return __uint_as_float(__byte_perm(zeros, 0x43000000, 0x7044 | i << 8));
+}
+
+// The scales and zero points of a lane's two rows, of each group of a unit.
+template <int kGroups>
+struct GroupScales {
+  float scale[kGroups][2], zero[kGroups][2];  // zero: 128 + zero point
+
+  __device__ GroupScales(const char* scales, const char* zeros) {
+    uint32_t pairs[kGroups], bytes;
+    if constexpr (kGroups == 2) {
+      const uint2 two = *reinterpret_cast<const uint2*>(scales);
+      pairs[0] = two.x, pairs[1] = two.y;
+      bytes = *reinterpret_cast<const uint32_t*>(zeros);
+    } else {
+      pairs[0] = *reinterpret_cast<const uint32_t*>(scales);
+      bytes = *reinterpret_cast<const uint16_t*>(zeros);
+    }
+#pragma unroll
+    for (int k = 0; k < kGroups; ++k) {
+      const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pairs[k]));
+      scale[k][0] = wide.x, scale[k][1] = wide.y;
+      zero[k][0] = widen_zero(bytes, 2 * k), zero[k][1] = widen_zero(bytes, 2 * k + 1);
+    }
+  }
+};
+
+// A lane's part of x in a unit: of token 8 e + lane / 4 four numbers for each of 4 products, and the sums over each group,
+// of tokens 8 e + lane % 4 * 2 and the one after it.
+template <int kEights, int kGroups>
+struct UnitOfX {
+  uint32_t pairs[kEights][4][2];
+  float sums[kEights][kGroups][2];
+
+  __device__ UnitOfX(const char* unit, const int (&x_at)[kEights]) {
+    constexpr uint32_t kOnes = 0x3f803f80;
+    const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const uint4 four = *reinterpret_cast<const uint4*>(unit + x_at[e] + j / 2 * kUnit);
+        pairs[e][j][0] = four.x, pairs[e][j][1] = four.y, pairs[e][j + 1][0] = four.z, pairs[e][j + 1][1] = four.w;
+      }
+#pragma unroll
+      for (int k = 0; k < kGroups; ++k) {
+        float all[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4 / kGroups; ++j) mma16816<bf16>(all, ones, pairs[e][k * 4 / kGroups + j]);
+        sums[e][k][0] = all[0], sums[e][k][1] = all[1];
+      }
+    }
+  }
+};
+
+// Adds a unit's products with 16 rows to their sums.
+template <int kEights, int kGroups>
+__device__ inline void multiply_block(const uint4& words, const GroupScales<kGroups>& s, const UnitOfX<kEights, kGroups>& x,
+                                      float (&sums)[kEights][4]) {
+  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int k = 0; k < kGroups; ++k) {
+    float of_group[kEights][4] = {};
+#pragma unroll
+    for (int j = k * 4 / kGroups; j < (k + 1) * 4 / kGroups; ++j) {
+      const uint32_t w[4] = {widen_int4(word[j]), widen_int4(word[j] >> 4), widen_int4(word[j] >> 8),
+                             widen_int4(word[j] >> 12)};
+#pragma unroll
+      for (int e = 0; e < kEights; ++e) mma16816<bf16>(of_group[e], w, x.pairs[e][j]);
+    }
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float centred = of_group[e][i] - s.zero[k][i / 2] * x.sums[e][k][i % 2];
+        sums[e][i] += centred * s.scale[k][i / 2];
+      }
+    }
+  }
+}
+
+// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a unit.
+template <int kEights, int kRowWarps, int kBlocks, int kGroups>
+__global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant__ Int4Params p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(16) char stages[];
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_feature = blockIdx.x * p.tile_features;
+
+  if (threadIdx.x == kMultipliers) {
+    for (int i = 0; i < p.stages; ++i) {
+      hopper::barrier_init(&full[i], 1);
+      hopper::barrier_init(&empty[i], kWarps);
+    }
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+  let_next_kernel_start();
+  if (warp == kWarps) return copy_stages(p, first_feature, stages, full, empty);
+
+  OutShare<bf16> stored(p, first_feature);
+  constexpr int kShares = kWarps / kRowWarps;
+  const int share = warp / kRowWarps, first_block = warp % kRowWarps, g = lane / 4;
+  const int record_bytes = int4_record_bytes(p.groups), block_bytes = p.depth * record_bytes;
+  // A token that isn't there is read from another's place, and its sums are never stored.
+  int x_at[kEights];
+#pragma unroll
+  for (int e = 0; e < kEights; ++e) x_at[e] = min(e * 8 + g, p.tokens - 1) * x_row_bytes(p) + lane % 4 * 16;
+  const int weight_at = p.tokens * x_row_bytes(p) + first_block * block_bytes;
+  // From the start of a record to what belongs to this lane, and from one half to the other.
+  constexpr int kPair = 2 * sizeof(fp16);
+  const int scale_at = kHalves * kHalfBytes + g * kGroups * kPair, scale_step = p.groups == 1 ? 0 : 8 * kGroups * kPair;
+  const int zero_at = kHalves * kHalfBytes + p.groups * kInt4Rows * static_cast<int>(sizeof(fp16)) + g * kGroups * 2;
+
+  wait_for_previous_kernels();
+  stored.read(p);
+
+  float sums[kBlocks][kEights][4] = {};
+  hopper::Ring next;
+  int unit = share;  // of the stage; those past its end lie in a later one
+  for (int i = 0; i < p.count; ++i) {
+    hopper::wait(&full[next.at], next.phase);
+    const char* const stage = stages + next.at * stage_bytes(p);
+    const int units = min(p.depth, p.records - i * p.depth) * kHalves;
+    for (; unit < units; unit += kShares) {
+      const int half = unit % kHalves;
+      const char* const record = stage + weight_at + unit / kHalves * record_bytes;
+      const auto words = [&](const char* of_block) {
+        return *reinterpret_cast<const uint4*>(of_block + half * kHalfBytes + lane * 16);
+      };
+      const auto scales = [&](const char* of_block) {
+        return GroupScales<kGroups>(of_block + scale_at + half * scale_step, of_block + zero_at + half * scale_step / 2);
+      };
+      const UnitOfX<kEights, kGroups> x(stage + unit * kUnit * 2, x_at);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (kRowWarps > 1 && b > 0 && first_block + kRowWarps * b >= p.blocks) break;
+        const char* const of_block = record + kRowWarps * b * block_bytes;
+        multiply_block(words(of_block), scales(of_block), x, sums[b]);
+      }
+    }
+    unit -= p.depth * kHalves;
+    __syncwarp();
+    if (lane == 0 && i + p.stages < p.count) hopper::arrive(&empty[next.at]);
+    next.step(p.stages);
+  }
+
+  end_of_product<bf16, kRowWarps>(
+      p, first_feature, first_block, sums, stages, stored, [](int) { return 1.0f; },
+      [&](int row) { return p.row_scale[row]; });
+#endif
+}
+
+// Launches the kernel for p.blocks; defined in int4_*.cu.
+template <int kEights>
+void run_int4(const Int4Params& p, int tiles, cudaStream_t stream);
+
+#ifdef QUIRE_INT4_EIGHTS
+template <int kEights, int kRowWarps, int kBlocks, int kGroups>
+void start_int4(const Int4Params& p, int tiles, cudaStream_t stream) {
+  const auto kernel = int4_kernel<kEights, kRowWarps, kBlocks, kGroups>;
+  const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
+  static const bool allowed = [&] {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom), "linear_int4");
+    return true;
+  }();
+  static_cast<void>(allowed);
+  launch(kernel, dim3(tiles), dim3(kThreads), std::max(p.stages * stage_bytes(p), way_out_bytes), stream, p);
+}
+
+template <int kEights, int kGroups>
+void run_int4(const Int4Params& p, int tiles, cudaStream_t stream) {
+  switch (p.blocks) {
+    case 1: return start_int4<kEights, 1, 1, kGroups>(p, tiles, stream);
+    case 2: return start_int4<kEights, 1, 2, kGroups>(p, tiles, stream);
+    case 3: return start_int4<kEights, 1, 3, kGroups>(p, tiles, stream);
+    case 4: return start_int4<kEights, 1, 4, kGroups>(p, tiles, stream);
+    default: break;
+  }
+  if (p.blocks <= 8) return start_int4<kEights, 2, 4, kGroups>(p, tiles, stream);
+  if constexpr (kEights == 1) {
+    start_int4<kEights, 2, 7, kGroups>(p, tiles, stream);
+  } else {  // sums of seven blocks would not fit into registers
+    start_int4<kEights, 4, 4, kGroups>(p, tiles, stream);
+  }
+}
+
+template <>
+void run_int4<QUIRE_INT4_EIGHTS>(const Int4Params& p, int tiles, cudaStream_t stream) {
+  if (p.groups == 4) return run_int4<QUIRE_INT4_EIGHTS, 2>(p, tiles, stream);
+  run_int4<QUIRE_INT4_EIGHTS, 1>(p, tiles, stream);
+}
+#endif
+
+}  // namespace quire::cuda::linears
