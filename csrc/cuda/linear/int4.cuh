@@ -29,13 +29,8 @@ constexpr int kUnit = 64;                     // inputs
 constexpr int kHalves = kInt4Inputs / kUnit;  // of a record
 constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
 constexpr int kXBytes = kInt4Inputs * 2;  // of a token, that meet a record
-constexpr int kXPadding = 64;             // after a token's numbers: two tokens are read at once, from different banks
-constexpr int kMaxTileBlocks = kMaxRows / kInt4Rows;
 
 struct Int4Params : End {
-  const void* x;
-  int64_t x_stride;
-  const uint8_t* weight;
   const float* row_scale;
   int groups;         // of a record
   int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
@@ -44,37 +39,23 @@ struct Int4Params : End {
   int count, stages;  // stages of a tile; in shared memory
 };
 
-inline __host__ __device__ int x_row_bytes(const Int4Params& p) { return p.depth * kXBytes + kXPadding; }
-inline __host__ __device__ int stage_bytes(const Int4Params& p) {
-  return p.tokens * x_row_bytes(p) + p.blocks * p.depth * int4_record_bytes(p.groups);
+inline __host__ __device__ int x_row_bytes(const Int4Params& p) { return p.depth * kXBytes; }
+inline __host__ __device__ int stage_bytes(const Int4Params& p) {  // the copies begin at multiples of 128
+  return (p.tokens * x_row_bytes(p) + p.blocks * p.depth * int4_record_bytes(p.groups) + 127) / 128 * 128;
 }
 
-// What the warp that copies does.  Each lane starts the copies of one block and of one token.
-__device__ inline void copy_stages(const Int4Params& p, int first_feature, char* stages, uint64_t* full, uint64_t* empty) {
-  const int lane = threadIdx.x % 32, record_bytes = int4_record_bytes(p.groups);
-  const int half = p.tile_features / kInt4Rows, all = p.features / kInt4Rows, first = first_feature / kInt4Rows;
-  const int there = min(half, all - first);  // of the last tile some blocks may not exist
-  const bool up = lane >= half, copies = lane < p.blocks && lane - (up ? half : 0) < there;
-  const uint8_t* const block =
-      p.weight + static_cast<int64_t>(first + lane + (up ? all - half : 0)) * p.records * record_bytes;
-  const auto records = [&](int i) { return min(p.depth, p.records - i * p.depth); };
+// What the warp that copies does.  Of a stage: x [tokens, depth] times 128 numbers, then the records of the weight
+// [blocks, depth].  What lies past the end of either is read as zeros.
+__device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,
+                                   int first_feature, char* stages, uint64_t* full, uint64_t* empty) {
+  const int x_bytes = p.tokens * x_row_bytes(p), weight_bytes = p.blocks * p.depth * int4_record_bytes(p.groups);
   const auto copy_weight = [&](int i, int stage) {
-    char* const to = stages + stage * stage_bytes(p) + p.tokens * x_row_bytes(p);
-    if (lane == 0) {
-      const int blocks = p.silu_mul ? 2 * there : there;
-      hopper::arrive_expecting(&full[stage], records(i) * (blocks * record_bytes + p.tokens * kXBytes));
-    }
-    __syncwarp();
-    if (copies) {
-      hopper::copy_run_once(to + lane * p.depth * record_bytes,
-                            block + static_cast<int64_t>(i) * p.depth * record_bytes, records(i) * record_bytes,
-                            &full[stage]);
-    }
+    hopper::arrive_expecting(&full[stage], x_bytes + weight_bytes);
+    hopper::copy_once(stages + stage * stage_bytes(p) + x_bytes, weight_map, &full[stage], 0, i * p.depth,
+                      first_feature / kInt4Rows, 0);
   };
   const auto copy_x = [&](int i, int stage) {
-    if (lane >= p.tokens) return;
-    const bf16* const from = static_cast<const bf16*>(p.x) + lane * p.x_stride + i * p.depth * kInt4Inputs;
-    hopper::copy_run(stages + stage * stage_bytes(p) + lane * x_row_bytes(p), from, records(i) * kXBytes, &full[stage]);
+    hopper::copy_often(stages + stage * stage_bytes(p), x_map, &full[stage], 0, i * p.depth, 0);
   };
   const int early = min(p.count, p.stages);
   for (int i = 0; i < early; ++i) copy_weight(i, i);
@@ -125,46 +106,45 @@ struct GroupScales {
   }
 };
 
-// A lane's part of x in a unit: of token 8 e + lane / 4 four numbers for each of 4 products, and the sums over each group,
-// of tokens 8 e + lane % 4 * 2 and the one after it.
-template <int kEights, int kGroups>
-struct UnitOfX {
-  uint32_t pairs[kEights][4][2];
+// A lane's part of x in a piece of a unit: of token 8 e + lane / 4 four numbers for each of kWords products, and the sums over
+// each group, of tokens 8 e + lane % 4 * 2 and the one after it.
+template <int kEights, int kGroups, int kWords>
+struct PieceOfX {
+  uint32_t pairs[kEights][kWords][2];
   float sums[kEights][kGroups][2];
 
-  __device__ UnitOfX(const char* unit, const int (&x_at)[kEights]) {
+  __device__ PieceOfX(const char* piece, const int (&x_at)[kEights]) {
     constexpr uint32_t kOnes = 0x3f803f80;
     const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
     for (int e = 0; e < kEights; ++e) {
 #pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        const uint4 four = *reinterpret_cast<const uint4*>(unit + x_at[e] + j / 2 * kUnit);
+      for (int j = 0; j < kWords; j += 2) {
+        const uint4 four = *reinterpret_cast<const uint4*>(piece + x_at[e] + j / 2 * kUnit);
         pairs[e][j][0] = four.x, pairs[e][j][1] = four.y, pairs[e][j + 1][0] = four.z, pairs[e][j + 1][1] = four.w;
       }
 #pragma unroll
       for (int k = 0; k < kGroups; ++k) {
         float all[4] = {};
 #pragma unroll
-        for (int j = 0; j < 4 / kGroups; ++j) mma16816<bf16>(all, ones, pairs[e][k * 4 / kGroups + j]);
+        for (int j = 0; j < kWords / kGroups; ++j) mma16816<bf16>(all, ones, pairs[e][k * kWords / kGroups + j]);
         sums[e][k][0] = all[0], sums[e][k][1] = all[1];
       }
     }
   }
 };
 
-// Adds a unit's products with 16 rows to their sums.
-template <int kEights, int kGroups>
-__device__ inline void multiply_block(const uint4& words, const GroupScales<kGroups>& s, const UnitOfX<kEights, kGroups>& x,
-                                      float (&sums)[kEights][4]) {
-  const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+// Adds a piece's products with 16 rows to their sums.
+template <int kEights, int kGroups, int kWords>
+__device__ inline void multiply_block(const Pack<uint32_t, kWords>& words, const GroupScales<kGroups>& s,
+                                      const PieceOfX<kEights, kGroups, kWords>& x, float (&sums)[kEights][4]) {
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {
     float of_group[kEights][4] = {};
 #pragma unroll
-    for (int j = k * 4 / kGroups; j < (k + 1) * 4 / kGroups; ++j) {
-      const uint32_t w[4] = {widen_int4(word[j]), widen_int4(word[j] >> 4), widen_int4(word[j] >> 8),
-                             widen_int4(word[j] >> 12)};
+    for (int j = k * kWords / kGroups; j < (k + 1) * kWords / kGroups; ++j) {
+      const uint32_t word = words.at[j];
+      const uint32_t w[4] = {widen_int4(word), widen_int4(word >> 4), widen_int4(word >> 8), widen_int4(word >> 12)};
 #pragma unroll
       for (int e = 0; e < kEights; ++e) mma16816<bf16>(of_group[e], w, x.pairs[e][j]);
     }
@@ -181,14 +161,18 @@ __device__ inline void multiply_block(const uint4& words, const GroupScales<kGro
 
 // kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a unit.
 template <int kEights, int kRowWarps, int kBlocks, int kGroups>
-__global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant__ Int4Params p) {
+__global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
+                                                           const __grid_constant__ CUtensorMap x_map,
+                                                           const __grid_constant__ Int4Params p) {
 #if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(16) char stages[];
+  extern __shared__ __align__(128) char stages[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_feature = blockIdx.x * p.tile_features;
 
   if (threadIdx.x == kMultipliers) {
+    hopper::prefetch_map(&weight_map);
+    hopper::prefetch_map(&x_map);
     for (int i = 0; i < p.stages; ++i) {
       hopper::barrier_init(&full[i], 1);
       hopper::barrier_init(&empty[i], kWarps);
@@ -197,10 +181,13 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   }
   __syncthreads();
   let_next_kernel_start();
-  if (warp == kWarps) return copy_stages(p, first_feature, stages, full, empty);
+  if (warp == kWarps) {
+    if (lane == 0) copy_stages(&weight_map, &x_map, p, first_feature, stages, full, empty);
+    return;
+  }
 
-  OutShare<bf16> stored(p, first_feature);
-  constexpr int kShares = kWarps / kRowWarps;
+  // With many tokens and groups a unit is computed in two pieces, which need fewer registers.
+  constexpr int kPieces = kEights > 1 ? kGroups : 1, kWords = 4 / kPieces, kShares = kWarps / kRowWarps;
   const int share = warp / kRowWarps, first_block = warp % kRowWarps, g = lane / 4;
   const int record_bytes = int4_record_bytes(p.groups), block_bytes = p.depth * record_bytes;
   // A token that isn't there is read from another's place, and its sums are never stored.
@@ -214,30 +201,33 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   const int zero_at = kHalves * kHalfBytes + p.groups * kInt4Rows * static_cast<int>(sizeof(fp16)) + g * kGroups * 2;
 
   wait_for_previous_kernels();
-  stored.read(p);
+  constexpr bool kEarly = kEights == 1;  // else sums take its registers
+  Pack<bf16, 8> old = {};
+  if (kEarly) old = read_out<bf16>(p, first_feature);
 
   float sums[kBlocks][kEights][4] = {};
   hopper::Ring next;
-  int unit = share;  // of the stage; those past its end lie in a later one
+  unsigned unit = share;  // of the stage; those past its end lie in a later one
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&full[next.at], next.phase);
     const char* const stage = stages + next.at * stage_bytes(p);
-    const int units = min(p.depth, p.records - i * p.depth) * kHalves;
+    const unsigned units = min(p.depth, p.records - i * p.depth) * kHalves;
     for (; unit < units; unit += kShares) {
-      const int half = unit % kHalves;
+      const unsigned half = unit % kHalves;
       const char* const record = stage + weight_at + unit / kHalves * record_bytes;
-      const auto words = [&](const char* of_block) {
-        return *reinterpret_cast<const uint4*>(of_block + half * kHalfBytes + lane * 16);
-      };
-      const auto scales = [&](const char* of_block) {
-        return GroupScales<kGroups>(of_block + scale_at + half * scale_step, of_block + zero_at + half * scale_step / 2);
-      };
-      const UnitOfX<kEights, kGroups> x(stage + unit * kUnit * 2, x_at);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (kRowWarps > 1 && b > 0 && first_block + kRowWarps * b >= p.blocks) break;
-        const char* const of_block = record + kRowWarps * b * block_bytes;
-        multiply_block(words(of_block), scales(of_block), x, sums[b]);
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const PieceOfX<kEights, kGroups / kPieces, kWords> x(stage + unit * kUnit * 2 + piece * kUnit, x_at);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          if (kRowWarps > 1 && b > 0 && first_block + kRowWarps * b >= p.blocks) break;
+          const char* const block = record + kRowWarps * b * block_bytes;
+          const char* const words = block + half * kHalfBytes + lane * 16 + piece * kWords * 4;
+          const char* const scales = block + scale_at + half * scale_step + piece * kPair;
+          const char* const zeros = block + zero_at + half * scale_step / 2 + piece * 2;
+          multiply_block(*reinterpret_cast<const Pack<uint32_t, kWords>*>(words), GroupScales<kGroups / kPieces>(scales, zeros),
+                         x, sums[b]);
+        }
       }
     }
     unit -= p.depth * kHalves;
@@ -246,19 +236,20 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
     next.step(p.stages);
   }
 
+  if (!kEarly) old = read_out<bf16>(p, first_feature);
   end_of_product<bf16, kRowWarps>(
-      p, first_feature, first_block, sums, stages, stored, [](int) { return 1.0f; },
+      p, first_feature, first_block, sums, stages, old, [](int) { return 1.0f; },
       [&](int row) { return p.row_scale[row]; });
 #endif
 }
 
 // Launches the kernel for p.blocks; defined in int4_*.cu.
 template <int kEights>
-void run_int4(const Int4Params& p, int tiles, cudaStream_t stream);
+void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream);
 
 #ifdef QUIRE_INT4_EIGHTS
 template <int kEights, int kRowWarps, int kBlocks, int kGroups>
-void start_int4(const Int4Params& p, int tiles, cudaStream_t stream) {
+void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
   const auto kernel = int4_kernel<kEights, kRowWarps, kBlocks, kGroups>;
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
@@ -266,30 +257,37 @@ void start_int4(const Int4Params& p, int tiles, cudaStream_t stream) {
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles), dim3(kThreads), std::max(p.stages * stage_bytes(p), way_out_bytes), stream, p);
+  launch(kernel, dim3(tiles), dim3(kThreads), std::max(p.stages * stage_bytes(p), way_out_bytes), stream, weight_map,
+         x_map, p);
 }
 
 template <int kEights, int kGroups>
-void run_int4(const Int4Params& p, int tiles, cudaStream_t stream) {
-  switch (p.blocks) {
-    case 1: return start_int4<kEights, 1, 1, kGroups>(p, tiles, stream);
-    case 2: return start_int4<kEights, 1, 2, kGroups>(p, tiles, stream);
-    case 3: return start_int4<kEights, 1, 3, kGroups>(p, tiles, stream);
-    case 4: return start_int4<kEights, 1, 4, kGroups>(p, tiles, stream);
-    default: break;
-  }
-  if (p.blocks <= 8) return start_int4<kEights, 2, 4, kGroups>(p, tiles, stream);
+void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
+  const auto with = [&](auto row_warps, auto blocks) {
+    start_int4<kEights, row_warps, blocks, kGroups>(weight_map, x_map, p, tiles, stream);
+  };
+  using std::integral_constant;
+  constexpr integral_constant<int, 1> one;
+  constexpr integral_constant<int, 2> two;
+  constexpr integral_constant<int, 4> four;
+  if (p.blocks == 1) return with(one, one);
+  if (p.blocks == 2) return with(one, two);
   if constexpr (kEights == 1) {
-    start_int4<kEights, 2, 7, kGroups>(p, tiles, stream);
-  } else {  // sums of seven blocks would not fit into registers
-    start_int4<kEights, 4, 4, kGroups>(p, tiles, stream);
+    if (p.blocks == 3) return with(one, integral_constant<int, 3>{});
+    if (p.blocks == 4) return with(one, four);
+    if (p.blocks <= 8) return with(two, four);
+    with(two, integral_constant<int, 7>{});
+  } else {  // with more blocks a warp's sums no longer fit into registers
+    if (p.blocks <= 4) return with(two, two);
+    if (p.blocks <= 8) return with(four, two);
+    with(integral_constant<int, 8>{}, two);
   }
 }
 
 template <>
-void run_int4<QUIRE_INT4_EIGHTS>(const Int4Params& p, int tiles, cudaStream_t stream) {
-  if (p.groups == 4) return run_int4<QUIRE_INT4_EIGHTS, 2>(p, tiles, stream);
-  run_int4<QUIRE_INT4_EIGHTS, 1>(p, tiles, stream);
+void run_int4<QUIRE_INT4_EIGHTS>(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
+  if (p.groups == 4) return run_int4<QUIRE_INT4_EIGHTS, 2>(weight_map, x_map, p, tiles, stream);
+  run_int4<QUIRE_INT4_EIGHTS, 1>(weight_map, x_map, p, tiles, stream);
 }
 #endif
 

@@ -53,6 +53,15 @@ constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more,
 constexpr int kFewTokens = 4;       // most with an e4m3 weight: every CTA reads all of x once more
 constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
 
+inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
+
+// Features of a tile, a multiple of `unit`: as few as will do to get by with one CTA on each multiprocessor, or with two, ...
+inline int features_of_tile(int features, bool silu_mul, int unit) {
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int rounds = tiles_of(tiles_of(features, silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
+  return tiles_of(tiles_of(features, rounds * multiprocessors), unit) * unit;
+}
+
 // What becomes of a product's sums.
 struct End {
   const void* bias;
@@ -104,8 +113,7 @@ template <class T>
 struct OutShare {
   int part, first_token, token_step;
   bool any;
-  T* out;             // of token 0
-  Pack<T, 8> old = {};  // what is added to its first token
+  T* out;  // of token 0
 
   __device__ OutShare(const End& p, int first_feature) {
     const int parts = p.tile_features / 8;
@@ -113,31 +121,37 @@ struct OutShare {
     any = first_token < token_step && first_feature + part * 8 < p.features;
     out = static_cast<T*>(p.out) + first_feature + part * 8;
   }
-
-  // Only after the kernels in front have ended.  Early, because it takes as long as any read from memory.
-  __device__ void read(const End& p) {
-    if (p.add && any && first_token < p.tokens) old = load_pack<8>(out + first_token * p.out_stride);
-  }
-
-  // product: of the tile, [tokens, rows], in rows of product_stride.
-  __device__ void store(const End& p, const char* product) {
-    if (!any) return;
-    for (int token = first_token; token < p.tokens; token += token_step) {
-      const T* from = reinterpret_cast<const T*>(product + token * product_stride(p.rows)) + part * 8;
-      Pack<T, 8> y = load_pack<8>(from);
-      if (p.silu_mul) {
-        y = each(y, load_pack<8>(from + p.tile_features),
-                 [](float gate, float up) { return gate / (1 + __expf(-gate)) * up; });
-      }
-      T* const to = out + token * p.out_stride;
-      if (p.add) {
-        if (token > first_token) old = load_pack<8>(to);
-        y = each(y, old, [](float a, float b) { return a + b; });
-      }
-      store_pack(to, y);
-    }
-  }
 };
+
+// What out holds of the first of these tokens, if it is added to.  Read before the product, because it takes as long as any
+// read from memory, but only after the kernels in front have ended.
+template <class T>
+__device__ Pack<T, 8> read_out(const End& p, int first_feature) {
+  const OutShare<T> share(p, first_feature);
+  if (!p.add || !share.any || share.first_token >= p.tokens) return {};
+  return load_pack<8>(share.out + share.first_token * p.out_stride);
+}
+
+// product: of the tile, [tokens, rows], in rows of product_stride.  old: as read_out returned it.
+template <class T>
+__device__ void store_product(const End& p, int first_feature, const char* product, Pack<T, 8> old) {
+  const OutShare<T> share(p, first_feature);
+  if (!share.any) return;
+  for (int token = share.first_token; token < p.tokens; token += share.token_step) {
+    const T* from = reinterpret_cast<const T*>(product + token * product_stride(p.rows)) + share.part * 8;
+    Pack<T, 8> y = load_pack<8>(from);
+    if (p.silu_mul) {
+      y = each(y, load_pack<8>(from + p.tile_features),
+               [](float gate, float up) { return gate / (1 + __expf(-gate)) * up; });
+    }
+    T* const to = share.out + token * p.out_stride;
+    if (p.add) {
+      if (token > share.first_token) old = load_pack<8>(to);
+      y = each(y, old, [](float a, float b) { return a + b; });
+    }
+    store_pack(to, y);
+  }
+}
 
 // The end of a product, for the warps that multiply: the sums of all shares of inner are added, scaled, and stored with
 // bias, activation and addition.  Warp w has share w / kRowWarps of inner, and of each of its 16s of rows, first_block and
@@ -147,7 +161,7 @@ struct OutShare {
 //   of_row       what those of a row of the weight are multiplied by
 template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
 __device__ void end_of_product(const End& p, int first_feature, int first_block, const float (&sums)[kBlocks][kEights][4],
-                               char* stages, OutShare<T>& stored, const OfToken& of_token, const OfRow& of_row) {
+                               char* stages, const Pack<T, 8>& old, const OfToken& of_token, const OfRow& of_row) {
   constexpr int kShares = kWarps / kRowWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
   float4* const all_sums = reinterpret_cast<float4*>(stages);
@@ -191,7 +205,7 @@ __device__ void end_of_product(const End& p, int first_feature, int first_block,
     }
   }
   sync_multipliers();
-  stored.store(p, product);
+  store_product(p, first_feature, product, old);
 }
 
 // bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
@@ -306,8 +320,6 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     return;
   }
 
-  OutShare<T> stored(p, first_feature);
-
   // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
   constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
@@ -365,7 +377,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       if (lane % 4 == 0) lower[e * 8 + lane / 4] = scales.lower;  // every warp writes the same
     }
   }
-  stored.read(p);
+  const Pack<T, 8> old = read_out<T>(p, first_feature);
 
   float sums[kBlocks][kEights][4] = {};
   hopper::Ring next;
@@ -443,7 +455,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   }
 
   end_of_product<T, kRowWarps>(
-      p, first_feature, first_block, sums, stages, stored, [&](int token) { return kXSlabs > 1 ? lower[token] : 1.0f; },
+      p, first_feature, first_block, sums, stages, old, [&](int token) { return kXSlabs > 1 ? lower[token] : 1.0f; },
       [&](int row) { return kXSlabs > 1 && !kGrid ? p.scale[row] : 1.0f; });
 #endif
 }
