@@ -19,7 +19,7 @@ from engine.executor.errors import UnsupportedModel
 from engine.executor.local import load
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.models.linear import Fp8Linear, PackedLinear, Product
+from engine.executor.models.linear import QuantisedGpuLinear, PackedLinear, Product
 from engine.executor.models.quantised import DTYPE, LARGEST, Quantised
 from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
@@ -271,7 +271,7 @@ def test_fp8_logits_are_those_of_the_rounded_weights(tmp_path: Path, family: str
     The prompt of one token is computed with padding, so its inputs are rounded to e4m3; later its share is small."""
     directory = make_tiny(tmp_path / family, family, **GPU_FAMILIES[family])
     model = in_fp8(directory)
-    assert sum(isinstance(module, Fp8Linear) or is_fp8(module) for module in model.module.modules()) == 8
+    assert sum(isinstance(module, QuantisedGpuLinear) or is_fp8(module) for module in model.module.modules()) == 8
     driver = Driver(model, graph_seconds=0)
     driver.add(words(1))
     driver.step()
