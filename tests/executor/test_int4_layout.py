@@ -29,7 +29,7 @@ def in_bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def read(records: torch.Tensor, row: int, column: int) -> tuple[int, float, int]:
-    """A number, its scale without that of the row, and its zero point, as csrc/cuda/linear/int4.h says where they are."""
+    """A number, its scale without that of the row, and its zero point, from where csrc/cuda/linear/int4.h has them."""
     record = records[row // ROWS, column // INPUTS].numpy().tobytes()
     groups = (len(record) - 1024) // 48
     r, g = row % ROWS // 8, row % 8
