@@ -17,11 +17,11 @@ CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
   const int halves = a.silu_mul ? 2 : 1;
   const cuuint64_t record = int4_record_bytes(a.groups), rows = record * p.records;
   const cuuint64_t all = static_cast<cuuint64_t>(a.features / kInt4Rows);
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(record / kNumber), static_cast<cuuint32_t>(p.depth),
-                             static_cast<cuuint32_t>(p.blocks / halves), static_cast<cuuint32_t>(halves)};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(record / kNumber), static_cast<cuuint32_t>(p.blocks / halves),
+                             static_cast<cuuint32_t>(halves), static_cast<cuuint32_t>(p.depth)};
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_INT64, a.weight,
-                    {record / kNumber, static_cast<cuuint64_t>(p.records), all, static_cast<cuuint64_t>(halves)},
-                    {record, rows, rows * all}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+                    {record / kNumber, all, static_cast<cuuint64_t>(halves), static_cast<cuuint64_t>(p.records)},
+                    {rows, rows * all, record}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 CUtensorMap map_x(const Int4Args& a, const Int4Params& p) {
@@ -43,14 +43,13 @@ Int4Params params_of(const Int4Args& a) {
   p.add = a.add;
   p.silu_mul = a.silu_mul;
   p.row_scale = a.row_scale;
-  p.groups = a.groups;
   p.blocks = p.rows / kInt4Rows;
   p.records = a.inner / kInt4Inputs;
   // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
   constexpr int kCopyBytes = 16 << 10;
   p.depth = std::clamp(kCopyBytes / (p.blocks * int4_record_bytes(a.groups) + a.tokens * kXBytes), 1, p.records);
   p.count = tiles_of(p.records, p.depth);
-  p.stages = std::min({kMaxStages, p.count, kRoom / stage_bytes(p)});
+  p.stages = std::min({kMaxStages, p.count, kRoom / stage_bytes(p, a.groups)});
   return p;
 }
 
@@ -102,8 +101,8 @@ void linear_int4(const Int4Args& a, cudaStream_t stream) {
   const Int4Params p = params_of(a);
   const CUtensorMap weight_map = map_weight(a, p), x_map = map_x(a, p);
   const int tiles = tiles_of(a.features, p.tile_features);
-  if (a.tokens <= 8) return run_int4<1>(weight_map, x_map, p, tiles, stream);
-  run_int4<2>(weight_map, x_map, p, tiles, stream);
+  if (a.tokens <= 8) return run_int4<1>(weight_map, x_map, p, a.groups, tiles, stream);
+  run_int4<2>(weight_map, x_map, p, a.groups, tiles, stream);
 }
 
 void dequantise_int4(const DequantiseArgs& a, cudaStream_t stream) {

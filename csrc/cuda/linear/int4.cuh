@@ -20,6 +20,9 @@
 // Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cuda/linear/int4.h"
 #include "cuda/linear/linear.cuh"
 
@@ -32,7 +35,6 @@ constexpr int kXBytes = kInt4Inputs * 2;  // of a token, that meet a record
 
 struct Int4Params : End {
   const float* row_scale;
-  int groups;         // of a record
   int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
   int records;        // of a row
   int depth;          // records of a stage
@@ -40,22 +42,23 @@ struct Int4Params : End {
 };
 
 inline __host__ __device__ int x_row_bytes(const Int4Params& p) { return p.depth * kXBytes; }
-inline __host__ __device__ int stage_bytes(const Int4Params& p) {  // the copies begin at multiples of 128
-  return (p.tokens * x_row_bytes(p) + p.blocks * p.depth * int4_record_bytes(p.groups) + 127) / 128 * 128;
+inline __host__ __device__ int stage_bytes(const Int4Params& p, int groups) {  // the copies begin at multiples of 128
+  return (p.tokens * x_row_bytes(p) + p.blocks * p.depth * int4_record_bytes(groups) + 127) / 128 * 128;
 }
 
 // What the warp that copies does.  Of a stage: x [tokens, depth] times 128 numbers, then the records of the weight
-// [blocks, depth].  What lies past the end of either is read as zeros.
+// [depth, blocks].  What lies past the end of either is read as zeros.
+template <int kGroups>
 __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,
                                    int first_feature, char* stages, uint64_t* full, uint64_t* empty) {
-  const int x_bytes = p.tokens * x_row_bytes(p), weight_bytes = p.blocks * p.depth * int4_record_bytes(p.groups);
+  const int x_bytes = p.tokens * x_row_bytes(p), weight_bytes = p.blocks * p.depth * int4_record_bytes(kGroups);
   const auto copy_weight = [&](int i, int stage) {
     hopper::arrive_expecting(&full[stage], x_bytes + weight_bytes);
-    hopper::copy_once(stages + stage * stage_bytes(p) + x_bytes, weight_map, &full[stage], 0, i * p.depth,
-                      first_feature / kInt4Rows, 0);
+    hopper::copy_once(stages + stage * stage_bytes(p, kGroups) + x_bytes, weight_map, &full[stage], 0,
+                      first_feature / kInt4Rows, 0, i * p.depth);
   };
   const auto copy_x = [&](int i, int stage) {
-    hopper::copy_often(stages + stage * stage_bytes(p), x_map, &full[stage], 0, i * p.depth, 0);
+    hopper::copy_often(stages + stage * stage_bytes(p, kGroups), x_map, &full[stage], 0, i * p.depth, 0);
   };
   const int early = min(p.count, p.stages);
   for (int i = 0; i < early; ++i) copy_weight(i, i);
@@ -82,7 +85,7 @@ __device__ inline float widen_zero(uint32_t zeros, int i) {
   return __uint_as_float(__byte_perm(zeros, 0x43000000, 0x7044 | i << 8));
 }
 
-// The scales and zero points of a lane's two rows, of each group of a unit.
+// The scales and zero points of a lane's two rows, of each group of a piece.
 template <int kGroups>
 struct GroupScales {
   float scale[kGroups][2], zero[kGroups][2];  // zero: 128 + zero point
@@ -107,15 +110,13 @@ struct GroupScales {
 };
 
 // A lane's part of x in a piece of a unit: of token 8 e + lane / 4 four numbers for each of kWords products, and the sums over
-// each group, of tokens 8 e + lane % 4 * 2 and the one after it.
+// each group, of tokens 8 e + lane % 4 * 2 and the one after it: the first two numbers of four.
 template <int kEights, int kGroups, int kWords>
 struct PieceOfX {
   uint32_t pairs[kEights][kWords][2];
-  float sums[kEights][kGroups][2];
+  float sums[kEights][kGroups][4] = {};
 
   __device__ PieceOfX(const char* piece, const int (&x_at)[kEights]) {
-    constexpr uint32_t kOnes = 0x3f803f80;
-    const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
     for (int e = 0; e < kEights; ++e) {
 #pragma unroll
@@ -123,43 +124,69 @@ struct PieceOfX {
         const uint4 four = *reinterpret_cast<const uint4*>(piece + x_at[e] + j / 2 * kUnit);
         pairs[e][j][0] = four.x, pairs[e][j][1] = four.y, pairs[e][j + 1][0] = four.z, pairs[e][j + 1][1] = four.w;
       }
-#pragma unroll
-      for (int k = 0; k < kGroups; ++k) {
-        float all[4] = {};
-#pragma unroll
-        for (int j = 0; j < kWords / kGroups; ++j) mma16816<bf16>(all, ones, pairs[e][k * kWords / kGroups + j]);
-        sums[e][k][0] = all[0], sums[e][k][1] = all[1];
-      }
     }
   }
 };
 
-// Adds a piece's products with 16 rows to their sums.
-template <int kEights, int kGroups, int kWords>
-__device__ inline void multiply_block(const Pack<uint32_t, kWords>& words, const GroupScales<kGroups>& s,
-                                      const PieceOfX<kEights, kGroups, kWords>& x, float (&sums)[kEights][4]) {
+// A lane's part of 16 rows in a piece.
+template <int kGroups, int kWords>
+struct PieceOfBlock {
+  Pack<uint32_t, kWords> words;
+  GroupScales<kGroups> scales;
+
+  __device__ PieceOfBlock(const char* words_at, const char* scales_at, const char* zeros_at)
+      : words(*reinterpret_cast<const Pack<uint32_t, kWords>*>(words_at)), scales(scales_at, zeros_at) {}
+};
+
+// Calls run(integral constants b, b + 1, ..) for all of 0 to kBlocks - 1, in bundles of up to kMost.
+template <int kBlocks, int kMost, int kFrom = 0, class Run>
+__device__ inline void for_bundles(const Run& run) {
+  if constexpr (kFrom < kBlocks) {
+    constexpr int kBundles = (kBlocks - kFrom + kMost - 1) / kMost, kSize = (kBlocks - kFrom + kBundles - 1) / kBundles;
+    [&]<int... more>(std::integer_sequence<int, more...>) {
+      run(std::integral_constant<int, kFrom + more>{}...);
+    }(std::make_integer_sequence<int, kSize>{});
+    for_bundles<kBlocks, kMost, kFrom + kSize>(run);
+  }
+}
+
+// Adds a piece's products with kBlocks times 16 rows to their sums; kSumX: also finds the sums of x.  A product waits for the
+// one before it that adds to the same numbers, so those of several blocks are mixed.
+template <bool kSumX, int kBlocks, int kEights, int kGroups, int kWords>
+__device__ inline void multiply_blocks(const PieceOfBlock<kGroups, kWords> (&blocks)[kBlocks],
+                                       PieceOfX<kEights, kGroups, kWords>& x, float (*sums)[kEights][4]) {
+  constexpr uint32_t kOnes = 0x3f803f80, ones[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {
-    float of_group[kEights][4] = {};
+    float of_group[kBlocks][kEights][4] = {};
 #pragma unroll
     for (int j = k * kWords / kGroups; j < (k + 1) * kWords / kGroups; ++j) {
-      const uint32_t word = words.at[j];
-      const uint32_t w[4] = {widen_int4(word), widen_int4(word >> 4), widen_int4(word >> 8), widen_int4(word >> 12)};
 #pragma unroll
-      for (int e = 0; e < kEights; ++e) mma16816<bf16>(of_group[e], w, x.pairs[e][j]);
+      for (int e = 0; e < kEights && kSumX; ++e) mma16816<bf16>(x.sums[e][k], ones, x.pairs[e][j]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const uint32_t word = blocks[b].words.at[j];
+        const uint32_t w[4] = {widen_int4(word), widen_int4(word >> 4), widen_int4(word >> 8), widen_int4(word >> 12)};
+#pragma unroll
+        for (int e = 0; e < kEights; ++e) mma16816<bf16>(of_group[b][e], w, x.pairs[e][j]);
+      }
     }
 #pragma unroll
-    for (int e = 0; e < kEights; ++e) {
+    for (int b = 0; b < kBlocks; ++b) {
+      const GroupScales<kGroups>& s = blocks[b].scales;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float centred = of_group[e][i] - s.zero[k][i / 2] * x.sums[e][k][i % 2];
-        sums[e][i] += centred * s.scale[k][i / 2];
+      for (int e = 0; e < kEights; ++e) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float centred = of_group[b][e][i] - s.zero[k][i / 2] * x.sums[e][k][i % 2];
+          sums[b][e][i] += centred * s.scale[k][i / 2];
+        }
       }
     }
   }
 }
 
-// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a unit.
+// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a record.
 template <int kEights, int kRowWarps, int kBlocks, int kGroups>
 __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                            const __grid_constant__ CUtensorMap x_map,
@@ -182,26 +209,25 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   __syncthreads();
   let_next_kernel_start();
   if (warp == kWarps) {
-    if (lane == 0) copy_stages(&weight_map, &x_map, p, first_feature, stages, full, empty);
+    if (lane == 0) copy_stages<kGroups>(&weight_map, &x_map, p, first_feature, stages, full, empty);
     return;
   }
 
-  // With many tokens and groups a unit is computed in two pieces, which need fewer registers.
-  constexpr int kPieces = kEights > 1 ? kGroups : 1, kWords = 4 / kPieces, kShares = kWarps / kRowWarps;
+  // With many groups, and tokens or rows, a unit is computed in two pieces, which need fewer registers.
+  constexpr int kOfUnit = kGroups == 4 ? 2 : 1, kPieces = kEights > 1 || kBlocks > 4 ? kOfUnit : 1, kWords = 4 / kPieces;
+  constexpr int kShares = kWarps / kRowWarps, kBundle = kEights > 1 ? 1 : kBlocks <= 3 ? 3 : 2;
   const int share = warp / kRowWarps, first_block = warp % kRowWarps, g = lane / 4;
-  const int record_bytes = int4_record_bytes(p.groups), block_bytes = p.depth * record_bytes;
   // A token that isn't there is read from another's place, and its sums are never stored.
   int x_at[kEights];
 #pragma unroll
   for (int e = 0; e < kEights; ++e) x_at[e] = min(e * 8 + g, p.tokens - 1) * x_row_bytes(p) + lane % 4 * 16;
-  const int weight_at = p.tokens * x_row_bytes(p) + first_block * block_bytes;
   // From the start of a record to what belongs to this lane, and from one half to the other.
-  constexpr int kPair = 2 * sizeof(fp16);
-  const int scale_at = kHalves * kHalfBytes + g * kGroups * kPair, scale_step = p.groups == 1 ? 0 : 8 * kGroups * kPair;
-  const int zero_at = kHalves * kHalfBytes + p.groups * kInt4Rows * static_cast<int>(sizeof(fp16)) + g * kGroups * 2;
+  constexpr int kPair = 2 * sizeof(fp16), kRecord = int4_record_bytes(kGroups), kNumbers = kHalves * kHalfBytes;
+  constexpr int kScaleStep = kGroups == 1 ? 0 : 8 * kOfUnit * kPair, kZeros = kNumbers + kGroups * kInt4Rows * 2;
+  const int weight_at = p.tokens * x_row_bytes(p) + first_block * kRecord;
 
   wait_for_previous_kernels();
-  constexpr bool kEarly = kEights == 1;  // else sums take its registers
+  constexpr bool kEarly = kEights * kBlocks <= 4;  // else sums take its registers
   Pack<bf16, 8> old = {};
   if (kEarly) old = read_out<bf16>(p, first_feature);
 
@@ -210,24 +236,26 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   unsigned unit = share;  // of the stage; those past its end lie in a later one
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&full[next.at], next.phase);
-    const char* const stage = stages + next.at * stage_bytes(p);
+    const char* const stage = stages + next.at * stage_bytes(p, kGroups);
     const unsigned units = min(p.depth, p.records - i * p.depth) * kHalves;
     for (; unit < units; unit += kShares) {
       const unsigned half = unit % kHalves;
-      const char* const record = stage + weight_at + unit / kHalves * record_bytes;
-#pragma unroll
+      const char* const record = stage + weight_at + unit / kHalves * p.blocks * kRecord;
+      const char* const words = record + half * kHalfBytes + lane * 16;
+      const char* const scales = record + kNumbers + half * kScaleStep + g * kOfUnit * kPair;
+      const char* const zeros = record + kZeros + half * (kScaleStep / 2) + g * kOfUnit * 2;
+#pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
-        const PieceOfX<kEights, kGroups / kPieces, kWords> x(stage + unit * kUnit * 2 + piece * kUnit, x_at);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          if (kRowWarps > 1 && b > 0 && first_block + kRowWarps * b >= p.blocks) break;
-          const char* const block = record + kRowWarps * b * block_bytes;
-          const char* const words = block + half * kHalfBytes + lane * 16 + piece * kWords * 4;
-          const char* const scales = block + scale_at + half * scale_step + piece * kPair;
-          const char* const zeros = block + zero_at + half * scale_step / 2 + piece * 2;
-          multiply_block(*reinterpret_cast<const Pack<uint32_t, kWords>*>(words), GroupScales<kGroups / kPieces>(scales, zeros),
-                         x, sums[b]);
-        }
+        PieceOfX<kEights, kOfUnit / kPieces, kWords> x(stage + unit * kUnit * 2 + piece * kUnit, x_at);
+        const auto block = [&](int b) {  // one past the end is read from whatever is there, and its sums are never used
+          const int at = kRowWarps * b * kRecord;
+          return PieceOfBlock<kOfUnit / kPieces, kWords>(words + at + piece * kWords * 4, scales + at + piece * kPair,
+                                                         zeros + at + piece * 2);
+        };
+        for_bundles<kBlocks, kBundle>([&](auto first, auto... more) {
+          const PieceOfBlock<kOfUnit / kPieces, kWords> bundle[] = {block(first), block(more)...};
+          multiply_blocks<first == 0>(bundle, x, sums + first);
+        });
       }
     }
     unit -= p.depth * kHalves;
@@ -243,22 +271,25 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
 #endif
 }
 
-// Launches the kernel for p.blocks; defined in int4_*.cu.
+// Launches the kernel for p.blocks, and so many groups of a record; defined in int4_*.cu.
 template <int kEights>
-void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream);
+void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
+              cudaStream_t stream);
 
 #ifdef QUIRE_INT4_EIGHTS
 template <int kEights, int kRowWarps, int kBlocks, int kGroups>
 void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
   const auto kernel = int4_kernel<kEights, kRowWarps, kBlocks, kGroups>;
+  constexpr int kRead = kRowWarps * kBlocks;  // blocks that are read, where some may lie past the end of a stage
+  const int stages_bytes = p.stages * stage_bytes(p, kGroups) + (kRead - p.blocks) * int4_record_bytes(kGroups);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom), "linear_int4");
+    constexpr int kMost = kRoom + kRead * int4_record_bytes(kGroups);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost), "linear_int4");
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles), dim3(kThreads), std::max(p.stages * stage_bytes(p), way_out_bytes), stream, weight_map,
-         x_map, p);
+  launch(kernel, dim3(tiles), dim3(kThreads), std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map, p);
 }
 
 template <int kEights, int kGroups>
@@ -269,25 +300,29 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;
   constexpr integral_constant<int, 2> two;
-  constexpr integral_constant<int, 4> four;
   if (p.blocks == 1) return with(one, one);
   if (p.blocks == 2) return with(one, two);
   if constexpr (kEights == 1) {
     if (p.blocks == 3) return with(one, integral_constant<int, 3>{});
-    if (p.blocks == 4) return with(one, four);
-    if (p.blocks <= 8) return with(two, four);
+    if (p.blocks == 4) return with(one, integral_constant<int, 4>{});
+    if (p.blocks <= 6) return with(two, integral_constant<int, 3>{});
+    if (p.blocks <= 8) return with(two, integral_constant<int, 4>{});
+    if (p.blocks <= 10) return with(two, integral_constant<int, 5>{});
+    if (p.blocks <= 12) return with(two, integral_constant<int, 6>{});
     with(two, integral_constant<int, 7>{});
   } else {  // with more blocks a warp's sums no longer fit into registers
     if (p.blocks <= 4) return with(two, two);
-    if (p.blocks <= 8) return with(four, two);
+    if (p.blocks <= 8) return with(integral_constant<int, 4>{}, two);
     with(integral_constant<int, 8>{}, two);
   }
 }
 
 template <>
-void run_int4<QUIRE_INT4_EIGHTS>(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
-  if (p.groups == 4) return run_int4<QUIRE_INT4_EIGHTS, 2>(weight_map, x_map, p, tiles, stream);
-  run_int4<QUIRE_INT4_EIGHTS, 1>(weight_map, x_map, p, tiles, stream);
+void run_int4<QUIRE_INT4_EIGHTS>(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups,
+                                 int tiles, cudaStream_t stream) {
+  if (groups == 1) return run_int4<QUIRE_INT4_EIGHTS, 1>(weight_map, x_map, p, tiles, stream);
+  if (groups == 2) return run_int4<QUIRE_INT4_EIGHTS, 2>(weight_map, x_map, p, tiles, stream);
+  run_int4<QUIRE_INT4_EIGHTS, 4>(weight_map, x_map, p, tiles, stream);
 }
 #endif
 
