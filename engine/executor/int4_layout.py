@@ -41,7 +41,7 @@ def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, T
     if zero is not None:
         zeros = zero.repeat_interleave(group // together, 1)
     exponent = torch.frexp(scale.abs().amax(1)).exponent.clamp(min=LEAST_EXPONENT) - LARGEST_EXPONENT
-    row_scale = torch.ldexp(torch.ones_like(scale[:, 0]), exponent)
+    row_scale = (exponent + 127 << 23).view(torch.float32)  # ldexp need not be exact on a GPU
     half = (scale / row_scale[:, None]).to(torch.float16)
     step = max(1, PIECE // inner // ROWS) * ROWS
     made = [

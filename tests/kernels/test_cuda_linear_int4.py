@@ -99,6 +99,16 @@ def test_each_number_of_a_weight_comes_out_as_it_is(group: int) -> None:
     assert torch.equal(ops.linear(one_hot, stored), few)
 
 
+@pytest.mark.parametrize("group", [*GROUPS, 256])
+def test_a_gpu_packs_as_a_cpu_does(group: int) -> None:
+    numbers = torch.randint(0, 256, (64, 256), dtype=torch.uint8)
+    scale, zero = torch.rand(64, 512 // group) * 2.0 ** torch.randint(-40, 40, (64, 1)), numbers[:, : 512 // group] & 15
+    on_cpu = ops.pack_int4_gpu(numbers, scale, zero)
+    on_gpu = ops.pack_int4_gpu(numbers.cuda(), scale.cuda(), zero.cuda())
+    assert torch.equal(on_gpu.records.cpu(), on_cpu.records)
+    assert torch.equal(on_gpu.scale.cpu(), on_cpu.scale)
+
+
 def test_all_numbers_and_zero_points() -> None:
     """Each pair, without rounding."""
     number = torch.arange(256, device=CUDA) // 16

@@ -73,6 +73,16 @@ __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensor
   }
 }
 
+// The scales of a tile's rows, into shared memory: read at the end, they would take as long as any read from memory.
+__device__ inline void read_row_scales(const Int4Params& p, int first_feature, float* row_scales) {
+  const int row = threadIdx.x;
+  static_assert(kMaxRows <= kMultipliers);
+  if (row >= p.rows) return;
+  const bool up = row >= p.tile_features;
+  const int feature = first_feature + row - (up ? p.tile_features : 0);
+  if (feature < p.features) row_scales[row] = p.row_scale[feature + (up ? p.features : 0)];
+}
+
 // Two of the numbers of a word, those at bits 0 and 16, as 128 + q in bf16.
 __device__ inline uint32_t widen_int4(uint32_t word) {
   uint32_t pair;
@@ -194,6 +204,7 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char stages[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  __shared__ float row_scales[kMaxRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_feature = blockIdx.x * p.tile_features;
 
@@ -214,7 +225,7 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   }
 
   // With many groups, and tokens or rows, a unit is computed in two pieces, which need fewer registers.
-  constexpr int kOfUnit = kGroups == 4 ? 2 : 1, kPieces = kEights > 1 || kBlocks > 4 ? kOfUnit : 1, kWords = 4 / kPieces;
+  constexpr int kOfUnit = kGroups == 4 ? 2 : 1, kPieces = kEights > 1 || kBlocks > 3 ? kOfUnit : 1, kWords = 4 / kPieces;
   constexpr int kShares = kWarps / kRowWarps, kBundle = kEights > 1 ? 1 : kBlocks <= 3 ? 3 : 2;
   const int share = warp / kRowWarps, first_block = warp % kRowWarps, g = lane / 4;
   // A token that isn't there is read from another's place, and its sums are never stored.
@@ -226,6 +237,7 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   constexpr int kScaleStep = kGroups == 1 ? 0 : 8 * kOfUnit * kPair, kZeros = kNumbers + kGroups * kInt4Rows * 2;
   const int weight_at = p.tokens * x_row_bytes(p) + first_block * kRecord;
 
+  read_row_scales(p, first_feature, row_scales);
   wait_for_previous_kernels();
   constexpr bool kEarly = kEights * kBlocks <= 4;  // else sums take its registers
   Pack<bf16, 8> old = {};
@@ -267,7 +279,7 @@ __global__ __launch_bounds__(kThreads, 2) void int4_kernel(const __grid_constant
   if (!kEarly) old = read_out<bf16>(p, first_feature);
   end_of_product<bf16, kRowWarps>(
       p, first_feature, first_block, sums, stages, old, [](int) { return 1.0f; },
-      [&](int row) { return p.row_scale[row]; });
+      [&](int row, int) { return row_scales[row]; });
 #endif
 }
 

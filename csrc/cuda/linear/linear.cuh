@@ -158,7 +158,7 @@ __device__ void store_product(const End& p, int first_feature, const char* produ
 // every kRowWarps-th after it, the sums that mma.m16n8k16 leaves: rows times tokens.
 //   stages       shared memory that nobody copies to any more: [shares, blocks, kEights, 32 lanes] of 4 sums, then the product
 //   of_token     what the sums of a token are multiplied by
-//   of_row       what those of a row of the weight are multiplied by
+//   of_row       what those of a row of the tile, which is a row of the weight, are multiplied by
 template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
 __device__ void end_of_product(const End& p, int first_feature, int first_block, const float (&sums)[kBlocks][kEights][4],
                                char* stages, const Pack<T, 8>& old, const OfToken& of_token, const OfRow& of_row) {
@@ -196,7 +196,7 @@ __device__ void end_of_product(const End& p, int first_feature, int first_block,
       const int feature = first_feature + row - (up ? p.tile_features : 0);
       if (feature < p.features) {
         const int at = feature + (up ? p.features : 0);
-        scale = of_row(at);
+        scale = of_row(row, at);
         if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
       }
       T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
@@ -456,7 +456,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 
   end_of_product<T, kRowWarps>(
       p, first_feature, first_block, sums, stages, old, [&](int token) { return kXSlabs > 1 ? lower[token] : 1.0f; },
-      [&](int row) { return kXSlabs > 1 && !kGrid ? p.scale[row] : 1.0f; });
+      [&](int, int row) { return kXSlabs > 1 && !kGrid ? p.scale[row] : 1.0f; });
 #endif
 }
 
