@@ -123,6 +123,14 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // The same on a GPU in bfloat16, with a weight of 4 bits, in groups of 32, 64 or 128 inputs:
+  // weight = (number - zero) * scale of its group * scale of its row.
+  //   weight     [size / 16, inner / 128, bytes] u8: the records of cuda/linear/int4.h, which hold all but the rows' scales
+  //   scale      [size] f32
+  m.def(
+      "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
+      "Tensor(a!) out) -> ()");
+
   // Mixtures of experts, for few tokens on a GPU, in bfloat16 or float16.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first

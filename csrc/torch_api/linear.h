@@ -17,22 +17,37 @@
 
 namespace quire {
 
+struct LinearSizes {
+  Size tokens{"tokens"}, inner{"inner size"}, features{"features"}, rows{"rows of the weight"};
+};
+
+// x and out, which set all sizes.
+inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place) {
+  LinearSizes sizes;
+  for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, sizes.inner},
+                                        {"out", out, sizes.features}}) {
+    expect_device(who, t, place);
+    expect(who, t, {sizes.tokens, columns});
+    expect_last_contiguous(who, t);
+    expect_dtype(who, t, x.scalar_type(), "x");
+  }
+  sizes.rows.agree("out", sizes.features * (silu_mul ? 2 : 1));
+  return sizes;
+}
+
+inline void check_around(LinearSizes& sizes, const at::Tensor& x, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& norm, const Place& place) {
+  if (bias) expect_plain("bias", *bias, {sizes.rows}, x.scalar_type(), place, "x");
+  if (norm) expect_plain("norm", *norm, {sizes.inner}, x.scalar_type(), place, "x");
+}
+
 // stored: the dtype of the weight.
 inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::ScalarType stored,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool silu_mul,
                          const at::Tensor& out, const Place& place) {
-  Size tokens("tokens"), inner("inner size"), features("features"), rows("rows of the weight");
-  for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, inner},
-                                        {"out", out, features}}) {
-    expect_device(who, t, place);
-    expect(who, t, {tokens, columns});
-    expect_last_contiguous(who, t);
-    expect_dtype(who, t, x.scalar_type(), "x");
-  }
-  rows.agree("out", features * (silu_mul ? 2 : 1));
-  expect_plain("weight", weight, {rows, inner}, stored, place, stored == x.scalar_type() ? "x" : nullptr);
-  if (bias) expect_plain("bias", *bias, {rows}, x.scalar_type(), place, "x");
-  if (norm) expect_plain("norm", *norm, {inner}, x.scalar_type(), place, "x");
+  LinearSizes sizes = check_ends(x, silu_mul, out, place);
+  expect_plain("weight", weight, {sizes.rows, sizes.inner}, stored, place, stored == x.scalar_type() ? "x" : nullptr);
+  check_around(sizes, x, bias, norm, place);
 }
 
 inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps) {

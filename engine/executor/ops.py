@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from engine.executor import int4_layout
 from engine.executor.kernels_build import (
     AHEAD_CPU,
     AHEAD_GPUS,
@@ -190,11 +191,39 @@ class Fp8:
     numbers: torch.Tensor  # [out, in] float8_e4m3fn
     scale: torch.Tensor  # float32: [out], or [out / 128, in / 128]
 
+    @property
+    def rows(self) -> int:
+        """Return `out`."""
+        return len(self.numbers)
+
 
 # What `in` and `out` are multiples of: with a scale for each row, and for each block.  Releases of torch have different
 # rules for where the scales of blocks stand, which agree where there are a multiple of four of them in a row.
 FP8_INNER, FP8_OUT = 128, 16
 FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
+
+
+@dataclass(frozen=True)
+class Int4:
+    """A weight of 4 bits on a Hopper GPU, as `pack_int4_gpu` packs it."""
+
+    records: torch.Tensor  # [out / 16, in / 128, bytes] uint8: numbers, scales and zero points
+    scale: torch.Tensor  # [out] float32, of rows: they multiply the scales of groups
+
+    @property
+    def rows(self) -> int:
+        """Return `out`."""
+        return len(self.scale)
+
+
+def pack_int4_gpu(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
+    """A packed copy of a weight of 4 bits, for a GPU; arguments as of `pack_int4`, in / groups is 32, 64, 96, ..
+
+    Scales keep 11 bits.  Raises ValueError unless `in` and `out` are multiples of INT4_GPU_INNER and INT4_GPU_OUT."""
+    return Int4(*int4_layout.pack(numbers, scale, zero))
+
+
+INT4_GPU_INNER, INT4_GPU_OUT = int4_layout.INPUTS, int4_layout.ROWS
 
 
 @functools.cache
@@ -212,7 +241,7 @@ def multiplies_blocks(device: torch.device) -> bool:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8 | Int4,
     bias: torch.Tensor | None = None,
     *,
     norm: torch.Tensor | None = None,
@@ -230,15 +259,20 @@ def linear(
 
     With an Fp8 weight all else is bfloat16.  Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too,
     with a scale for each token, or for each 128 numbers of it where the weight has scales of blocks.
+
+    With an Int4 weight all else is bfloat16, too.  Up to 64 tokens only the result is rounded.  With more the weight is
+    made bfloat16 first, in memory of the call's own.
     """
     assert plus is None or out is None
-    numbers = weight.numbers if isinstance(weight, Fp8) else weight
     if out is None:
-        size = numbers.shape[0] // 2 if silu_mul else numbers.shape[0]
+        rows = len(weight) if isinstance(weight, torch.Tensor) else weight.rows
+        size = rows // 2 if silu_mul else rows
         out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
     rest = (bias, norm, eps, plus is not None, silu_mul, out)
     if isinstance(weight, Fp8):
         torch.ops.quire.linear_fp8.default(x, weight.numbers, weight.scale, *rest)
+    elif isinstance(weight, Int4):
+        torch.ops.quire.linear_int4.default(x, weight.records, weight.scale, *rest)
     else:
         torch.ops.quire.linear.default(x, weight, *rest)
     return out

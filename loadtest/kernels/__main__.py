@@ -31,6 +31,8 @@ SHOWN = {  # column of a row -> heading and format
     "best_paged_us": ("best paged", ".1f"),
     "best_flat_us": ("best flat", ".1f"),
     "rows_us": ("e4m3 rows", ".1f"),
+    "groups_of_32_us": ("of 32", ".1f"),
+    "fp8_us": ("e4m3", ".1f"),
     "bf16_us": ("bf16", ".1f"),
     "time_over_best": ("ours/best", ".2f"),
     "error": ("error", ".1e"),
@@ -91,7 +93,19 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     return figures
 
 
-TABLES = ("ceilings", "decode", "variants", "prefill", "layers", "cache", "linear", "fp8", "experts", "sampling")
+TABLES = (
+    "ceilings",
+    "decode",
+    "variants",
+    "prefill",
+    "layers",
+    "cache",
+    "linear",
+    "fp8",
+    "int4",
+    "experts",
+    "sampling",
+)
 
 
 def main() -> None:

@@ -193,6 +193,36 @@ def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             yield found | {"floor_us": top.floor_us(read, flops / 2)}
 
 
+def int4(top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    """Products of llama 8B with weights of 4 bits, in groups of 128 or 32 inputs, with weights in e4m3, and in bf16."""
+
+    def weight_of(features: int, inner: int, stored: str) -> Tensor | ops.Fp8 | ops.Int4:
+        if not stored:
+            return random(features, inner)
+        if stored == "fp8":
+            return ops.Fp8(random(features, inner).to(torch.float8_e4m3fn), torch.ones(features, device="cuda"))
+        numbers = torch.randint(0, 256, (features, inner // 2), device="cuda", dtype=torch.uint8)
+        scale = torch.rand(features, inner // int(stored), device="cuda")
+        return ops.pack_int4_gpu(numbers, scale, torch.full_like(scale, 7, dtype=torch.uint8))
+
+    def product(x: Tensor, weight: Tensor | ops.Fp8 | ops.Int4, silu: bool) -> Call:
+        return lambda: ops.linear(x, weight, silu_mul=silu)
+
+    columns = {"us": "128", "groups_of_32_us": "32", "fp8_us": "fp8", "bf16_us": ""}
+    for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
+        features, inner, silu = PRODUCTS[name]
+        sets = sets_for(features * inner // 2, 32)
+        weights = {
+            column: [weight_of(features, inner, stored) for _ in range(sets)] for column, stored in columns.items()
+        }
+        for tokens in (1, 16, 256) if quick else (1, 2, 4, 8, 16, 32, 64, 256):
+            found: Row = {"case": f"{name} {tokens} x {inner} -> {features}"}
+            for column, those in weights.items():
+                found[column] = graph_us([product(random(tokens, inner), weight, silu) for weight in those])
+            read = features * inner * (4 + 24 / 128) / 8  # a scale and a zero point take 24 bits
+            yield found | {"floor_us": top.floor_us(read, 2 * features * inner * tokens)}
+
+
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # a layer of Qwen3-30B-A3B
 
 
@@ -217,11 +247,8 @@ def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             routings = [routing(kind, tokens) for _ in range(5 * sets)]
 
             def call(at: int, routings: list[Tensor] = routings, tokens: int = tokens) -> Call:
-                x, plus, shares = (
-                    random(tokens, HIDDEN),
-                    random(tokens, HIDDEN),
-                    torch.rand(tokens, CHOSEN, device="cuda"),
-                )
+                x, plus = random(tokens, HIDDEN), random(tokens, HIDDEN)
+                shares = torch.rand(tokens, CHOSEN, device="cuda")
                 return lambda: ops.experts(x, routings[at], shares, *weights[at % sets], plus)
 
             us = graph_us([call(at) for at in range(len(routings))])
@@ -289,6 +316,7 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
     "cache": ("blocks of all layers (torch: one copy after another)", cache),
     "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
     "fp8": ("products with weights in e4m3, with scales of blocks", fp8),
+    "int4": ("products with weights of 4 bits, in groups of 128", int4),
     "experts": ("experts of a mixture for few tokens, against reading those that are chosen", experts),
     "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
 }

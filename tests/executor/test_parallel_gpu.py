@@ -54,15 +54,16 @@ def test_greedy_text_of_a_mixture_of_experts(tmp_path: Path, closing: list[LLM])
     check_greedy(model, PROMPTS, texts(engine, PROMPTS))
 
 
-@pytest.mark.parametrize("kind", ["fp8-block", "ct-fp8-channel", "gptq-32", "quantize"])
+@pytest.mark.parametrize("kind", ["fp8-block", "ct-fp8-channel", "gptq-32", "fp8", "int4"])
 def test_text_of_quantised_weights(tmp_path: Path, closing: list[LLM], kind: str) -> None:
     """Most tokens are the choice of the float32 model of the same weights.
 
-    The others are where the error of rounded inputs decides; wrong numbers would leave one in 640."""
+    kind: of the checkpoint, or the value of --quantize.  The other tokens are where the error of rounded inputs decides;
+    wrong numbers would leave one in 640."""
     plain = make_checkpoint(tmp_path / "plain", "llama", **TWICE_AS_WIDE)
-    if kind == "quantize":
-        exact = as_served(plain, torch.float8_e4m3fn)
-        engine = llm(plain, tensor_parallel=2, quantize="fp8")
+    if kind in ("fp8", "int4"):  # of --quantize
+        exact = as_served(plain, torch.uint8 if kind == "int4" else torch.float8_e4m3fn, head=torch.float8_e4m3fn)
+        engine = llm(plain, tensor_parallel=2, quantize=kind)
     else:
         write_exact(plain, quantise_checkpoint(plain, tmp_path / kind, kind), tmp_path / "exact", torch.float32)
         exact = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32).eval()

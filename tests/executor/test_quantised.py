@@ -26,7 +26,7 @@ from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
-from tests.executor.test_quantize import at_all_tokens, is_fp8, mean_square
+from tests.executor.test_quantize import at_all_tokens, mean_square, stored_on_gpu
 from tests.executor.test_worker import words
 from tests.quantised import KINDS, WIDE, Written, compressed, pack_quantised, quantise_checkpoint, w4
 
@@ -161,7 +161,7 @@ def served_weights(
     found = {name: part.quantised for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
     head = found.pop("lm_head", None)
     assert (head is not None) == (quantize == "int4")
-    assert head is None or head.numbers.dtype == torch.int8
+    assert head is None or head.numbers.dtype == (torch.int8 if device == CPU else torch.float8_e4m3fn)
     return found
 
 
@@ -185,6 +185,7 @@ def test_int8_of_rows_stays_as_it_is_stored(quantised: Callable[[str], tuple[Pat
     assert model.changes == {"weights of linear layers": "int8 as stored"}
 
 
+INT4_IN_PART = ["gptq-128-order", "w4-128-order"]  # one group in some layers, so that these are in order
 INT4 = ["awq-32", "awq-128", "gptq-32", "gptq-64-asym", "gptq-all", "gptq-v2", "w4-32", "w4-64-asym", "w4-all"]
 
 
@@ -211,7 +212,7 @@ def test_how_the_fingerprint_names_int4(quantised: Callable[[str], tuple[Path, d
     assert found == {"none": "int4 as stored", "int4": "int4, int4 as stored", "int8": "int8"}
 
 
-@pytest.mark.parametrize("kind", ["gptq-128-order", "w4-128-order"])
+@pytest.mark.parametrize("kind", INT4_IN_PART)
 def test_columns_in_the_order_of_their_importance_are_dequantised(
     quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
 ) -> None:
@@ -302,8 +303,8 @@ def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("kind", ["fp8-odd-block", "ct-fp8-tensor", "ct-int8", "w8-all", "awq-32", "gptq-8"])
-def test_what_no_fp8_product_takes_is_dequantised(
+@pytest.mark.parametrize("kind", ["fp8-odd-block", "ct-fp8-tensor", "ct-int8", "w8-all", "gptq-8"])
+def test_what_no_product_of_a_gpu_takes_is_dequantised(
     quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
 ) -> None:
     """Also e4m3 whose config leaves the inputs of its products in 16 bits: ct-fp8-tensor."""
@@ -323,6 +324,54 @@ def test_fp8_stays_only_where_its_products_are(
     assert not with_float16.kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert served_weights(rows, "none", GPU) == {}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", INT4)
+def test_int4_stays_as_it_is_stored_on_a_gpu(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], kind: str
+) -> None:
+    directory, exact = quantised(kind)
+    quantising = Quantising("none", GPU)
+    hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+    assert quantising.changes == {"weights of linear layers": "int4 as stored"}
+    assert not quantising.rounds_inputs
+    for quantize in ("none", "int4"):
+        kept = served_weights(directory, quantize, GPU)
+        check_exact(kept, exact)
+        assert {weight.numbers.dtype for weight in kept.values()} == {torch.uint8}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_head_in_e4m3_rounds_its_inputs(quantised: Callable[[str], tuple[Path, dict[str, Any]]]) -> None:
+    directory = quantised("awq-32")[0]
+    for device, rounds in ((GPU, True), (CPU, False)):
+        quantising = Quantising("int4", device)
+        hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+        assert quantising.rounds_inputs == rounds
+
+
+@pytest.mark.usefixtures("hopper")
+def test_int4_stays_only_where_its_products_are(
+    quantised: Callable[[str], tuple[Path, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = quantised("w4-64-asym")[0]
+    with_float16 = Quantising("none", GPU)
+    hf.read_weights(directory, hf.read_config(directory), "float16", quantising=with_float16)
+    assert not with_float16.kept
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert served_weights(directory, "none", GPU) == {}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_whose_sizes_no_int4_product_of_a_gpu_takes_are_dequantised(tmp_path: Path) -> None:
+    """`down_proj` has 224 inputs: groups of 32, but no multiple of 128.  A CPU keeps it."""
+    make_checkpoint(tmp_path / "plain", "llama", intermediate_size=224, num_key_value_heads=2, **WIDE)
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "odd", "awq-32")
+    kept = served_weights(tmp_path / "odd", "none", GPU)
+    assert len(kept) == 12
+    assert not any(name.endswith("down_proj") for name in kept)
+    assert len(served_weights(tmp_path / "odd", "none", CPU)) == 14
 
 
 @pytest.mark.usefixtures("hopper")
@@ -541,7 +590,7 @@ def test_layers_that_store_their_transpose_are_refused(checkpoint: Callable[[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FP8_KINDS)))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {*FP8_KINDS, *INT4, *INT4_IN_PART}))
 def test_quantised_checkpoints_on_a_gpu(
     plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str
 ) -> None:
@@ -572,7 +621,7 @@ def test_fp8_checkpoints_on_a_gpu(
     write_exact(plain, exact, tmp_path / "exact", torch.bfloat16)
     model = hf.load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"))
     assert model.changes == {"weights of linear layers": "fp8 as stored"}
-    assert sum(is_fp8(module) for module in model.module.modules()) == 8
+    assert stored_on_gpu(model.module, ops.Fp8) == 8
     prompt = words(150)
     driver = Driver(model, graph_seconds=0)
     driver.add(prompt, None, targets=True)
@@ -581,6 +630,28 @@ def test_fp8_checkpoints_on_a_gpu(
     want = at_all_tokens(whole, prompt)[:-1]
     own = at_all_tokens(whole.bfloat16().cuda(), prompt)[:-1]
     assert mean_square(driver.worker.logits.float().cpu() - want) <= 16 * mean_square(own - want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 150])
+@pytest.mark.parametrize("kind", [*INT4, *INT4_IN_PART])
+def test_int4_checkpoints_on_a_gpu(
+    plain: Path, quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path, kind: str, tokens: int
+) -> None:
+    """Logits of a prompt: as far from the float32 model of the stored weights as its own bfloat16 forward is."""
+    directory, exact = quantised(kind)
+    write_exact(plain, exact, tmp_path / "exact", torch.float32)
+    model = hf.load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"))
+    assert model.changes == {"weights of linear layers": "int4 as stored"}
+    assert stored_on_gpu(model.module, ops.Int4) == (8 if kind in INT4 else 4)
+    prompt = words(tokens)
+    driver = Driver(model, graph_seconds=0)
+    driver.add(prompt, None, targets=True)
+    driver.step()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    want = at_all_tokens(whole, prompt)[:-1]
+    own = at_all_tokens(whole.bfloat16().cuda(), prompt)[:-1]
+    assert mean_square(driver.worker.logits.float().cpu() - want) <= 2 * mean_square(own - want)
 
 
 def write_exact(plain: Path, exact: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype) -> None:

@@ -202,6 +202,25 @@ def test_fp8_of_both_ranks_is_that_of_one(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("unproved", "hopper")
+@pytest.mark.parametrize("kind", ["awq-128", "gptq-32", "w4-64-asym"])
+def test_int4_of_both_ranks_on_a_gpu_is_that_of_one(tmp_path: Path, kind: str) -> None:
+    """As a GPU would keep it; read on the host."""
+    plain = make_checkpoint(tmp_path / "plain", "llama", **TWICE_AS_WIDE)
+    quantise_checkpoint(plain, tmp_path / kind, kind)
+    check_parts(tmp_path / kind, lambda: Quantising("none", GPU))
+
+
+@pytest.mark.usefixtures("unproved", "hopper")
+def test_parts_that_no_int4_product_of_a_gpu_takes_are_dequantised(tmp_path: Path) -> None:
+    """With one rank `down_proj` has 384 inputs; a half of them is no multiple of 128."""
+    plain = make_checkpoint(tmp_path / "plain", "llama", **(TWICE_AS_WIDE | {"intermediate_size": 384}))
+    quantise_checkpoint(plain, tmp_path / "packed", "w4-32")
+    [model, _], _ = parts_of(tmp_path / "packed", lambda: Quantising("none", GPU), "bfloat16")
+    kept = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
+    assert kept == {"k_proj", "v_proj", "q_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+@pytest.mark.usefixtures("unproved", "hopper")
 def test_parts_that_no_fp8_product_takes_are_dequantised(tmp_path: Path) -> None:
     """With one rank `o_proj` and `down_proj` have 512 inputs; a half of them is too small for blocks."""
     plain = make_checkpoint(tmp_path / "plain", "llama", **(TWICE_AS_WIDE | WIDE | {"intermediate_size": 512}))

@@ -19,7 +19,7 @@ from engine.executor.errors import UnsupportedModel
 from engine.executor.local import load
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.models.linear import Fp8Linear, PackedLinear, Product
+from engine.executor.models.linear import PackedLinear, Product
 from engine.executor.models.quantised import DTYPE, LARGEST, Quantised
 from engine.executor.models.quantising import check_kind
 from engine.executor.models.weights import fingerprint
@@ -108,19 +108,24 @@ def test_joined_weights_follow_one_another() -> None:
 
 
 def as_served(
-    directory: Path, dtype: torch.dtype = torch.int8, read_as: torch.dtype = torch.float32
+    directory: Path,
+    dtype: torch.dtype = torch.int8,
+    read_as: torch.dtype = torch.float32,
+    head: torch.dtype = torch.int8,
 ) -> PreTrainedModel:
-    """transformers' own model with the weights that --quantize serves, in float32."""
+    """transformers' own model with the weights that --quantize serves, in float32.
+
+    head: of 8 bits, what the head becomes where layers have 4."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=read_as).eval().float()
     stored = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        weight = stored.get_submodule(name).weight  # rounded once
         if module is not model.get_output_embeddings():
+            weight = stored.get_submodule(name).weight  # rounded once
             module.weight.data = Quantised.of(weight, dtype).dequantised(torch.float32)
         elif dtype == torch.uint8:  # beside 4 bits the head has 8; the embeddings keep theirs
-            module.weight = nn.Parameter(Quantised.of(weight, torch.int8).dequantised(torch.float32))
+            module.weight = nn.Parameter(Quantised.of(module.weight, head).dequantised(torch.float32))
     return model
 
 
@@ -215,7 +220,7 @@ def test_prefixes_are_not_shared_with_the_plain_model(checkpoint: Callable[[str]
     ("kind", "device", "reason"),
     [
         ("int8", "cuda", "--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it"),
-        ("int4", "cuda", "--quantize int4: only a CPU multiplies with int4 weights; --device cpu can do it"),
+        ("int4", "cuda", "--quantize int4: the GPU has compute capability 8.9, its products need 9.0"),
         ("fp8", "cpu", "--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it"),
         ("fp8", "cuda", "--quantize fp8: the GPU has compute capability 8.9, its products need 9.0"),
     ],
@@ -235,7 +240,7 @@ def test_a_model_without_plain_linear_layers_is_refused(checkpoint: Callable[[st
         load_model(str(checkpoint("gpt2")), dtype="float32", device=CPU, quantize="int8")
 
 
-# On a GPU.  Sizes that fp8 products take.
+# On a GPU.  Sizes that its products take.
 LARGE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -259,19 +264,37 @@ def at_all_tokens(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return found
 
 
-def in_fp8(directory: Path) -> LoadedModel:
-    return load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"), quantize="fp8")
+ON_GPU: list[Literal["fp8", "int4"]] = ["fp8", "int4"]
+
+
+def on_gpu(directory: Path, kind: Literal["fp8", "int4"]) -> LoadedModel:
+    return load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"), quantize=kind)
+
+
+def as_served_on_gpu(directory: Path, kind: Literal["fp8", "int4"]) -> PreTrainedModel:
+    return as_served(directory, DTYPE[kind], torch.bfloat16, head=torch.float8_e4m3fn)
+
+
+def stored_on_gpu(model: nn.Module, kind: type[ops.Fp8] | type[ops.Int4]) -> int:
+    """How many products have a weight that is stored so."""
+    attributes = [(module, "weight" if isinstance(module, Product) else "stored") for module in model.modules()]
+    return sum(isinstance(getattr(module, name, None), kind) for module, name in attributes)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("family", GPU_FAMILIES)
-def test_fp8_logits_are_those_of_the_rounded_weights(tmp_path: Path, family: str) -> None:
+def test_logits_on_a_gpu_are_those_of_the_rounded_weights(
+    tmp_path: Path, family: str, kind: Literal["fp8", "int4"]
+) -> None:
     """While one sequence decodes: as far from the float32 model of these weights as its own bfloat16 forward is.
 
-    The prompt of one token is computed with padding, so its inputs are rounded to e4m3; later its share is small."""
+    The prompt of one token is computed with padding, so inputs of fp8 products are rounded to e4m3; later its share is
+    small."""
     directory = make_tiny(tmp_path / family, family, **GPU_FAMILIES[family])
-    model = in_fp8(directory)
-    assert sum(isinstance(module, Fp8Linear) or is_fp8(module) for module in model.module.modules()) == 8
+    model = on_gpu(directory, kind)
+    assert stored_on_gpu(model.module, ops.Fp8) == (8 if kind == "fp8" else 1)  # int4: the head
+    assert stored_on_gpu(model.module, ops.Int4) == (8 if kind == "int4" else 0)
     driver = Driver(model, graph_seconds=0)
     driver.add(words(1))
     driver.step()
@@ -279,7 +302,7 @@ def test_fp8_logits_are_those_of_the_rounded_weights(tmp_path: Path, family: str
     for _ in range(100):
         driver.step()
         got.append(driver.worker.logits[0].float().cpu())
-    exact = as_served(directory, torch.float8_e4m3fn, torch.bfloat16)
+    exact = as_served_on_gpu(directory, kind)
     tokens = driver.running[0].tokens[:-1]
     want = at_all_tokens(exact, tokens)
     own = at_all_tokens(exact.bfloat16().cuda(), tokens)
@@ -287,53 +310,53 @@ def test_fp8_logits_are_those_of_the_rounded_weights(tmp_path: Path, family: str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("family", GPU_FAMILIES)
-def test_fp8_logits_of_a_prompt(tmp_path: Path, family: str) -> None:
-    """With many tokens the inputs of products are rounded to e4m3 as well, which has 4 bits fewer than bfloat16.
+def test_logits_of_a_prompt_on_a_gpu(tmp_path: Path, family: str, kind: Literal["fp8", "int4"]) -> None:
+    """With many tokens the inputs of fp8 products are rounded to e4m3 as well, which has 4 bits fewer than bfloat16.
 
-    So the error is at most 16 times that of the float32 model's own bfloat16 forward."""
+    With int4 that is the head's.  So the error is at most 16 times that of the float32 model's own bfloat16 forward."""
     directory, prompt = make_tiny(tmp_path / family, family, **GPU_FAMILIES[family]), words(150)
-    driver = Driver(in_fp8(directory), graph_seconds=0)
+    driver = Driver(on_gpu(directory, kind), graph_seconds=0)
     driver.add(prompt, None, targets=True)
     driver.step()
-    exact = as_served(directory, torch.float8_e4m3fn, torch.bfloat16)
+    exact = as_served_on_gpu(directory, kind)
     want = at_all_tokens(exact, prompt)[:-1]
     own = at_all_tokens(exact.bfloat16().cuda(), prompt)[:-1]
     assert mean_square(driver.worker.logits.float().cpu() - want) <= 16 * mean_square(own - want)
 
 
-def is_fp8(module: nn.Module) -> bool:
-    return isinstance(module, Product) and isinstance(module.weight, ops.Fp8)
-
-
 @pytest.mark.gpu
-def test_fp8_is_of_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_products_on_a_gpu_are_of_bfloat16(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     directory = make_tiny(tmp_path / "llama", "llama", **GPU_FAMILIES["llama"])
     with pytest.raises(UnsupportedModel, match=r"of bfloat16, the model of torch.float16; --dtype bfloat16"):
-        load_model(str(directory), dtype="float16", device=torch.device("cuda"), quantize="fp8")
+        load_model(str(directory), dtype="float16", device=torch.device("cuda"), quantize=kind)
 
 
 @pytest.mark.gpu
-def test_a_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_a_model_of_other_sizes_is_refused(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     sizes: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 3, "head_dim": 64}
     odd = make_tiny(tmp_path / "odd", "llama", num_key_value_heads=1, **sizes)
-    with pytest.raises(UnsupportedModel, match="llama: --quantize fp8: it has no linear layers that it takes"):
-        in_fp8(odd)
+    with pytest.raises(UnsupportedModel, match=f"llama: --quantize {kind}: it has no linear layers that it takes"):
+        on_gpu(odd, kind)
 
 
 @pytest.mark.gpu
-def test_fp8_text_with_graphs_and_preemption(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_text_with_graphs_and_preemption(tmp_path: Path, kind: Literal["fp8", "int4"]) -> None:
     """Most of the tokens of 30 sequences that preempt each other are the choice of the rounded weights' float32 model.
 
     The others are where the error of rounded inputs decides; wrong numbers would leave one in 640."""
     directory = make_tiny(tmp_path / "llama", "llama", **GPU_FAMILIES["llama"])
     options: dict[str, Any] = {"kv_blocks": 60, "max_seqs": 40, "step_tokens": 256, "admission": "none"}
-    config = EngineConfig(model=str(directory), dtype="bfloat16", quantize="fp8", max_model_len=200, **options)
+    config = EngineConfig(model=str(directory), dtype="bfloat16", quantize=kind, max_model_len=200, **options)
     llm = LLM.over(config, load(config))
     prompts = [words(1 + 7 * i % 90) for i in range(30)]
     answers = llm.generate(prompts, Sampling(temperature=0, ignore_eos=True), max_new_tokens=40)
     assert llm.engine.core.report.totals.preemptions > 0
-    exact = as_served(directory, torch.float8_e4m3fn, torch.bfloat16)
+    exact = as_served_on_gpu(directory, kind)
     chosen = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         text = answer.outputs[0].token_ids

@@ -14,6 +14,7 @@ from tests.kernels.test_layers import exact_norm
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
+Weight = torch.Tensor | ops.Fp8 | ops.Int4
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,7 +42,9 @@ def check(
     norm: bool = False,
     plus: bool = False,
     silu_mul: bool = False,
-    make_weight: Callable[[int, int, torch.dtype], tuple[torch.Tensor | ops.Fp8, torch.Tensor]] = plain_weight,
+    make_weight: Callable[
+        [int, int, torch.dtype], tuple[torch.Tensor | ops.Fp8 | ops.Int4, torch.Tensor]
+    ] = plain_weight,
     bound: float = 0.0,
 ) -> None:
     """bound: of the error; 0: epsilon of the dtype."""

@@ -102,8 +102,19 @@ __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64
       : "memory");
 }
 
+constexpr uint64_t kLeavesFirst = 0x12F0000000000000;
+
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {
-  copy_with_policy(to, map, bar, c0, c1, c2, 0x12F0000000000000);
+  copy_with_policy(to, map, bar, c0, c1, c2, kLeavesFirst);
+}
+
+// The same of a 4-dimensional tensor.
+__device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(kLeavesFirst)
+      : "memory");
 }
 
 __device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {

@@ -1,27 +1,14 @@
 #include "cuda/linear/linear.h"
 
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 
 #include "cuda/linear/linear.cuh"
+#include "cuda/linear/tensor_map.h"
 
 namespace quire::cuda {
 namespace {
 
 using namespace linears;
-
-// The driver's encoder of tensor maps; asked for at run time, so that nothing links to the driver.
-PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-  static void* const found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
-          "cuTensorMapEncodeTiled");
-    return function;
-  }();
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
-}
 
 template <class T>
 constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // e4m3: bytes
@@ -36,25 +23,12 @@ CUtensorMap map_slabs(int inner, const void* data, int64_t rows, int64_t stride,
   const cuuint64_t sizes[3] = {kSlab<T>, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(inner / kSlab<T>)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride) * sizeof(T), kSlabBytes};
   const cuuint32_t box[3] = {kSlab<T>, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(depth)};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result =
-      encoder()(&map, kMapType<T>, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "linear: tensor map");
-  return map;
+  return tensor_map(kMapType<T>, data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 constexpr int kMostBlockInner = 1 << 17;  // else the table of scales takes the room of the stages
 
-int tiles_of(int n, int size) { return (n + size - 1) / size; }
-
-// Features of a tile: as few as will do to get by with one CTA on each multiprocessor, or with two, or ...
-int tile_features(const LinearArgs& a) {
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int rounds = tiles_of(tiles_of(a.features, a.silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
-  return tiles_of(tiles_of(a.features, rounds * multiprocessors), 8) * 8;
-}
+int tile_features(const LinearArgs& a) { return features_of_tile(a.features, a.silu_mul, 8); }
 
 int tile_rows(const LinearArgs& a) { return tile_features(a) * (a.silu_mul ? 2 : 1); }
 

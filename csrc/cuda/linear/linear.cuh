@@ -53,21 +53,34 @@ constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more,
 constexpr int kFewTokens = 4;       // most with an e4m3 weight: every CTA reads all of x once more
 constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
 
-struct Params {
-  const void* x;
-  int64_t x_stride;
-  int inner;
-  const float* scale;  // of an e4m3 weight: [rows], or [rows / 128, inner / 128]
-  int table_at;          // of a table of blocks' scales, in bytes after the stages' start
+inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
+
+// Features of a tile, a multiple of `unit`: as few as will do to get by with one CTA on each multiprocessor, or with two, ...
+inline int features_of_tile(int features, bool silu_mul, int unit) {
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int rounds = tiles_of(tiles_of(features, silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
+  return tiles_of(tiles_of(features, rounds * multiprocessors), unit) * unit;
+}
+
+// What becomes of a product's sums.
+struct End {
   const void* bias;
   void* out;
   int64_t out_stride;
   int tokens, features;  // of out
   int tile_features;     // of out that a tile makes: a multiple of 8
   int rows;              // of the weight that a tile reads: tile_features, or with silu_mul twice as many
+  bool add, silu_mul;
+};
+
+struct Params : End {
+  const void* x;
+  int64_t x_stride;
+  int inner;
+  const float* scale;  // of an e4m3 weight: [rows], or [rows / 128, inner / 128]
+  int table_at;          // of a table of blocks' scales, in bytes after the stages' start
   int depth;             // slabs of a stage
   int count, stages;     // stages of a tile; in shared memory
-  bool add, silu_mul;
 };
 
 // Shared memory on the way out: sums of every share, then the product [tokens, rows].  It has 8 numbers of padding, so
@@ -93,6 +106,106 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] = of(x[i], y[i]);
   return narrow<T>(x);
+}
+
+// The part of a tile of out that a thread stores: 8 features of every so many tokens, if any.
+template <class T>
+struct OutShare {
+  int part, first_token, token_step;
+  bool any;
+  T* out;  // of token 0
+
+  __device__ OutShare(const End& p, int first_feature) {
+    const int parts = p.tile_features / 8;
+    part = threadIdx.x % parts, first_token = threadIdx.x / parts, token_step = kMultipliers / parts;
+    any = first_token < token_step && first_feature + part * 8 < p.features;
+    out = static_cast<T*>(p.out) + first_feature + part * 8;
+  }
+};
+
+// What out holds of the first of these tokens, if it is added to.  Read before the product, because it takes as long as any
+// read from memory, but only after the kernels in front have ended.
+template <class T>
+__device__ Pack<T, 8> read_out(const End& p, int first_feature) {
+  const OutShare<T> share(p, first_feature);
+  if (!p.add || !share.any || share.first_token >= p.tokens) return {};
+  return load_pack<8>(share.out + share.first_token * p.out_stride);
+}
+
+// product: of the tile, [tokens, rows], in rows of product_stride.  old: as read_out returned it.
+template <class T>
+__device__ void store_product(const End& p, int first_feature, const char* product, Pack<T, 8> old) {
+  const OutShare<T> share(p, first_feature);
+  if (!share.any) return;
+  for (int token = share.first_token; token < p.tokens; token += share.token_step) {
+    const T* from = reinterpret_cast<const T*>(product + token * product_stride(p.rows)) + share.part * 8;
+    Pack<T, 8> y = load_pack<8>(from);
+    if (p.silu_mul) {
+      y = each(y, load_pack<8>(from + p.tile_features),
+               [](float gate, float up) { return gate / (1 + __expf(-gate)) * up; });
+    }
+    T* const to = share.out + token * p.out_stride;
+    if (p.add) {
+      if (token > share.first_token) old = load_pack<8>(to);
+      y = each(y, old, [](float a, float b) { return a + b; });
+    }
+    store_pack(to, y);
+  }
+}
+
+// The end of a product, for the warps that multiply: the sums of all shares of inner are added, scaled, and stored with
+// bias, activation and addition.  Warp w has share w / kRowWarps of inner, and of each of its 16s of rows, first_block and
+// every kRowWarps-th after it, the sums that mma.m16n8k16 leaves: rows times tokens.
+//   stages       shared memory that nobody copies to any more: [shares, blocks, kEights, 32 lanes] of 4 sums, then the product
+//   of_token     what the sums of a token are multiplied by
+//   of_row       what those of a row of the tile, which is a row of the weight, are multiplied by
+template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
+__device__ void end_of_product(const End& p, int first_feature, int first_block, const float (&sums)[kBlocks][kEights][4],
+                               char* stages, const Pack<T, 8>& old, const OfToken& of_token, const OfRow& of_row) {
+  constexpr int kShares = kWarps / kRowWarps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
+  float4* const all_sums = reinterpret_cast<float4*>(stages);
+  char* const product = stages + sums_bytes(p.rows, kEights, kShares);
+  sync_multipliers();  // all stages have been read
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const int block = first_block + kRowWarps * b;
+    if (block >= blocks) break;
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+      const float* s = sums[b][e];
+      all_sums[((share * blocks + block) * kEights + e) * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
+    }
+  }
+  sync_multipliers();
+  for (int i = warp; i < blocks * kEights; i += kWarps) {
+    float4 s = all_sums[i * 32 + lane];
+#pragma unroll
+    for (int k = 1; k < kShares; ++k) {
+      const float4 more = all_sums[(k * blocks * kEights + i) * 32 + lane];
+      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
+    }
+    const int token = i % kEights * 8 + lane % 4 * 2;
+    s.x *= of_token(token), s.y *= of_token(token + 1), s.z *= of_token(token), s.w *= of_token(token + 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = i / kEights * 16 + lane / 4 + 8 * r;
+      if (row >= p.rows) continue;
+      float scale = 1, bias = 0;
+      const bool up = row >= p.tile_features;
+      const int feature = first_feature + row - (up ? p.tile_features : 0);
+      if (feature < p.features) {
+        const int at = feature + (up ? p.features : 0);
+        scale = of_row(row, at);
+        if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
+      }
+      T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
+      to[0] = from_float<T>((r == 0 ? s.x : s.z) * scale + bias);
+      to[product_stride(p.rows) / 2] = from_float<T>((r == 0 ? s.y : s.w) * scale + bias);
+    }
+  }
+  sync_multipliers();
+  store_product(p, first_feature, product, old);
 }
 
 // bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
@@ -207,14 +320,6 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     return;
   }
 
-  // What this thread stores: 8 features of every so many tokens, if any.
-  const int parts = p.tile_features / 8, first_token = thread / parts, part = thread % parts;
-  const int token_step = kMultipliers / parts;
-  const bool stores = first_token < token_step && first_feature + part * 8 < p.features;
-  const auto out = [&](int token) {
-    return static_cast<T*>(p.out) + token * p.out_stride + first_feature + part * 8;
-  };
-
   // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
   constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
@@ -272,8 +377,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       if (lane % 4 == 0) lower[e * 8 + lane / 4] = scales.lower;  // every warp writes the same
     }
   }
-  Pack<T, 8> old = {};
-  if (p.add && stores && first_token < p.tokens) old = load_pack<8>(out(first_token));
+  const Pack<T, 8> old = read_out<T>(p, first_feature);
 
   float sums[kBlocks][kEights][4] = {};
   hopper::Ring next;
@@ -350,64 +454,9 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     next.step(p.stages);
   }
 
-  // The shares meet where the stages were: [kShares, blocks, kEights, 32 lanes] of 4 sums.
-  float4* const all_sums = reinterpret_cast<float4*>(stages);
-  char* const product = stages + sums_bytes(p.rows, kEights, kShares);
-  sync_multipliers();  // all stages have been read
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    const int block = first_block + kRowWarps * b;
-    if (block >= blocks) break;
-#pragma unroll
-    for (int e = 0; e < kEights; ++e) {
-      const float* s = sums[b][e];
-      all_sums[((share * blocks + block) * kEights + e) * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
-    }
-  }
-  sync_multipliers();
-  for (int i = warp; i < blocks * kEights; i += kWarps) {
-    float4 s = all_sums[i * 32 + lane];
-#pragma unroll
-    for (int k = 1; k < kShares; ++k) {
-      const float4 more = all_sums[(k * blocks * kEights + i) * 32 + lane];
-      s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
-    }
-    const int token = i % kEights * 8 + lane % 4 * 2;
-    if constexpr (kXSlabs > 1) {
-      s.x *= lower[token], s.y *= lower[token + 1], s.z *= lower[token], s.w *= lower[token + 1];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = i / kEights * 16 + lane / 4 + 8 * r;
-      if (row >= p.rows) continue;
-      float scale = 1, bias = 0;
-      const bool up = row >= p.tile_features;
-      const int feature = first_feature + row - (up ? p.tile_features : 0);
-      if (feature < p.features) {
-        const int at = feature + (up ? p.features : 0);
-        if constexpr (kXSlabs > 1 && !kGrid) scale = p.scale[at];
-        if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
-      }
-      T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
-      to[0] = from_float<T>((r == 0 ? s.x : s.z) * scale + bias);
-      to[product_stride(p.rows) / 2] = from_float<T>((r == 0 ? s.y : s.w) * scale + bias);
-    }
-  }
-  sync_multipliers();
-  if (!stores) return;
-  for (int token = first_token; token < p.tokens; token += token_step) {
-    const T* from = reinterpret_cast<const T*>(product + token * product_stride(p.rows)) + part * 8;
-    Pack<T, 8> y = load_pack<8>(from);
-    if (p.silu_mul) {
-      y = each(y, load_pack<8>(from + p.tile_features),
-               [](float gate, float up) { return gate / (1 + __expf(-gate)) * up; });
-    }
-    if (p.add) {
-      if (token > first_token) old = load_pack<8>(out(token));
-      y = each(y, old, [](float a, float b) { return a + b; });
-    }
-    store_pack(out(token), y);
-  }
+  end_of_product<T, kRowWarps>(
+      p, first_feature, first_block, sums, stages, old, [&](int token) { return kXSlabs > 1 ? lower[token] : 1.0f; },
+      [&](int, int row) { return kXSlabs > 1 && !kGrid ? p.scale[row] : 1.0f; });
 #endif
 }
 

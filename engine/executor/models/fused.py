@@ -1,8 +1,8 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
-    nn.Linear, Conv1D,  -> PackedLinear   on a CPU: the weight is packed once, at load, into the layout of a product
-    QuantisedLinear     -> Fp8Linear      on a GPU: the same for weights in 8 bits
-    the decoder of      -> Decoder        llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe on a GPU
+    nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of a product
+    QuantisedLinear     -> QuantisedGpuLinear  on a GPU: the same for weights in 8 or 4 bits
+    the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe on a GPU
     six families
 
 linear.py makes their products.  engine/executor/README.md has the measurements.  The left column is a decoder layer as

@@ -32,12 +32,12 @@ class PackedLinear(nn.Module):
         return ops.packed_linear(x, self.packed, self.bias)
 
 
-class Fp8Linear(nn.Module):
-    """nn.Linear over a weight in e4m3, on a GPU: [..., in] -> [..., out], bfloat16."""
+class QuantisedGpuLinear(nn.Module):
+    """nn.Linear over a weight in e4m3 or of 4 bits, on a GPU: [..., in] -> [..., out], bfloat16."""
 
-    def __init__(self, stored: ops.Fp8, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, stored: ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.out_features = len(stored.numbers)
+        self.out_features = stored.rows
         self.bias = bias
         self.stored = stored
         self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear
@@ -64,7 +64,7 @@ class Product(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | ops.Packed | ops.Fp8,
+        weight: Tensor | ops.Packed | ops.Fp8 | ops.Int4,
         bias: Tensor | None,
         out_features: int,
         norm: RMSNorm | None,
@@ -103,7 +103,7 @@ class Shard(Protocol):
 class Sharded(nn.Module):
     """A rank's part of a layer, and after it the exchange with the other ranks.  Called like `Product`."""
 
-    def __init__(self, part: Product | PackedLinear | Fp8Linear, shard: Shard) -> None:
+    def __init__(self, part: Product | PackedLinear | QuantisedGpuLinear, shard: Shard) -> None:
         super().__init__()
         self.part, self.shard = part, shard
         self.out_features = shard.out_features
@@ -116,8 +116,8 @@ class Sharded(nn.Module):
 
 
 def shared_out(
-    part: Product | PackedLinear | Fp8Linear, plain: nn.Module
-) -> Product | PackedLinear | Fp8Linear | Sharded:
+    part: Product | PackedLinear | QuantisedGpuLinear, plain: nn.Module
+) -> Product | PackedLinear | QuantisedGpuLinear | Sharded:
     """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
     shard: Shard | None = getattr(plain, SHARD, None)
     return part if shard is None else Sharded(part, shard)
@@ -135,7 +135,7 @@ class Linears:
         norm: RMSNorm | None = None,
         silu_mul: bool = False,
         float32_out: bool = False,
-    ) -> Product | PackedLinear | Fp8Linear | Sharded:
+    ) -> Product | PackedLinear | QuantisedGpuLinear | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
@@ -150,19 +150,20 @@ class Linears:
 
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
-    ) -> PackedLinear | Fp8Linear | None:
+    ) -> PackedLinear | QuantisedGpuLinear | None:
         """Return a layer of weight [out, in] without norm; None: nothing is faster than what the model has.
 
         dtype: what code that asks the layer for the dtype of its weight shall see."""
         packed = self._pack(weight, float32_out)
-        if isinstance(packed, ops.Fp8):
-            return Fp8Linear(packed, bias, dtype)
+        if isinstance(packed, ops.Fp8 | ops.Int4):
+            return QuantisedGpuLinear(packed, bias, dtype)
         return None if packed is None else PackedLinear(packed, bias, dtype)
 
-    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | None:
+    def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | ops.Int4 | None:
         if isinstance(weight, Quantised):
             if weight.numbers.dtype == torch.uint8:
-                return ops.pack_int4(weight.numbers, weight.scale, weight.zero)
+                pack = ops.pack_int4 if weight.numbers.device.type == "cpu" else ops.pack_int4_gpu
+                return pack(weight.numbers, weight.scale, weight.zero)
             if weight.numbers.dtype == torch.int8:
                 return ops.pack_int8(weight.numbers, weight.scale, float32_out=float32_out)
             return ops.Fp8(weight.numbers, weight.scale)

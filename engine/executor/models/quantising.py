@@ -25,53 +25,62 @@ from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (9, 0)  # of a GPU: Hopper
+GPU_CAPABILITY = (9, 0)  # of a GPU that multiplies with quantised weights: Hopper
 # Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 def check_kind(kind: str, device: torch.device) -> None:
     """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
-    if kind in ("int8", "int4") and device.type != "cpu":
-        raise UnsupportedModel(f"--quantize {kind}: only a CPU multiplies with {kind} weights; --device cpu can do it")
-    if kind == "fp8" and device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    if kind == "int8" and not on_cpu:
+        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
+    if kind == "fp8" and on_cpu:
         raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
-    if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        wanted, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
-        raise UnsupportedModel(f"--quantize fp8: the GPU has compute capability {has}, its products need {wanted}")
+    if kind in ("fp8", "int4") and not on_cpu and (found := torch.cuda.get_device_capability(device)) < GPU_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (GPU_CAPABILITY, found))
+        raise UnsupportedModel(f"--quantize {kind}: the GPU has compute capability {has}, its products need {wanted}")
 
 
 def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
     """The kinds of stored weights that a device multiplies with as they are, in a model of `dtype`."""
     if device.type == "cpu":
         return {"int8", "int4"}
-    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < GPU_CAPABILITY:
         return set()
-    return {"fp8", "fp8 blocks"} if ops.multiplies_blocks(device) else {"fp8"}
+    return {"fp8", "fp8 blocks", "int4"} if ops.multiplies_blocks(device) else {"fp8", "int4"}
 
 
 ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", "int4": "int4"}
-UNITS: dict[Kept, tuple[int, int]] = {  # what the sizes of a layer, in and out, are multiples of
-    "int8": (1, 1),
-    "int4": (ops.INT4_BLOCK, 1),
-    "fp8": (ops.FP8_INNER, ops.FP8_OUT),
-    "fp8 blocks": (ops.FP8_BLOCKS_INNER, ops.FP8_BLOCKS_OUT),
-}
 
 
-def _fits(linear: nn.Linear, kind: Kept) -> bool:
+def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
+    """Return what the sizes of a layer, in and out, are multiples of."""
+    if kind == "int4":
+        return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
+    if kind == "fp8 blocks":
+        return ops.FP8_BLOCKS_INNER, ops.FP8_BLOCKS_OUT
+    return (ops.FP8_INNER, ops.FP8_OUT) if kind == "fp8" else (1, 1)
+
+
+def _fits(linear: nn.Linear, kind: Kept, device: torch.device) -> bool:
     """Whether a product with a quantised weight takes a layer of this size."""
-    inner, out = UNITS[kind]
+    inner, out = _units(kind, device)
     return linear.in_features % inner == 0 and linear.out_features % out == 0
 
 
-def _round_head(model: PreTrainedModel) -> None:
-    """Give the head 8 bits.  Beside layers of 4 bits it is half of what a step reads, and 8 bits change little more."""
+def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
+    """Give the head 8 bits; False: it keeps its dtype, because no product of the device takes its size.
+
+    Beside layers of 4 bits the head is up to half of what a step reads, and 8 bits change little more."""
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear:
-        rows = max(1, PIECE // head.in_features)
-        rounded = Quantised.join(Quantised.of(part, torch.int8) for part in head.weight.detach().split(rows))
-        model.set_output_embeddings(QuantisedLinear(rounded, head.bias, head.weight.dtype))
+    kind: Kind = "int8" if device.type == "cpu" else "fp8"
+    if type(head) is not nn.Linear or not _fits(head, kind, device):
+        return False
+    rows = max(1, PIECE // head.in_features)
+    rounded = Quantised.join(Quantised.of(part, DTYPE[kind]) for part in head.weight.detach().split(rows))
+    model.set_output_embeddings(QuantisedLinear(rounded, head.bias, head.weight.dtype))
+    return True
 
 
 class Awaiting(nn.Module):
@@ -120,6 +129,7 @@ class Quantising:
         self._ranks, self._divided = ALONE, frozenset[str]()
         self.kept: dict[str, Kept] = {}  # modules whose stored numbers are served
         self.scales: dict[str, Scales] = {}  # theirs, until the model is settled
+        self._rounded_head = False
 
     def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
         """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
@@ -138,7 +148,9 @@ class Quantising:
     @property
     def rounds_inputs(self) -> bool:
         """Whether products round their inputs to e4m3, where a step has many tokens."""
-        return self.kind == "fp8" or (bool(self.kept) and self._device.type != "cpu")
+        if self._device.type == "cpu":
+            return False
+        return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
 
     @property
     def changes(self) -> dict[str, str]:
@@ -172,10 +184,10 @@ class Quantising:
                 if type(child) is not nn.Linear or child is head or name in ROUTERS:
                     continue
                 full = f"{path}.{name}".lstrip(".")
-                if (stored := self._stored.get(full)) and _fits(child, stored):
+                if (stored := self._stored.get(full)) and _fits(child, stored, self._device):
                     self.kept[full] = stored
                     setattr(parent, name, Awaiting(child, DTYPE[ROUNDED[stored]], self._device, stored=True))
-                elif self.kind is not None and _fits(child, self.kind):
+                elif self.kind is not None and _fits(child, self.kind, self._device):
                     whole = self._ranks.greatest if full in self._divided else None
                     awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
                     setattr(parent, name, awaiting)
@@ -183,7 +195,7 @@ class Quantising:
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
         """Make the model, whose class is `own`, computable.  Its weights must be set.  With int4 the head gets 8 bits.
 
-        Raises UnsupportedModel if --quantize found nothing to quantise, and for fp8 of a model in another dtype than
+        Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
         bfloat16."""
         model.__class__ = own
         quantised = 0
@@ -198,14 +210,15 @@ class Quantising:
                     bits.add(BITS[weight.numbers.dtype])
                     setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
         total = quantised + sum(parameter.numel() for parameter in model.parameters())
-        if self.kind == "fp8" and model.dtype != torch.bfloat16:
+        on_gpu = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
+        if on_gpu and model.dtype != torch.bfloat16:
             reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
-            raise UnsupportedModel(f"--quantize fp8: {reason}")
+            raise UnsupportedModel(f"--quantize {self.kind}: {reason}")
         if self.kind and not quantised:
             kind = model.config.model_type
             raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
         if self.kind == "int4":
-            _round_head(model)
+            self._rounded_head = _round_head(model, self._device)
         if quantised:
             widths = " or ".join(map(str, sorted(bits)))
             log.info("%.0f %% of the %.0f million weights have %s bits", 100 * quantised / total, total / 1e6, widths)
