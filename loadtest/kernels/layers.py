@@ -229,7 +229,7 @@ EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # a layer of Qwen3-30B-A3B
 def routing(kind: str, tokens: int) -> Tensor:
     """Which experts each token takes: [tokens, CHOSEN] int32, all different for a token.
 
-    balanced: any, all as likely.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.  same: the first for all."""
+    balanced: any, all as likely.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.  same: the first ones."""
     if kind == "same":
         return torch.arange(CHOSEN, device="cuda", dtype=torch.int32).repeat(tokens, 1)
     share = torch.ones(EXPERTS, device="cuda")
