@@ -329,13 +329,15 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
   }
 }
 
-template <>
-void run_int4<QUIRE_INT4_EIGHTS>(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups,
-                                 int tiles, cudaStream_t stream) {
-  if (groups == 1) return run_int4<QUIRE_INT4_EIGHTS, 1>(weight_map, x_map, p, tiles, stream);
-  if (groups == 2) return run_int4<QUIRE_INT4_EIGHTS, 2>(weight_map, x_map, p, tiles, stream);
-  run_int4<QUIRE_INT4_EIGHTS, 4>(weight_map, x_map, p, tiles, stream);
+template <int kEights>
+void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
+              cudaStream_t stream) {
+  if (groups == 1) return run_int4<kEights, 1>(weight_map, x_map, p, tiles, stream);
+  if (groups == 2) return run_int4<kEights, 2>(weight_map, x_map, p, tiles, stream);
+  run_int4<kEights, 4>(weight_map, x_map, p, tiles, stream);
 }
+
+template void run_int4<QUIRE_INT4_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Int4Params&, int, int, cudaStream_t);
 #endif
 
 }  // namespace quire::cuda::linears
