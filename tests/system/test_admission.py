@@ -117,8 +117,11 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
     """No gateway may queue more than the room that the engine has announced.
 
     The engine's pace is known from a first load: until then the queue may hold as much as the pool does.  Then the
-    step of one request lasts until the engine has no room for another: it has claimed enough to fill the pool."""
+    step of one request lasts until the engine has no room for another: it has claimed enough to fill the pool.  It
+    claims what its next two steps compute, which measured times must not bound: a slow machine would claim less than
+    the pool holds, and wait for the end of the step."""
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 3.0, "kv_blocks": BLOCKS, "max_seqs": 64}
+    engine |= {"itl_stretch": 0.0, "step_target_s": 0.0, "step_tokens": BLOCKS * SIZE}
     each = -(-90 // SIZE)
     none = {"ttft_target_s": 0.001, "late_wait_s": 0.0}
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:
