@@ -260,7 +260,7 @@ def linear(
     With an Fp8 weight all else is bfloat16.  Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too,
     with a scale for each token, or for each 128 numbers of it where the weight has scales of blocks.
 
-    With an Int4 weight all else is bfloat16, too.  Up to 64 tokens only the result is rounded.  With more the weight is
+    With an Int4 weight all else is bfloat16, too.  Up to 48 tokens only the result is rounded.  With more the weight is
     made bfloat16 first, in memory of the call's own.
     """
     assert plus is None or out is None

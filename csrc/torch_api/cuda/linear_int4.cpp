@@ -17,7 +17,7 @@ namespace quire::cuda::torch_api {
 namespace {
 
 // Up to so many tokens several calls of the kernel, each for some of them, read less than the weight in bfloat16 takes.
-constexpr int64_t kMostInCalls = 64;
+constexpr int64_t kMostInCalls = 48;
 
 // Groups of a record, by the bytes of a record.
 int groups_of(const at::Tensor& weight) {
