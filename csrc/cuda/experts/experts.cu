@@ -3,7 +3,7 @@
 //   logits [tokens, experts] ── route ──> chosen, weights [tokens, top]: a pair is a token and one of its experts
 //
 //   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (rows of inner, pairs)
-//   down      between ──> sums [pairs, hidden]                      grid (rows of hidden, pairs)
+//   down      between ──> sums [pairs, hidden], with biases         grid (rows of hidden, pairs)
 //   combine   out += sum over a token's pairs of weight * sums      grid (parts of hidden, tokens)
 //
 // The CTAs of the first pair with an expert compute all pairs with it, the others leave at once.  So an expert's rows are
@@ -149,6 +149,17 @@ __device__ void multiply(const T* const (&w)[kRows], const T* const (&x)[kTokens
   }
 }
 
+// Adds to the sums of row r, in every lane, the bias that lane r holds.
+template <int kRows, int kTokens>
+__device__ void add_biases(float bias_of_lane, float (&sums)[kRows][kTokens]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float bias = __shfl_sync(kAllLanes, bias_of_lane, r);
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) sums[r][t] += bias;
+  }
+}
+
 // Calls make(width{}, first) for pairs first, first + 1, ... of the list, up to width at once.
 template <class Make>
 __device__ void in_groups(int count, const Make& make) {
@@ -163,22 +174,42 @@ __device__ void in_groups(int count, const Make& make) {
   }
 }
 
-template <class T>
+// What an expert makes of these sums.  `silu` rounds as a chain of operators in T would, `clamped` once, at the end.
+template <class T, Activation kActivation>
+__device__ T activated(float gate, float up, const ExpertsArgs& a) {
+  if constexpr (kActivation == Activation::silu) {
+    gate = to_float(from_float<T>(gate)), up = to_float(from_float<T>(up));
+    return from_float<T>(to_float(from_float<T>(gate / (1 + __expf(-gate)))) * up);
+  }
+  // Not by fminf and fmaxf, which would hide NaN.
+  gate = gate > a.limit ? a.limit : gate;
+  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+  return from_float<T>((up + 1) * gate / (1 + __expf(-a.alpha * gate)));
+}
+
+template <class T, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
+  constexpr bool kInTurn = kActivation == Activation::clamped;
   __shared__ int list[kMostPairs], counts[kMostPairs / kWarp];
   let_next_kernel_start();
   wait_for_previous_kernels();
   const int count = find_pairs(a.chosen, a.tokens * a.top, list, counts), lane = threadIdx.x % kWarp;
   const int first_row = (blockIdx.x * kWarps + threadIdx.x / kWarp) * kGateRows;
-  if (first_row >= a.inner) return;
-  const T* const weight =
-      static_cast<const T*>(a.gate_up) + static_cast<int64_t>(a.chosen[blockIdx.y]) * 2 * a.inner * a.hidden;
+  if (count == 0 || first_row >= a.inner) return;
+  const int64_t first_of_expert = static_cast<int64_t>(a.chosen[blockIdx.y]) * 2 * a.inner;
+  const T* const weight = static_cast<const T*>(a.gate_up) + first_of_expert * a.hidden;
+  const T* const bias = a.gate_up_bias == nullptr ? nullptr : static_cast<const T*>(a.gate_up_bias) + first_of_expert;
+  const int to_up = kInTurn ? 1 : a.inner;  // rows from a gate row to its up row
+  const auto gate_row = [&](int r) { return min(first_row + r, a.inner - 1) * (kInTurn ? 2 : 1); };
+  float bias_of_lane = 0;
+  if (bias != nullptr && lane < 2 * kGateRows) {
+    bias_of_lane = to_float(bias[gate_row(lane % kGateRows) + lane / kGateRows * to_up]);
+  }
   const T* rows[2 * kGateRows];
 #pragma unroll
   for (int r = 0; r < kGateRows; ++r) {
-    const int row = min(first_row + r, a.inner - 1);
-    rows[r] = weight + static_cast<int64_t>(row) * a.hidden;
-    rows[kGateRows + r] = rows[r] + static_cast<int64_t>(a.inner) * a.hidden;
+    rows[r] = weight + static_cast<int64_t>(gate_row(r)) * a.hidden;
+    rows[kGateRows + r] = rows[r] + static_cast<int64_t>(to_up) * a.hidden;
   }
   in_groups(count, [&](auto width, int first) {
     constexpr int kTokens = width;
@@ -190,6 +221,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
     }
     float sums[2 * kGateRows][kTokens];
     multiply(rows, x, a.hidden, sums);
+    add_biases(bias_of_lane, sums);
     if (lane > 0) return;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -198,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
 #pragma unroll
       for (int r = 0; r < kGateRows; ++r) {
         if (first_row + r >= a.inner) continue;
-        const float gate = to_float(from_float<T>(sums[r][t])), up = to_float(from_float<T>(sums[kGateRows + r][t]));
-        to[first_row + r] = from_float<T>(to_float(from_float<T>(gate / (1 + __expf(-gate)))) * up);
+        const float gate = sums[r][t], up = sums[kGateRows + r][t];
+        to[first_row + r] = activated<T, kActivation>(gate, up, a);
       }
     }
   });
@@ -212,12 +244,15 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
   wait_for_previous_kernels();
   const int count = find_pairs(a.chosen, a.tokens * a.top, list, counts), lane = threadIdx.x % kWarp;
   const int first_row = (blockIdx.x * kWarps + threadIdx.x / kWarp) * kDownRows;
-  if (first_row >= a.hidden) return;
-  const T* const weight =
-      static_cast<const T*>(a.down) + static_cast<int64_t>(a.chosen[blockIdx.y]) * a.hidden * a.inner;
+  if (count == 0 || first_row >= a.hidden) return;
+  const int64_t first_of_expert = static_cast<int64_t>(a.chosen[blockIdx.y]) * a.hidden;
+  const T* const weight = static_cast<const T*>(a.down) + first_of_expert * a.inner;
+  const T* const bias = a.down_bias == nullptr ? nullptr : static_cast<const T*>(a.down_bias) + first_of_expert;
+  const auto row_at = [&](int i) { return min(first_row + i, a.hidden - 1); };
+  const float bias_of_lane = bias != nullptr && lane < kDownRows ? to_float(bias[row_at(lane)]) : 0;
   const T* rows[kDownRows];
 #pragma unroll
-  for (int r = 0; r < kDownRows; ++r) rows[r] = weight + static_cast<int64_t>(min(first_row + r, a.hidden - 1)) * a.inner;
+  for (int r = 0; r < kDownRows; ++r) rows[r] = weight + static_cast<int64_t>(row_at(r)) * a.inner;
   in_groups(count, [&](auto width, int first) {
     constexpr int kTokens = width;
     const T* x[kTokens];
@@ -227,6 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
     }
     float sums[kDownRows][kTokens];
     multiply(rows, x, a.inner, sums);
+    add_biases(bias_of_lane, sums);
     if (lane > 0) return;
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
@@ -289,7 +325,9 @@ void experts(const ExpertsArgs& a, cudaStream_t stream) {
   const unsigned pairs = a.tokens * a.top;
   by_half_dtype(a.dtype, [&](auto number) {
     using T = decltype(number);
-    launch(gate_up_kernel<T>, dim3(parts(a.inner, kWarps * kGateRows), pairs), dim3(kThreads), 0, stream, a);
+    const auto gate_up = a.activation == Activation::clamped ? gate_up_kernel<T, Activation::clamped>
+                                                             : gate_up_kernel<T, Activation::silu>;
+    launch(gate_up, dim3(parts(a.inner, kWarps * kGateRows), pairs), dim3(kThreads), 0, stream, a);
     launch(down_kernel<T>, dim3(parts(a.hidden, kWarps * kDownRows), pairs), dim3(kThreads), 0, stream, a);
     constexpr int kSmall = 128;
     launch(combine_kernel<T>, dim3(parts(a.hidden, kSmall * kWidth), a.tokens), dim3(kSmall), 0, stream, a);
