@@ -170,9 +170,9 @@ def test_clamping_keeps_nan_and_takes_infinities() -> None:
         torch.testing.assert_close(out[0].double(), wanted, rtol=0.01, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 64])
+@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 17, 33, 64, 170])
 def test_tokens_that_all_want_the_same_experts(tokens: int) -> None:
-    """In groups of up to eight pairs, the last of them not full."""
+    """In tiles of up to eight pairs, up to four of them at once; the last one is not full."""
     x, weights = randn(tokens, 512, dtype=torch.bfloat16), made(20, 512, 384, torch.bfloat16)
     chosen = torch.tensor([[19, 0, 7]] * tokens, dtype=torch.int32, device=CUDA)
     shares = torch.rand(tokens, 3, device=CUDA)
@@ -224,6 +224,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.experts(x[:2], chosen[:2], shares[:2], gate_up[:, :-2].contiguous(), down, torch.zeros_like(x[:2]))
     with pytest.raises(ValueError, match="wants BFloat16 or Half"):
         ops.route(torch.zeros(1, 8, device=CUDA), 2, normalise=True, rounded=True)
+    many = torch.zeros(513, 8, 8, dtype=x.dtype, device=CUDA)
+    with pytest.raises(ValueError, match="down: 513 experts, the most are 512"):
+        ops.experts(many[0, :1], chosen[:1], shares[:1], many.repeat(1, 2, 1), many, many[1, :1])
     few = (x[:2], chosen[:2], shares[:2], gate_up, down, torch.zeros_like(x[:2]))
     with pytest.raises(ValueError, match="gate_up_bias: gate and up rows is 32, down has 64"):
         ops.experts(*few, gate_up_bias=x.new_zeros(8, 32))

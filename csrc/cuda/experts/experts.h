@@ -39,7 +39,7 @@ struct ExpertsArgs {
   void* between;             // [tokens * top, inner], for the call's own use
   float* sums;               // [tokens * top, hidden], likewise
   void* out;                 // [tokens, hidden], added to
-  int tokens, top, hidden, inner;  // hidden and inner are multiples of 8
+  int tokens, top, experts, hidden, inner;  // hidden and inner are multiples of 8
   Activation activation;
   float alpha, limit;  // of `clamped`
 };

@@ -71,6 +71,7 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
   const Activation kind = activation_of(activation, alpha, limit);
   TORCH_CHECK_VALUE(tokens * top <= kMostPairs, "chosen: ", tokens * top, " experts of all tokens, the most are ",
                     kMostPairs);
+  TORCH_CHECK_VALUE(count <= kMostExperts, "down: ", int64_t{count}, " experts, the most are ", kMostExperts);
   TORCH_CHECK_VALUE(hidden % 8 == 0 && inner % 8 == 0, "down: hidden size ", int64_t{hidden}, " and inner size ",
                     int64_t{inner}, " are not multiples of 8");
   const c10::cuda::CUDAGuard guard(x.device());
@@ -89,6 +90,7 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
                  .out = out.data_ptr(),
                  .tokens = static_cast<int>(tokens),
                  .top = static_cast<int>(top),
+                 .experts = static_cast<int>(count),
                  .hidden = static_cast<int>(hidden),
                  .inner = static_cast<int>(inner),
                  .activation = kind,
