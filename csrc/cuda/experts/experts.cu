@@ -36,6 +36,8 @@ constexpr int kChunk = kSteps * kStep;           // what a warp takes of a row a
 constexpr int kPairs = 8, kMostTiles = 4;        // pairs of a tile; tiles that a loaded weight serves
 constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the numbers of a row
 constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` that a group of warps makes
+constexpr int kGatesOfCta = kWarps / kGateSlices * kGateRows, kDownsOfCta = kWarps / kDownSlices * kDownRows;
+constexpr int kManyCtas = 1024, kMostTurns = 4;  // with n times so many, a CTA takes rows n times; at most kMostTurns
 
 __device__ float sum_of_warp(float x) {
   for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
@@ -279,25 +281,27 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
   int expert;
   const int count = find_pairs(a.chosen, a.tokens * a.top, found, expert);
   if (count == 0) return;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int row = (blockIdx.x * (kWarps / kGateSlices) + warp / kGateSlices) * kGateRows + lane / 4;
   constexpr bool kInTurn = kActivation == Activation::clamped;
-  const int inside = min(row, a.inner - 1), gate = kInTurn ? 2 * inside : inside, up = gate + (kInTurn ? 1 : a.inner);
+  const int group = threadIdx.x / kWarp / kGateSlices, lane = threadIdx.x % kWarp;
   const int64_t first_row = static_cast<int64_t>(expert) * 2 * a.inner;
   const T* const weight = static_cast<const T*>(a.gate_up);
   const T* const bias = static_cast<const T*>(a.gate_up_bias);
-  const float gate_bias = bias == nullptr ? 0 : to_float(bias[first_row + gate]);
-  const float up_bias = bias == nullptr ? 0 : to_float(bias[first_row + up]);
-  for_all_pairs<kGateSlices>(
-      count, weight + (first_row + gate) * a.hidden, weight + (first_row + up) * a.hidden, a.hidden, partial,
-      [&](int i) {
-        return static_cast<const T*>(a.x) + static_cast<int64_t>(found.list[i] / a.top) * a.hidden;
-      },
-      [&](int i, float of_gate, float of_up) {
-        if (row >= a.inner) return;
-        T* const to = static_cast<T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner;
-        to[row] = activated<T, kActivation>(of_gate + gate_bias, of_up + up_bias, a);
-      });
+  for (int first = blockIdx.x * kGatesOfCta; first < a.inner; first += gridDim.x * kGatesOfCta) {
+    const int row = first + group * kGateRows + lane / 4, inside = min(row, a.inner - 1);
+    const int gate = kInTurn ? 2 * inside : inside, up = gate + (kInTurn ? 1 : a.inner);
+    const float gate_bias = bias == nullptr ? 0 : to_float(bias[first_row + gate]);
+    const float up_bias = bias == nullptr ? 0 : to_float(bias[first_row + up]);
+    for_all_pairs<kGateSlices>(
+        count, weight + (first_row + gate) * a.hidden, weight + (first_row + up) * a.hidden, a.hidden, partial,
+        [&](int i) {
+          return static_cast<const T*>(a.x) + static_cast<int64_t>(found.list[i] / a.top) * a.hidden;
+        },
+        [&](int i, float of_gate, float of_up) {
+          if (row >= a.inner) return;
+          T* const to = static_cast<T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner;
+          to[row] = activated<T, kActivation>(of_gate + gate_bias, of_up + up_bias, a);
+        });
+  }
 }
 
 template <class T>
@@ -309,22 +313,24 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
   int expert;
   const int count = find_pairs(a.chosen, a.tokens * a.top, found, expert);
   if (count == 0) return;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int low = (blockIdx.x * (kWarps / kDownSlices) + warp / kDownSlices) * kDownRows + lane / 4;
-  const int high = low + kDownRows / 2, low_inside = min(low, a.hidden - 1), high_inside = min(high, a.hidden - 1);
+  const int group = threadIdx.x / kWarp / kDownSlices, lane = threadIdx.x % kWarp;
   const int64_t first_row = static_cast<int64_t>(expert) * a.hidden;
   const T* const weight = static_cast<const T*>(a.down);
   const T* const bias = static_cast<const T*>(a.down_bias);
-  const float low_bias = bias == nullptr ? 0 : to_float(bias[first_row + low_inside]);
-  const float high_bias = bias == nullptr ? 0 : to_float(bias[first_row + high_inside]);
-  for_all_pairs<kDownSlices>(
-      count, weight + (first_row + low_inside) * a.inner, weight + (first_row + high_inside) * a.inner, a.inner,
-      partial, [&](int i) { return static_cast<const T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner; },
-      [&](int i, float of_low, float of_high) {
-        float* const to = a.sums + static_cast<int64_t>(found.list[i]) * a.hidden;
-        if (low < a.hidden) to[low] = of_low + low_bias;
-        if (high < a.hidden) to[high] = of_high + high_bias;
-      });
+  for (int first = blockIdx.x * kDownsOfCta; first < a.hidden; first += gridDim.x * kDownsOfCta) {
+    const int low = first + group * kDownRows + lane / 4, high = low + kDownRows / 2;
+    const int64_t low_row = first_row + min(low, a.hidden - 1), high_row = first_row + min(high, a.hidden - 1);
+    const float low_bias = bias == nullptr ? 0 : to_float(bias[low_row]);
+    const float high_bias = bias == nullptr ? 0 : to_float(bias[high_row]);
+    for_all_pairs<kDownSlices>(
+        count, weight + low_row * a.inner, weight + high_row * a.inner, a.inner, partial,
+        [&](int i) { return static_cast<const T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner; },
+        [&](int i, float of_low, float of_high) {
+          float* const to = a.sums + static_cast<int64_t>(found.list[i]) * a.hidden;
+          if (low < a.hidden) to[low] = of_low + low_bias;
+          if (high < a.hidden) to[high] = of_high + high_bias;
+        });
+  }
 }
 
 template <class T>
@@ -352,6 +358,12 @@ __global__ void combine_kernel(ExpertsArgs a) {
 
 unsigned parts(int n, int size) { return static_cast<unsigned>((n + size - 1) / size); }
 
+// CTAs that share the `blocks` of rows of each expert.  With many, each takes several: it finds its pairs only once.
+unsigned shares(unsigned blocks, unsigned experts) {
+  const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMostTurns);
+  return (blocks + turns - 1) / turns;
+}
+
 template <class Run>
 void by_half_dtype(Dtype dtype, const Run& run) {
   dtype == Dtype::fp16 ? run(fp16{}) : run(bf16{});
@@ -378,9 +390,8 @@ void experts(const ExpertsArgs& a, cudaStream_t stream) {
     using T = decltype(number);
     const auto gate_up = a.activation == Activation::clamped ? gate_up_kernel<T, Activation::clamped>
                                                              : gate_up_kernel<T, Activation::silu>;
-    constexpr int kGates = kWarps / kGateSlices * kGateRows, kDowns = kWarps / kDownSlices * kDownRows;
-    launch(gate_up, dim3(parts(a.inner, kGates), most), dim3(kThreads), 0, stream, a);
-    launch(down_kernel<T>, dim3(parts(a.hidden, kDowns), most), dim3(kThreads), 0, stream, a);
+    launch(gate_up, dim3(shares(parts(a.inner, kGatesOfCta), most), most), dim3(kThreads), 0, stream, a);
+    launch(down_kernel<T>, dim3(shares(parts(a.hidden, kDownsOfCta), most), most), dim3(kThreads), 0, stream, a);
     constexpr int kSmall = 128;
     launch(combine_kernel<T>, dim3(parts(a.hidden, kSmall * kWidth), a.tokens), dim3(kSmall), 0, stream, a);
   });
