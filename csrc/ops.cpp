@@ -142,12 +142,18 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first
   //   weights    [T, k] f32: their shares of the softmax of all; normalise: over the sum of the k; rounded: to logits' dtype
   m.def("route(Tensor logits, bool normalise, bool rounded, Tensor(a!) chosen, Tensor(b!) weights) -> ()");
-  //   x          [T, hidden]
-  //   gate_up    [E, 2 * inner, hidden], of each expert gate rows, then up rows
-  //   down       [E, hidden, inner]
-  //   out        [T, hidden] += the sum over a token's experts of weight * down (silu(gate) * up)
+  //   x             [T, hidden]
+  //   gate_up       [E, 2 * inner, hidden], of each expert gate rows, then up rows; with `clamped` a gate row and its up
+  //                 row follow one another
+  //   gate_up_bias  [E, 2 * inner], in the order of the rows
+  //   down          [E, hidden, inner]
+  //   down_bias     [E, hidden]
+  //   activation    silu: silu(gate) * up;  clamped, as gpt-oss has it: g * sigmoid(alpha * g) * (u + 1), where
+  //                 g = min(gate, limit) and u = max(-limit, min(up, limit))
+  //   out           [T, hidden] += the sum over a token's experts of weight * (down activation(gate, up) + down_bias)
   m.def(
-      "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor down, Tensor(a!) out) -> ()");
+      "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+      "Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
 
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros

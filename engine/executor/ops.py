@@ -298,6 +298,16 @@ def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> 
     return chosen, weights
 
 
+@dataclass(frozen=True)
+class Clamped:
+    """The activation of gpt-oss: g * sigmoid(alpha * g) * (u + 1), where g is `gate` and u is `up`, both clamped.
+
+    g = min(gate, limit), u = max(-limit, min(up, limit))."""
+
+    alpha: float
+    limit: float  # over 0
+
+
 def experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
@@ -305,15 +315,26 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     plus: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    clamped: Clamped | None = None,
 ) -> torch.Tensor:
     """plus + the weighted sum of what each token's experts make of it, in place: x, plus [T, hidden] -> plus.
 
     chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS
-    gate_up          [E, 2 * inner, hidden]: of each expert gate rows, then up rows; both sizes are multiples of 8
+    gate_up          [E, 2 * inner, hidden]: of each expert gate rows, then up rows; both sizes are multiples of 8.
+                     With `clamped` each gate row is followed by its up row
+    gate_up_bias     [E, 2 * inner], in the order of the rows
     down             [E, hidden, inner]
+    down_bias        [E, hidden]
+    clamped          the activation; None: silu(gate) * up
 
     Reads each chosen expert once.  A token's result does not depend on the others."""
-    torch.ops.quire.experts.default(x, chosen, weights, gate_up, down, plus)
+    name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
+    torch.ops.quire.experts.default(
+        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, name, alpha, limit, plus
+    )
     return plus
 
 

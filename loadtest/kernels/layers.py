@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -223,38 +224,69 @@ def int4(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             yield found | {"floor_us": top.floor_us(read, 2 * features * inner * tokens)}
 
 
-EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # a layer of Qwen3-30B-A3B
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a layer."""
+
+    experts: int
+    chosen: int
+    hidden: int
+    inner: int
+    clamped: ops.Clamped | None = None  # then there are biases, too
+
+    def weights(self) -> dict[str, Any]:
+        """Make what `ops.experts` takes of a layer."""
+        made: dict[str, Any] = {
+            "gate_up": random(self.experts, 2 * self.inner, self.hidden),
+            "down": random(self.experts, self.hidden, self.inner),
+        }
+        if self.clamped:
+            made |= {"gate_up_bias": random(self.experts, 2 * self.inner), "clamped": self.clamped}
+            made |= {"down_bias": random(self.experts, self.hidden)}
+        return made
 
 
-def routing(kind: str, tokens: int) -> Tensor:
-    """Which experts each token takes: [tokens, CHOSEN] int32, all different for a token.
+MIXTURES = {
+    "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
+    "gpt-oss-20b": Mixture(32, 4, 2880, 2880, ops.Clamped(1.702, 7.0)),
+}
+
+
+def routing(kind: str, mixture: Mixture, tokens: int) -> Tensor:
+    """Which experts each token takes: [tokens, chosen] int32, all different for a token.
 
     balanced: any, all as likely.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.  same: the first ones."""
     if kind == "same":
-        return torch.arange(CHOSEN, device="cuda", dtype=torch.int32).repeat(tokens, 1)
-    share = torch.ones(EXPERTS, device="cuda")
+        return torch.arange(mixture.chosen, device="cuda", dtype=torch.int32).repeat(tokens, 1)
+    share = torch.ones(mixture.experts, device="cuda")
     if kind == "zipf":
-        share /= torch.arange(1, EXPERTS + 1, device="cuda")
-    return torch.multinomial(share.expand(tokens, -1), CHOSEN).int()
+        share /= torch.arange(1, mixture.experts + 1, device="cuda")
+    return torch.multinomial(share.expand(tokens, -1), mixture.chosen).int()
+
+
+def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> Iterator[Row]:
+    sets, numbers_of_one = 4, 3 * mixture.hidden * mixture.inner
+    weights = [mixture.weights() for _ in range(sets)]
+    for tokens in (1, 32) if quick else (1, 2, 4, 8, 16, 32, 64):
+        for kind in ("balanced", "zipf", "same"):
+            routings = [routing(kind, mixture, tokens) for _ in range(5 * sets)]
+
+            def call(at: int, routings: list[Tensor] = routings, tokens: int = tokens) -> Call:
+                x, plus = random(tokens, mixture.hidden), random(tokens, mixture.hidden)
+                shares = torch.rand(tokens, mixture.chosen, device="cuda")
+                return lambda: ops.experts(x, routings[at], shares, plus=plus, **weights[at % sets])
+
+            us = graph_us([call(at) for at in range(len(routings))])
+            read = sum(len(chosen.unique()) for chosen in routings) / len(routings)
+            floor = top.floor_us(int(2 * read * numbers_of_one), 2 * tokens * mixture.chosen * numbers_of_one)
+            case = f"{name}, {tokens} tokens, {kind}"
+            yield {"case": case, "us": us, "floor_us": floor, "experts_read": round(read, 1)}
 
 
 def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
     """The experts of a layer for few tokens, against reading those that are chosen."""
-    sets, bytes_of_one = 4, 3 * HIDDEN * INNER * 2
-    weights = [(random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER)) for _ in range(sets)]
-    for tokens in (1, 32) if quick else (1, 4, 8, 16, 32, 64):
-        for kind in ("balanced", "zipf", "same"):
-            routings = [routing(kind, tokens) for _ in range(5 * sets)]
-
-            def call(at: int, routings: list[Tensor] = routings, tokens: int = tokens) -> Call:
-                x, plus = random(tokens, HIDDEN), random(tokens, HIDDEN)
-                shares = torch.rand(tokens, CHOSEN, device="cuda")
-                return lambda: ops.experts(x, routings[at], shares, *weights[at % sets], plus)
-
-            us = graph_us([call(at) for at in range(len(routings))])
-            read = sum(len(chosen.unique()) for chosen in routings) / len(routings)
-            floor = top.floor_us(int(read * bytes_of_one), 2 * tokens * CHOSEN * 3 * HIDDEN * INNER)
-            yield {"case": f"{tokens} tokens, {kind}", "us": us, "floor_us": floor, "experts_read": round(read, 1)}
+    for name, mixture in MIXTURES.items():
+        yield from experts_of(name, mixture, top, quick=quick)
 
 
 def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:

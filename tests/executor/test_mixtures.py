@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from engine.executor import ops
+from engine.executor.models import fused
 from engine.executor.models.fused import Mixture, is_fused
 from engine.executor.models.hf import LoadedModel, load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor.driver import Driver
 from tests.executor.test_gpu import GREEDY, llm, texts, words
+from tests.kernels.test_cuda_experts import exact
 
 CUDA = torch.device("cuda")
 LLAMA: dict[str, Any] = dict(FAMILIES["llama"])
@@ -34,6 +37,13 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "norm_topk_prob": False}
         | {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     ),
+    # Sinks between -2 and 4, a window in every other layer, experts with biases whose clamp acts on many numbers.
+    "gpt_oss": (
+        "gpt_oss",
+        LLAMA
+        | {"num_local_experts": 16, "num_experts_per_tok": 4, "swiglu_limit": 1.0}
+        | {"num_hidden_layers": 4, "sliding_window": 24},
+    ),
 }
 
 
@@ -43,22 +53,30 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         family, changes = MIXTURES[name]
-        return make_checkpoint(root / name.replace(" ", "-"), family, **changes)
+        edit = calm_gpt_oss if family == "gpt_oss" else None
+        return make_checkpoint(root / name.replace(" ", "-"), family, edit=edit, **changes)
 
     return make
 
 
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sinks between -2 and 4, a window in every other layer, and experts that only transformers computes."""
-    changes = LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "sliding_window": 24}
-    directory = make_checkpoint(tmp_path_factory.mktemp("sinks") / "gpt_oss", "gpt_oss", **changes)
-    weights = load_file(directory / "model.safetensors")
-    for name in [name for name in weights if name.endswith("sinks")]:
-        weights[name] = torch.linspace(-2, 4, len(weights[name]))
-    assert sum(name.endswith("sinks") for name in weights) == 4
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    return directory
+def calm_gpt_oss(model: PreTrainedModel) -> None:
+    """Make queries and experts small.  Sharp attention and large experts would amplify rounding: transformers' bfloat16
+    forward then has another likeliest token than its float32 one at every fourth position.  Now at every fiftieth."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.copy_(torch.linspace(-2, 4, len(parameter)))
+        elif ".q_proj." in name:
+            parameter.data.mul_(0.1)
+        elif ".experts." in name:
+            parameter.data.mul_(0.5)
+
+
+def mixtures_of(model: LoadedModel) -> list[Mixture]:
+    return [module for module in model.module.modules() if isinstance(module, Mixture)]
+
+
+def sinks_of(model: LoadedModel) -> list[Tensor]:
+    return [parameter for name, parameter in model.module.named_parameters() if name.endswith("sinks")]
 
 
 def exact_model(directory: Path) -> PreTrainedModel:
@@ -72,6 +90,122 @@ def exact_model(directory: Path) -> PreTrainedModel:
 def test_on_a_cpu_the_model_runs_as_it_is(mixture: Callable[[str], Path], name: str) -> None:
     model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
     assert not is_fused(model.module)
+    assert fused.has_known_parts(exact_model(mixture(name)))
+
+
+def plain_route(logits: Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[Tensor, Tensor]:
+    """What `ops.route` promises, in torch."""
+    weights, chosen = logits.float().softmax(-1).topk(top)
+    weights = weights / weights.sum(-1, keepdim=True) if normalise else weights
+    return chosen.int(), weights.to(logits.dtype).float() if rounded else weights
+
+
+def plain_experts(*operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
+    """What `ops.experts` promises, in torch."""
+    assert operands[1].numel() <= ops.MOST_PAIRS
+    return plus.add_(exact(*operands, **options).to(plus.dtype))
+
+
+@pytest.mark.parametrize("chunk", [5, 70, 300])
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.inference_mode()
+def test_the_layers_around_the_operators(
+    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    """Our layers on a CPU, with operators in torch in place of a GPU's, give the logits of the model's own.
+
+    Chunks of 300 tokens take transformers' experts, with weights as our layers keep them."""
+    monkeypatch.setattr(fused, "has_plain_decoder", fused.has_known_parts)
+    monkeypatch.setattr(ops, "route", plain_route)
+    monkeypatch.setattr(ops, "experts", plain_experts)
+    model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
+    assert is_fused(model.module)
+    assert len(mixtures_of(model)) == (4 if name == "gpt_oss" else 2)
+    prompt = words(320)
+    want = exact_model(mixture(name))(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+    driver = Driver(model)
+    driver.add(prompt, None, targets=True, chunk=chunk)
+    got = []
+    while driver.running[0].computed < len(prompt):
+        driver.step()
+        got.append(driver.worker.logits)
+    torch.testing.assert_close(torch.cat(got), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    assert len(sinks_of(model)) == (4 if name == "gpt_oss" else 0)
+
+
+@pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
+@torch.inference_mode()
+def test_stored_rows_are_the_weights_turned(mixture: Callable[[str], Path], way: str) -> None:
+    """In the same memory, in the same order; transformers' experts compute the same with them."""
+    model = exact_model(mixture("gpt_oss"))
+    model.set_experts_implementation(way)
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
+    before = {name: parameter.clone() for name, parameter in experts.named_parameters()}
+    places = {name: parameter.data_ptr() for name, parameter in experts.named_parameters()}
+    x, scores = torch.randn(50, 128), torch.rand(50, 4)
+    chosen = torch.stack([torch.randperm(16)[:4] for _ in range(50)])
+    want = experts(x, chosen, scores)
+    fused.store_rows(experts)
+    for name, parameter in experts.named_parameters():
+        assert parameter.data_ptr() == places[name]
+        assert parameter.is_contiguous()
+        assert torch.equal(parameter, before[name].mT if parameter.dim() == 3 else before[name])
+    assert experts.gate_up_proj.shape == (16, 2 * 192, 128)
+    torch.testing.assert_close(experts(x, chosen, scores), want)
+    ours = plain_experts(
+        x,
+        chosen.int(),
+        scores,
+        experts.gate_up_proj,
+        experts.down_proj,
+        plus=torch.zeros_like(x),
+        gate_up_bias=experts.gate_up_proj_bias,
+        down_bias=experts.down_proj_bias,
+        clamped=ops.Clamped(experts.alpha, experts.limit),
+    )
+    torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+
+
+def another_class(experts: Any) -> None:
+    experts.__class__ = type("Experts", (GptOssExperts,), {})
+
+
+def one_more_bias(experts: Any) -> None:
+    experts.extra_bias = nn.Parameter(torch.zeros(16))
+
+
+def turned_already(experts: Any) -> None:
+    fused.store_rows(experts)
+
+
+def no_limit(experts: Any) -> None:
+    experts.limit = 0.0
+
+
+def another_way(experts: Any) -> None:
+    experts.config._experts_implementation = "eager"
+
+
+def of_several_ranks(experts: Any) -> None:
+    experts.register_forward_hook(lambda _module, _inputs, output: output)
+
+
+@pytest.mark.parametrize(
+    "change", [another_class, one_more_bias, turned_already, no_limit, another_way, of_several_ranks]
+)
+def test_experts_unlike_the_expected_are_left_alone(
+    mixture: Callable[[str], Path], change: Callable[[Any], None]
+) -> None:
+    model = exact_model(mixture("gpt_oss"))
+    assert fused.has_known_parts(model)
+    change(model.get_submodule("model.layers.2.mlp.experts"))
+    assert not fused.has_known_parts(model)
+
+
+def test_a_router_without_bias_is_left_alone(mixture: Callable[[str], Path]) -> None:
+    model = exact_model(mixture("gpt_oss"))
+    model.get_submodule("model.layers.2.mlp.router").bias = None
+    assert not fused.has_known_parts(model)
 
 
 @pytest.mark.gpu
@@ -84,18 +218,25 @@ def test_logits_stay_within_the_noise_of_bfloat16(mixture: Callable[[str], Path]
     our operator takes."""
     model = load_model(str(mixture(name)), dtype="bfloat16", device=CUDA)
     assert is_fused(model.module)
-    found = [module for module in model.module.modules() if isinstance(module, Mixture)]
-    assert len(found) == 2
+    found = mixtures_of(model)
+    assert len(found) == (4 if name == "gpt_oss" else 2)
     assert 64 * found[0].top <= ops.MOST_PAIRS < 300 * found[0].top
     check_logits(model, chunk)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [7, 64, 300])
-def test_logits_of_a_model_with_sinks(gpt_oss: Path, chunk: int) -> None:
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_logits_of_a_model_with_sinks(
+    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, own_layers: bool, chunk: int
+) -> None:
     """Sinks are float32 once the model is loaded.  Without them the logits are far off."""
-    model = load_model(str(gpt_oss), dtype="bfloat16", device=CUDA)
-    sinks = [parameter for name, parameter in model.module.named_parameters() if name.endswith("sinks")]
+    if not own_layers:
+        monkeypatch.setattr(fused, "has_plain_decoder", lambda model: False)
+    model = load_model(str(mixture("gpt_oss")), dtype="bfloat16", device=CUDA)
+    assert is_fused(model.module) == own_layers
+    sinks = sinks_of(model)
+    assert len(sinks) == 4
     assert {parameter.dtype for parameter in sinks} == {torch.float32}
     check_logits(model, chunk)
     for parameter in sinks:
@@ -133,8 +274,13 @@ def test_most_tokens_are_those_of_the_float32_model(mixture: Callable[[str], Pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
-def test_most_tokens_of_a_model_with_sinks(gpt_oss: Path, kv_dtype: str) -> None:
-    check_tokens(gpt_oss, kv_dtype=kv_dtype)
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_most_tokens_of_a_model_with_sinks(
+    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, own_layers: bool, kv_dtype: str
+) -> None:
+    if not own_layers:
+        monkeypatch.setattr(fused, "has_plain_decoder", lambda model: False)
+    check_tokens(mixture("gpt_oss"), kv_dtype=kv_dtype)
 
 
 def check_tokens(directory: Path, **options: object) -> None:
@@ -149,7 +295,7 @@ def check_tokens(directory: Path, **options: object) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_graphs_change_no_token(mixture: Callable[[str], Path], name: str) -> None:
     prompts, counts = [words(1 + 7 * i % 90, i) for i in range(30)], [3 + 5 * i % 40 for i in range(30)]
     found = []

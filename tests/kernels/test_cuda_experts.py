@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -51,14 +52,32 @@ def made(count: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[torch
     )
 
 
-def exact(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
-    gate_up, down = of
+def exact(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    clamped: ops.Clamped | None = None,
+) -> torch.Tensor:
+    """What `ops.experts` adds, in float64, rounded to x's dtype where it is: arguments as there."""
     result = torch.zeros_like(x, dtype=torch.float64)
     for token, (ids, shares) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
         for expert, share in zip(ids, shares, strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).to(x.dtype).double().chunk(2)
-            between = (torch.nn.functional.silu(gate).to(x.dtype).double() * up).to(x.dtype).double()
-            result[token] += share * (down[expert].double() @ between)
+            both = gate_up[expert].double() @ x[token].double()
+            if gate_up_bias is not None:
+                both += gate_up_bias[expert].double()
+            if clamped is None:
+                gate, up = both.to(x.dtype).double().chunk(2)
+                between = torch.nn.functional.silu(gate).to(x.dtype).double() * up
+            else:
+                gate, up = both[::2].clamp(max=clamped.limit), both[1::2].clamp(-clamped.limit, clamped.limit)
+                between = gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
+            y = down[expert].double() @ between.to(x.dtype).double()
+            result[token] += share * (y if down_bias is None else y + down_bias[expert].double())
     return result
 
 
@@ -78,9 +97,82 @@ def test_experts(tokens: int, count: int, top: int, hidden: int, inner: int, dty
     assert error(plus, before.double() + exact(x, chosen, shares, *weights)) < 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 64])
+CLAMPED = ops.Clamped(alpha=1.702, limit=7.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "top", "hidden", "inner"),
+    [(4, 2, 64, 40), (32, 4, 2880, 2880), (16, 4, 1000, 104), (8, 8, 8, 8), (20, 3, 512, 384)],
+)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64])
+def test_clamped_experts_with_biases(
+    tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    """As gpt-oss has them.  Inputs are so large that either clamp acts on a part of the numbers."""
+    x, plus = 4 * randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype)
+    weights = made(count, hidden, inner, dtype)
+    biases: dict[str, Any] = {
+        "gate_up_bias": 4 * randn(count, 2 * inner, dtype=dtype),
+        "down_bias": 4 * randn(count, hidden, dtype=dtype),
+    }
+    chosen, shares = ops.route(randn(tokens, count, dtype=dtype), top, normalise=True, rounded=True)
+    before = plus.clone()
+    assert ops.experts(x, chosen, shares, *weights, plus, **biases, clamped=CLAMPED) is plus
+    wanted = before.double() + exact(x, chosen, shares, *weights, **biases, clamped=CLAMPED)
+    assert error(plus, wanted) < 2 * torch.finfo(dtype).eps
+    for name in biases:
+        without = before.double() + exact(x, chosen, shares, *weights, **biases | {name: None}, clamped=CLAMPED)
+        assert error(plus, without) > 0.05
+
+
+@pytest.mark.parametrize("clamped", [None, CLAMPED])
+@pytest.mark.parametrize("biased", [{"gate_up_bias"}, {"down_bias"}, set()])
+def test_every_activation_with_either_bias(clamped: ops.Clamped | None, biased: set[str]) -> None:
+    x, weights = 3 * randn(19, 256, dtype=torch.bfloat16), made(8, 256, 136, torch.bfloat16)
+    biases: dict[str, Any] = {
+        name: randn(8, size, dtype=torch.bfloat16)
+        for name, size in (("gate_up_bias", 272), ("down_bias", 256))
+        if name in biased
+    }
+    chosen, shares = ops.route(randn(19, 8, dtype=torch.bfloat16), 4, normalise=True, rounded=False)
+    out = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x), **biases, clamped=clamped)
+    assert error(out, exact(x, chosen, shares, *weights, **biases, clamped=clamped)) < 2 * torch.finfo(x.dtype).eps
+
+
+def test_clamping_keeps_nan_and_takes_infinities() -> None:
+    """A gate of -inf is NaN in torch, too: -inf times a sigmoid of 0."""
+    x = torch.ones(1, 8, dtype=torch.bfloat16, device=CUDA)
+    gate_up, down = torch.zeros(1, 16, 8, dtype=x.dtype, device=CUDA), torch.eye(8, dtype=x.dtype, device=CUDA)[None]
+    bias = torch.zeros(1, 16, dtype=x.dtype, device=CUDA)
+    bias[0, ::2] = torch.tensor([math.nan, 1, math.inf, 1, 1, -300, 300, -math.inf])
+    bias[0, 1::2] = torch.tensor([1, math.nan, 0, math.inf, -math.inf, 1, -300, 1])
+    chosen = torch.zeros(1, 1, dtype=torch.int32, device=CUDA)
+    # One of the eight at a time: NaN times 0 of another row of `down` is NaN.
+    for row in range(8):
+        of_row = torch.zeros_like(down)
+        of_row[0, :, row] = 1
+        only = bias.clone()
+        only[0, [at for at in range(16) if at // 2 != row]] = 0
+        out = ops.experts(
+            x,
+            chosen,
+            torch.ones(1, 1, device=CUDA),
+            gate_up,
+            of_row,
+            torch.zeros_like(x),
+            gate_up_bias=only,
+            clamped=CLAMPED,
+        )
+        gate, up = only[0, 2 * row].double(), only[0, 2 * row + 1].double()
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        wanted = (gate * torch.sigmoid(1.702 * gate) * (up + 1)).expand(8)
+        torch.testing.assert_close(out[0].double(), wanted, rtol=0.01, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 17, 33, 64, 170])
 def test_tokens_that_all_want_the_same_experts(tokens: int) -> None:
-    """In groups of up to eight pairs, the last of them not full."""
+    """In tiles of up to eight pairs, up to four of them at once; the last one is not full."""
     x, weights = randn(tokens, 512, dtype=torch.bfloat16), made(20, 512, 384, torch.bfloat16)
     chosen = torch.tensor([[19, 0, 7]] * tokens, dtype=torch.int32, device=CUDA)
     shares = torch.rand(tokens, 3, device=CUDA)
@@ -91,11 +183,14 @@ def test_tokens_that_all_want_the_same_experts(tokens: int) -> None:
 def test_a_token_does_not_depend_on_the_others() -> None:
     x, weights = randn(40, 512, dtype=torch.bfloat16), made(24, 512, 256, torch.bfloat16)
     chosen, shares = ops.route(randn(40, 24, dtype=torch.bfloat16), 6, normalise=False, rounded=True)
-    together = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
-    for first, end in [(0, 1), (1, 3), (3, 20), (20, 40)]:
-        part = slice(first, end)
-        alone = ops.experts(x[part], chosen[part], shares[part], *weights, torch.zeros_like(x[part]))
-        assert torch.equal(alone, together[part])
+    bias = randn(24, 512, dtype=torch.bfloat16)
+    clamped: dict[str, Any] = {"gate_up_bias": bias, "down_bias": bias, "clamped": CLAMPED}
+    for options in ({}, clamped):
+        together = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x), **options)
+        for first, end in [(0, 1), (1, 3), (3, 20), (20, 40)]:
+            part = slice(first, end)
+            alone = ops.experts(x[part], chosen[part], shares[part], *weights, torch.zeros_like(x[part]), **options)
+            assert torch.equal(alone, together[part])
 
 
 def test_replayed_in_a_graph() -> None:
@@ -129,3 +224,23 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.experts(x[:2], chosen[:2], shares[:2], gate_up[:, :-2].contiguous(), down, torch.zeros_like(x[:2]))
     with pytest.raises(ValueError, match="wants BFloat16 or Half"):
         ops.route(torch.zeros(1, 8, device=CUDA), 2, normalise=True, rounded=True)
+    many = torch.zeros(513, 8, 8, dtype=x.dtype, device=CUDA)
+    with pytest.raises(ValueError, match="down: 513 experts, the most are 512"):
+        ops.experts(many[0, :1], chosen[:1], shares[:1], many.repeat(1, 2, 1), many, many[1, :1])
+    few = (x[:2], chosen[:2], shares[:2], gate_up, down, torch.zeros_like(x[:2]))
+    with pytest.raises(ValueError, match="gate_up_bias: gate and up rows is 32, down has 64"):
+        ops.experts(*few, gate_up_bias=x.new_zeros(8, 32))
+    with pytest.raises(ValueError, match="down_bias: experts is 7"):
+        ops.experts(*few, down_bias=x.new_zeros(7, 64))
+    with pytest.raises(ValueError, match="down_bias: dtype is Float, x has BFloat16"):
+        ops.experts(*few, down_bias=torch.zeros(8, 64, device=CUDA))
+    with pytest.raises(ValueError, match="gate_up_bias: is on cpu"):
+        ops.experts(*few, gate_up_bias=torch.zeros(8, 64, dtype=x.dtype))
+    with pytest.raises(ValueError, match="gate_up_bias: is not contiguous"):
+        ops.experts(*few, gate_up_bias=x.new_zeros(64, 8).T)
+    with pytest.raises(ValueError, match="limit: 0 is not over 0"):
+        ops.experts(*few, clamped=ops.Clamped(1.702, 0.0))
+    with pytest.raises(ValueError, match="alpha: nan is not finite"):
+        ops.experts(*few, clamped=ops.Clamped(math.nan, 7.0))
+    with pytest.raises(ValueError, match="activation: gelu is neither silu nor clamped"):
+        torch.ops.quire.experts.default(*few[:4], None, down, None, "gelu", 0.0, 0.0, few[-1])

@@ -5,6 +5,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cmath>
+#include <optional>
+#include <string_view>
+
 #include "torch_api/checks.h"
 #include "torch_api/cuda/convert.h"
 
@@ -39,8 +43,18 @@ void route(const at::Tensor& logits, bool normalise, bool rounded, const at::Ten
               stream_of(logits));
 }
 
+Activation activation_of(std::string_view name, double alpha, double limit) {
+  if (name == "silu") return Activation::silu;
+  TORCH_CHECK_VALUE(name == "clamped", "activation: ", name, " is neither silu nor clamped");
+  TORCH_CHECK_VALUE(std::isfinite(alpha), "alpha: ", alpha, " is not finite");
+  TORCH_CHECK_VALUE(limit > 0, "limit: ", limit, " is not over 0");
+  return Activation::clamped;
+}
+
 void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
-             const at::Tensor& down, const at::Tensor& out) {
+             const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
+             const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
+             const at::Tensor& out) {
   Size tokens("tokens"), top("experts of a token"), count("experts"), hidden("hidden size"), inner("inner size");
   Size both("gate and up rows");
   const Dtype dtype = half_dtype_of("x", x);
@@ -51,9 +65,13 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
   expect_plain("down", down, {count, hidden, inner}, x.scalar_type(), place, "x");
   both.agree("down", 2 * inner);
   expect_plain("gate_up", gate_up, {count, both, hidden}, x.scalar_type(), place, "x");
+  if (gate_up_bias) expect_plain("gate_up_bias", *gate_up_bias, {count, both}, x.scalar_type(), place, "x");
+  if (down_bias) expect_plain("down_bias", *down_bias, {count, hidden}, x.scalar_type(), place, "x");
   expect_plain("out", out, {tokens, hidden}, x.scalar_type(), place, "x");
+  const Activation kind = activation_of(activation, alpha, limit);
   TORCH_CHECK_VALUE(tokens * top <= kMostPairs, "chosen: ", tokens * top, " experts of all tokens, the most are ",
                     kMostPairs);
+  TORCH_CHECK_VALUE(count <= kMostExperts, "down: ", int64_t{count}, " experts, the most are ", kMostExperts);
   TORCH_CHECK_VALUE(hidden % 8 == 0 && inner % 8 == 0, "down: hidden size ", int64_t{hidden}, " and inner size ",
                     int64_t{inner}, " are not multiples of 8");
   const c10::cuda::CUDAGuard guard(x.device());
@@ -64,14 +82,20 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
                  .chosen = chosen.const_data_ptr<int>(),
                  .weights = weights.const_data_ptr<float>(),
                  .gate_up = gate_up.const_data_ptr(),
+                 .gate_up_bias = gate_up_bias ? gate_up_bias->const_data_ptr() : nullptr,
                  .down = down.const_data_ptr(),
+                 .down_bias = down_bias ? down_bias->const_data_ptr() : nullptr,
                  .between = between.data_ptr(),
                  .sums = sums.data_ptr<float>(),
                  .out = out.data_ptr(),
                  .tokens = static_cast<int>(tokens),
                  .top = static_cast<int>(top),
+                 .experts = static_cast<int>(count),
                  .hidden = static_cast<int>(hidden),
-                 .inner = static_cast<int>(inner)},
+                 .inner = static_cast<int>(inner),
+                 .activation = kind,
+                 .alpha = static_cast<float>(alpha),
+                 .limit = static_cast<float>(limit)},
                 stream_of(x));
 }
 

@@ -2,8 +2,8 @@
 
     nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of a product
     QuantisedLinear     -> QuantisedGpuLinear  on a GPU: the same for weights in 8 or 4 bits
-    the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe on a GPU
-    six families
+    the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe, gpt_oss
+    seven families                             on a GPU
 
 linear.py makes their products.  engine/executor/README.md has the measurements.  The left column is a decoder layer as
 transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
@@ -20,7 +20,9 @@ stream, which the last product of each half updates in place:
     silu, product                    part of the product before it
     down projection, addition        one product, added to x                    linear: product, plus
 
-A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).
+A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).  Weights of
+experts stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and
+transformers' own experts, which compute many tokens, read them by rows.
 
 On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -43,6 +46,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.activations import SiLUActivation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.pytorch_utils import Conv1D
 
 from engine.executor import ops
@@ -59,6 +63,7 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
     Qwen3ForCausalLM: lambda attention: attention.sliding_window,
     MixtralForCausalLM: lambda attention: attention.config.sliding_window,
     Qwen3MoeForCausalLM: lambda attention: attention.sliding_window,
+    GptOssForCausalLM: lambda attention: attention.sliding_window,
 }
 
 
@@ -69,11 +74,22 @@ class Routing(NamedTuple):
     rounded: bool
 
 
-# Families whose layers may be mixtures of experts: how a layer's router does it.
-ROUTING: dict[type[PreTrainedModel], Callable[[Any], Routing]] = {
-    MixtralForCausalLM: lambda router: Routing(normalise=True, rounded=False),
-    Qwen3MoeForCausalLM: lambda router: Routing(normalise=router.norm_topk_prob, rounded=True),
+class MixtureFamily(NamedTuple):
+    """A family whose layers may be mixtures of experts."""
+
+    router: str  # what a layer calls its router
+    routing: Callable[[Any], Routing]  # of a router
+    clamped: bool = False  # as gpt_oss: `ops.Clamped`, biases in router and experts, weights [experts, in, out]
+
+
+MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
+    MixtralForCausalLM: MixtureFamily("gate", lambda router: Routing(normalise=True, rounded=False)),
+    Qwen3MoeForCausalLM: MixtureFamily("gate", lambda router: Routing(router.norm_topk_prob, rounded=True)),
+    # Its softmax is that of the chosen logits: the shares of all, over their sum.
+    GptOssForCausalLM: MixtureFamily("router", lambda router: Routing(normalise=True, rounded=True), clamped=True),
 }
+# Ways of transformers to compute experts that read the layout of the weights from the module.
+READS_LAYOUT = {"grouped_mm", "batched_mm"}
 ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
 LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
 VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
@@ -93,6 +109,7 @@ class Attention(nn.Module):
         self.o_proj = linears.product(plain.o_proj)
         self.q_norm = RMSNorm(plain.q_norm) if hasattr(plain, "q_norm") else None  # qwen3
         self.k_norm = RMSNorm(plain.k_norm) if hasattr(plain, "k_norm") else None
+        self.sinks: Tensor | None = getattr(plain, "sinks", None)  # gpt_oss
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)
@@ -109,7 +126,7 @@ class Attention(nn.Module):
             eps=self.q_norm.eps if self.q_norm else 0.0,
             scales=cache.scales,
         )
-        out = attend(step, qkv[:, : self.heads], cache, self.scale, self.window, 0.0)
+        out = attend(step, qkv[:, : self.heads], cache, self.scale, self.window, 0.0, self.sinks)
         y: Tensor = self.o_proj(out.view(len(x), -1), plus=x)
         return y
 
@@ -130,20 +147,51 @@ class MLP(nn.Module):
 class Mixture(nn.Module):
     """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, plain: Any, norm: RMSNorm, routing: Routing) -> None:
+    def __init__(self, plain: Any, norm: RMSNorm, family: MixtureFamily) -> None:
         super().__init__()
-        self.norm, self.routing = norm, routing
-        self.router: Tensor = plain.gate.weight
-        self.top: int = plain.gate.top_k
-        self.experts = plain.experts
+        router: Any = getattr(plain, family.router)
+        self.norm, self.routing = norm, family.routing(router)
+        self.router: Tensor = router.weight
+        self.router_bias: Tensor | None = getattr(router, "bias", None)
+        self.top: int = router.top_k
+        self.experts = experts = plain.experts
+        self.clamped: ops.Clamped | None = None
+        if family.clamped:
+            store_rows(experts)
+            self.clamped = ops.Clamped(experts.alpha, experts.limit)
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        chosen, weights = ops.route(ops.linear(y, self.router), self.top, **self.routing._asdict())
+        logits = ops.linear(y, self.router, self.router_bias)
+        chosen, weights = ops.route(logits, self.top, **self.routing._asdict())
+        experts = self.experts
         if chosen.numel() <= ops.MOST_PAIRS:
-            return ops.experts(y, chosen, weights, self.experts.gate_up_proj, self.experts.down_proj, plus=x)
+            return ops.experts(
+                y,
+                chosen,
+                weights,
+                experts.gate_up_proj,
+                experts.down_proj,
+                plus=x,
+                gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
+                down_bias=getattr(experts, "down_proj_bias", None),
+                clamped=self.clamped,
+            )
         scores = weights.to(y.dtype) if self.routing.rounded else weights
-        return x.add_(self.experts(y, chosen.to(torch.int64), scores))
+        return x.add_(experts(y, chosen.to(torch.int64), scores))
+
+
+def store_rows(experts: GptOssExperts) -> None:
+    """Turn weights [experts, in, out] into [experts, out, in] within their own memory, an expert at a time.
+
+    Rows keep their order, gate and up in turn.  transformers' module computes the same with them."""
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name).detach()
+        rows = weight.view(len(weight), *weight.mT.shape[1:])
+        for expert, place in enumerate(rows):
+            place.copy_(weight[expert].T.clone(memory_format=torch.contiguous_format))
+        setattr(experts, name, nn.Parameter(rows, requires_grad=False))
+    experts.is_transposed = False
 
 
 class Layer(nn.Module):
@@ -154,7 +202,7 @@ class Layer(nn.Module):
         self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, linears)
         norm = RMSNorm(plain.post_attention_layernorm)
         mixed = hasattr(plain.mlp, "experts")
-        self.mlp = Mixture(plain.mlp, norm, ROUTING[family](plain.mlp.gate)) if mixed else MLP(plain.mlp, norm, linears)
+        self.mlp = Mixture(plain.mlp, norm, MIXTURES[family]) if mixed else MLP(plain.mlp, norm, linears)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, cos, sin, step))
@@ -171,8 +219,9 @@ class Decoder(nn.Module):
         # Angles depend on the position alone; models/hf.py checks up to which length.  So each is computed once, as
         # the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
         positions = torch.arange(max_model_len, device=model.device)
-        cos, sin = plain.rotary_emb(self.embed_tokens.weight[:1], positions[None])
-        self.angles = torch.stack([cos[0], sin[0]], 1)
+        angles = torch.stack(plain.rotary_emb(self.embed_tokens.weight[:1], positions[None]), 2)[0]
+        halves = plain.layers[0].self_attn.head_dim // angles.shape[2]  # gpt_oss has the angles of half a head
+        self.angles = angles.repeat(1, 1, halves)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(plain.layers):
             self.layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
@@ -314,7 +363,12 @@ class Forward:
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:
     """Whether `Decoder` can replace this model's decoder: a known class, whose parts are the expected ones."""
-    if type(model) not in WINDOW or (type(model) in ROUTING and model.device.type == "cpu"):
+    return has_known_parts(model) and not (type(model) in MIXTURES and model.device.type == "cpu")
+
+
+def has_known_parts(model: PreTrainedModel) -> bool:
+    """Whether the model is of a known class and has the expected parts, on whatever device."""
+    if type(model) not in WINDOW:
         return False
     if len({parameter.dtype for parameter in model.parameters()}) != 1:
         return False
@@ -323,10 +377,12 @@ def has_plain_decoder(model: PreTrainedModel) -> bool:
         return False
     if children(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
-    return is_norm(decoder.norm) and all(is_plain_layer(layer, decoder.rotary_emb) for layer in decoder.layers)
+    mixture = MIXTURES.get(type(model))
+    return is_norm(decoder.norm) and all(is_plain_layer(layer, decoder.rotary_emb, mixture) for layer in decoder.layers)
 
 
-def is_plain_layer(layer: Any, rotary: Any) -> bool:
+def is_plain_layer(layer: Any, rotary: Any, mixture: MixtureFamily | None) -> bool:
+    """mixture: what the layer may be, too."""
     if children(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -341,7 +397,8 @@ def is_plain_layer(layer: Any, rotary: Any) -> bool:
         and are_alike(qkv)
         and type(attention.o_proj) in LINEAR
         and len({linear.bias is None for linear in qkv}) == 1
-        and (is_plain_mlp(mlp) or is_mixture(mlp))
+        and own_parameters(attention) <= {"sinks"}
+        and (is_plain_mlp(mlp) or (mixture is not None and is_mixture(mlp, mixture)))
         and 2 * rotary.inv_freq.numel() == attention.head_dim  # all of a head turns
     )
 
@@ -360,22 +417,44 @@ def is_plain_mlp(mlp: Any) -> bool:
     )
 
 
-def is_mixture(mlp: Any) -> bool:
+def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
     """A router and its experts, whole, of sizes that `ops.experts` takes."""
-    if children(mlp) != {"gate", "experts"} or set(dict(mlp.gate.named_parameters())) != {"weight"}:
+    if children(mlp) != {family.router, "experts"}:
         return False
-    weights = dict(mlp.experts.named_parameters())
-    if weights.keys() != {"gate_up_proj", "down_proj"} or not isinstance(mlp.experts.act_fn, SiLUActivation | nn.SiLU):
+    router, experts = getattr(mlp, family.router), mlp.experts
+    if not (has_clamped_parts(router, experts) if family.clamped else has_silu_parts(router, experts)):
         return False
-    count, hidden, inner = weights["down_proj"].shape
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if family.clamped:
+        gate_up, down = gate_up.mT, down.mT
+    count, hidden, inner = down.shape
     return (
-        mlp.gate.weight.shape == (count, hidden)
-        and weights["gate_up_proj"].shape == (count, 2 * inner, hidden)
-        and all(weight.is_contiguous() for weight in weights.values())
+        router.weight.shape == (count, hidden)
+        and gate_up.shape == (count, 2 * inner, hidden)
+        and all(weight.is_contiguous() for weight in experts.parameters())
         and count <= ops.MOST_EXPERTS
-        and mlp.gate.top_k <= ops.MOST_CHOSEN
+        and router.top_k <= ops.MOST_CHOSEN
         and not (hidden % 8 or inner % 8)
-        and not mlp.experts._forward_hooks  # a rank adds what the experts of the others make
+        and not experts._forward_hooks  # a rank adds what the experts of the others make
+    )
+
+
+def has_silu_parts(router: Any, experts: Any) -> bool:
+    return (
+        own_parameters(router) == {"weight"}
+        and own_parameters(experts) == {"gate_up_proj", "down_proj"}
+        and isinstance(experts.act_fn, SiLUActivation | nn.SiLU)
+    )
+
+
+def has_clamped_parts(router: Any, experts: Any) -> bool:
+    return (
+        own_parameters(router) == {"weight", "bias"}
+        and type(experts) is GptOssExperts
+        and own_parameters(experts) == {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+        and getattr(experts, "is_transposed", False)
+        and experts.config._experts_implementation in READS_LAYOUT
+        and experts.limit > 0
     )
 
 
@@ -386,3 +465,7 @@ def is_norm(norm: Any) -> bool:
 
 def children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
+
+
+def own_parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(recurse=False)}
