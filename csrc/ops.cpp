@@ -131,12 +131,6 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // The sum of a small tensor over the ranks of a model, on a GPU each.  All ranks make the same calls.
-  //   part     any shape, a multiple of 16 bytes and at most most_bytes; becomes the sum
-  //   inboxes  of each rank the address of its inbox, where this process has mapped it
-  //   calls    [64] i32 of this rank, zeros at first
-  m.def("one_shot_sum(Tensor(a!) part, int[] inboxes, Tensor(b!) calls, int rank, int most_bytes) -> ()");
-
   // Mixtures of experts, for few tokens on a GPU, in bfloat16 or float16.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first

@@ -1,8 +1,8 @@
-"""The sum of small tensors of several GPUs, in one kernel of our own (csrc/cuda/ranks).
+"""The sum of small tensors of several GPUs, in one kernel: each rank reads all parts over NVLink and adds them itself.
 
-Each rank writes its part into the inboxes of the others over NVLink, and adds up what arrives in its own.  The inboxes
-are torch's symmetric memory, which all ranks map; NVLink multicast is not used.  Parts are added in the same order on
-all ranks, so that all get the same bits.
+Memory that all ranks map and the kernel are torch's (symmetric memory); NVLink multicast is not used.  It is faster
+than NCCL for small tensors: between two H200, in a graph, 7.4 us for 64 KiB and 10.6 us for 512 KiB; NCCL 13 and 17.
+Parts are added in the same order on all ranks, so that all get the same bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.executor.errors import one_line
 
 log = logging.getLogger(__name__)
 c10d: Any = _distributed_c10d
-MOST_BYTES = 1 << 20  # of two ranks: with more, each sends and reads more
-ALIGN = 16  # bytes; the kernel takes multiples
+MOST_BYTES = 1 << 20  # of two ranks: with more, each reads more
+ALIGN = 16  # bytes that the kernel reads at once
 # How far the kernel's sum may be from NCCL's, as a share of the largest: both round bfloat16 once or twice.
 MOST_DRIFT = 0.02
 
 
 class OneShot:
-    """The inboxes of all ranks.
+    """A buffer that all ranks read.
 
     A process can have one only: torch numbers its meetings for the whole process, so those of a second one would wait
     for ranks that count from another number."""
@@ -35,29 +35,22 @@ class OneShot:
     made = False  # whether this process has, or had, one
 
     def __init__(self, name: str, store: Any, rank: int, size: int, host: Any) -> None:
-        """Take an inbox on the current GPU and map the others'.
+        """Take the buffer on the current GPU and map the others'.
 
         name: of the group of ranks, unique in the process.  host: their process group of the CPU.
-        Raises RuntimeError where GPUs cannot write each other's memory."""
+        Raises RuntimeError where GPUs cannot read each other's memory."""
         OneShot.made = True
-        self._rank = rank
+        self._name = name
         # torch finds the group by its name, and keeps no reference.
         self._group = c10d.ProcessGroup(store, rank, size)
         self._group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, host)
         self._group._set_group_name(name)
         c10d._register_process_group(name, self._group)
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
-        unit = ops.SUM_CTAS * ops.SUM_SHARE
-        self.most_bytes = max(MOST_BYTES * 2 // size // unit, 1) * unit
+        self.most_bytes = MOST_BYTES * 2 // size
         device = torch.device("cuda", torch.cuda.current_device())
-        bytes_ = ops.one_shot_inbox_bytes(size, self.most_bytes)
-        inbox = c10d._SymmetricMemory.empty_strided_p2p([bytes_], [1], torch.uint8, device, name)
-        inbox.zero_()
-        torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write it
-        self._inbox, self.memory = inbox, c10d._SymmetricMemory.rendezvous(inbox, name)
-        addresses = [int(address) for address in self.memory.buffer_ptrs]  # of what torch took for each rank
-        self._inboxes = [address + inbox.data_ptr() - addresses[rank] for address in addresses]
-        self._calls = torch.zeros(ops.SUM_CTAS, dtype=torch.int32, device=device)
+        self._buffer = c10d._SymmetricMemory.empty_strided_p2p([self.most_bytes], [1], torch.uint8, device, name)
+        self.memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
 
     def takes(self, part: Tensor) -> bool:
         """Return whether the sum of tensors like this one can be computed here.  The same on all ranks."""
@@ -65,8 +58,9 @@ class OneShot:
         return 0 < size <= self.most_bytes and size % ALIGN == 0 and part.is_contiguous() and part.dtype in DTYPES
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, in place of this one."""
-        return ops.one_shot_sum(part, self._inboxes, self._calls, self._rank, self.most_bytes)
+        """Return the sum of all ranks' parts, in a new tensor."""
+        size = part.numel() * part.element_size()
+        return ops.one_shot_all_reduce(self._buffer[:size].view(part.dtype).view(part.shape), part, self._name)
 
     @classmethod
     def tried(
@@ -75,14 +69,14 @@ class OneShot:
         """Return one whose sums are right, or None and why not.  reduce: sums all ranks' tensors by other means."""
         try:
             made = cls(name, store, rank, size, host)
-            for rows in (1, 32, 1):
+            for rows in (1, 32):
                 part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-                wanted, found = reduce(part.clone()).float(), made.all_reduce(part).float()
+                found, wanted = made.all_reduce(part).float(), reduce(part.clone()).float()
                 if not ((found - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max()):
                     return None, "its sums are wrong"
-        except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # no peer access, or another torch
+        except (RuntimeError, AttributeError, TypeError) as error:  # no peer access, or another version of torch
             return None, one_line(error)
         return made, ""
 
 
-DTYPES = {torch.bfloat16, torch.float16, torch.float32}  # of the kernel
+DTYPES = {torch.bfloat16, torch.float32}  # of the kernel

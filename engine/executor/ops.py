@@ -338,28 +338,14 @@ def experts(
     return plus
 
 
-SUM_CTAS = 64  # of a call of `one_shot_sum`, at most
-SUM_SHARE = 4096  # bytes; the most bytes of a call are a multiple of SUM_CTAS * SUM_SHARE
+def one_shot_all_reduce(buffer: torch.Tensor, part: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of all ranks' `part`, by torch's kernel over memory that the ranks share.  float32 or bfloat16.
 
-
-def one_shot_inbox_bytes(ranks: int, most_bytes: int) -> int:
-    """The bytes of a rank's inbox for `one_shot_sum`."""
-    return 2 * ranks * 2 * most_bytes
-
-
-def one_shot_sum(
-    part: torch.Tensor, inboxes: list[int], calls: torch.Tensor, rank: int, most_bytes: int
-) -> torch.Tensor:
-    """The sum of all ranks' `part` [any shape] in its place, by one kernel on the GPU of each rank.
-
-    part        contiguous; a multiple of 16 bytes, at most most_bytes
-    inboxes     addresses of the ranks' inboxes, of `one_shot_inbox_bytes` each, that this GPU can write; zeros at first
-    calls       [SUM_CTAS] int32 of this rank, zeros at first
-
-    All ranks must make the same calls in the same order, with equal shapes.  Parts are added in the order of ranks, in
-    float32, so that all get the same bits.  The kernel waits for the other ranks, however long."""
-    torch.ops.quire.one_shot_sum.default(part, inboxes, calls, rank, most_bytes)
-    return part
+    buffer  of this rank's shared memory, shape and dtype of part: overwritten with it
+    group   name of the ranks, as engine/executor/one_shot.py registered it
+    """
+    y: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, part, "sum", group)
+    return y
 
 
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
