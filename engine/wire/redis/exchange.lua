@@ -234,5 +234,4 @@ elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
 if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
-if waiting > 0 then waiting = call('HLEN', P .. 'waiting') end
-return {works, orders, waiting, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry}
+return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry}

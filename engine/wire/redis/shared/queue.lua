@@ -91,8 +91,11 @@ local function enqueue(id)
   if prefixes then call('HSET', P .. 'prefixes', id, prefixes) end
 end
 
+local LEFT = 0  -- requests that have left the queue in this script
+
 local function leave_queue(lane, tenant, id, tokens, bytes)  -- a request of that lane and tenant waits no more
   local last = leave_lane(lane, tenant, id, tokens)
+  LEFT = LEFT + 1
   call('HDEL', P .. 'waiting', id)
   call('HDEL', P .. 'prefixes', id)
   call('HDEL', P .. 'passed', id)
