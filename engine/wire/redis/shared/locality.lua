@@ -232,7 +232,13 @@ local function chooser(me, now)
             words[#words + 1] = patience_end(size, ages[i], due) .. ' ' .. now
           end
         end
-        if #words > 0 then call('HSET', P .. 'passed', unpack(words)) end
+        if #words > 0 then
+          -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A name
+          -- of more than 64 bytes ends that.
+          local long = string.rep('-', 65)
+          call('HSET', P .. 'passed', long, '', unpack(words))
+          call('HDEL', P .. 'passed', long)
+        end
       end
     end
   end
