@@ -105,7 +105,7 @@ end
 -- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
 -- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share(waiting, engines)
-  local most, left, me = math.min(room_requests, math.ceil(waiting / engines)), {}, nil
+  local most, left, me = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}, nil
   local choose, note_claim, note_passed
   if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
     me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog)}
@@ -144,7 +144,6 @@ if not repeated then
 end
 
 call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: exchanges are what empties Redis
-if seq == '1' then call('SADD', P .. 'engines', engine) end
 call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
 local waiting, engines = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')
 if repeated then
@@ -234,4 +233,5 @@ elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
 if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
+if seq == '1' then engines = engines + call('SADD', P .. 'engines', engine) end  -- REJOIN does it later
 return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry}
