@@ -2,6 +2,10 @@
 
 1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
 prefix.  The time is Redis' own (INFO commandstats), so it leaves out the network and this process.
+
+  order_us, locality_us    of an exchange, with a pause before each: Redis' code and data have left the caches
+  busy_..._us              of an exchange that claims and ends nothing, in bursts: Redis is as busy as it can be
+  ..._commands             Redis commands in the script, which no other work on the machine changes
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
@@ -22,9 +27,11 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import EngineLoad, Generate, Sampling
 from engine.wire.prefixes import PrefixReport, prefix_digests, split
+from engine.wire.scripts import EXCHANGE
 
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 ENGINES = 4
+BURST = 50  # exchanges
 
 
 class _Queue:
@@ -59,19 +66,50 @@ class _Queue:
         )
         await self._gateway.submit(request)
 
-    def _redis_us(self) -> int:
+    def _used(self) -> tuple[int, int]:
+        """Return the microseconds of all scripts so far, and the commands that they have run."""
         stats: Any = self._client.info("commandstats")
-        return int(stats["cmdstat_evalsha"]["usec"])
+        scripts = stats["cmdstat_evalsha"]
+        commands = sum(one["calls"] for name, one in stats.items() if name != "cmdstat_info") - scripts["calls"]
+        return int(scripts["usec"]), int(commands)
 
-    async def claim(self) -> int:
-        """End a request and claim one; return Redis' microseconds."""
-        before = self._redis_us()
+    async def claim(self) -> tuple[int, int]:
+        """End a request and claim one; return Redis' microseconds and commands."""
+        before = self._used()
         reply = await self._engines[0].exchange([], self._done, _load("e0"), 2000, 1, self._report)
-        took = self._redis_us() - before
+        after = self._used()
         self._done = [request.id for request in reply.generates]
         for _ in self._done:
             await self._submit()
-        return took
+        return after[0] - before[0], after[1] - before[1]
+
+    async def burst(self) -> float:
+        """Claim BURST requests, one an exchange, all sent at once; return Redis' microseconds for each."""
+        engine, sent = self._engines[0], list[Any]()
+        run = engine._link.run_script
+
+        async def record(script: Any, *words: Any, **more: Any) -> Any:
+            sent.extend(words)
+            return await run(script, *words, **more)
+
+        for _ in range(BURST):
+            await self._submit()
+        engine._link.run_script = record  # type: ignore[method-assign]
+        reply = await engine.exchange([], self._done, _load("e0"), 2000, 1, self._report)
+        engine._link.run_script = run  # type: ignore[method-assign]
+        pipeline = self._client.pipeline(transaction=False)
+        for _ in range(BURST):
+            engine._seq += 1
+            pipeline.evalsha(EXCHANGE.sha, 1, engine._link.prefix, *sent[:2], engine._seq, *sent[3:])
+        before = self._used()
+        replies = pipeline.execute()
+        took = self._used()[0] - before[0]
+        works: list[Any] = [work for claimed, *_ in replies for work in claimed]
+        self._done = [msgspec.msgpack.decode(payload, type=Generate).id for payload, *_ in works]
+        self._done += [request.id for request in reply.generates]
+        await self._submit()
+        await self.claim()  # ends them all
+        return took / BURST
 
     async def close(self) -> None:
         for engine in self._engines:
@@ -84,23 +122,29 @@ def _load(name: str) -> EngineLoad:
 
 
 async def measure(url: str, workload: str, queued: int, claims: int) -> dict[str, Any]:
-    """Return the median microseconds of an exchange in both modes, and the median of what one pair differs by."""
+    """Return medians of an exchange in both modes: microseconds, what one pair differs by, commands."""
     queues = [_Queue(url, f"{workload}-{locality}", workload, locality=locality) for locality in (False, True)]
     for queue in queues:
         await queue.open(queued)
     pairs = [[await queue.claim() for queue in queues] for _ in range(claims)]
+    bursts = [[await queue.burst() for queue in queues] for _ in range(claims // 10)]
     for queue in queues:
         await queue.close()
-    order, locality = ([pair[at] for pair in pairs] for at in (0, 1))
-    return {
+    order, locality = ([pair[at][0] for pair in pairs] for at in (0, 1))
+    result = {
         "workload": workload,
         "queued": queued,
         "order_us": statistics.median(order),
         "locality_us": statistics.median(locality),
         "least_order_us": min(order),
         "least_locality_us": min(locality),
-        "difference_us": statistics.median(b - a for a, b in pairs),
+        "difference_us": statistics.median(b - a for a, b in zip(order, locality, strict=True)),
     }
+    for at, mode in enumerate(("order", "locality")):
+        result[f"{mode}_commands"] = statistics.median(pair[at][1] for pair in pairs)
+        if bursts:
+            result[f"busy_{mode}_us"] = statistics.median(burst[at] for burst in bursts)
+    return result
 
 
 def main(argv: list[str]) -> int:

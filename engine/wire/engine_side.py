@@ -154,8 +154,8 @@ class EngineSide:
         self._tenants[request.id] = request.tenant
         if listeners != request.gateway:
             self._route(request.id, listeners)
-        so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]
-        self._journal.hold(request.id, [len(output.token_ids) for output in so_far])
+        so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]  # none: no engine has held it before
+        self._journal.hold(request.id, [len(output.token_ids) for output in so_far] or [0] * request.n)
         if any(output.token_ids or output.finish for output in so_far):
             received.resumed[request.id] = so_far
 
@@ -194,12 +194,13 @@ class EngineSide:
                 self._encode(produced),
                 self._encode(logged.pieces),
                 logged.tokens,
-                int(logged.whole),
+                int(logged.empties_tail),
                 repr(self._late_share),
                 *publishing,
                 repr(costs.token_us),
                 repr(costs.step_us),
                 costs.backlog,
+                load.yield_tokens,
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
                 *words,

@@ -49,6 +49,7 @@ class Entries(msgspec.Struct, frozen=True):
     extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value): mostly empty
     whole: bool  # the pieces contain everything not yet entered, so nothing is left of the tail
     outputs: list[_Output]  # the continuations of the pieces and extras
+    empties_tail: bool = False  # `whole`, and the tail has something
 
 
 class _Output:
@@ -155,8 +156,9 @@ class Journal:
             extras += ((output.id, field, value) for field, value in output.fields[output.fields_logged :])
         if sys.byteorder == "big":
             tokens.byteswap()
+        empties_tail = whole and self._tail > 0
         self._tail = 0 if whole else self._tail + 1
-        return Entries(pieces, tokens.tobytes(), extras, whole, outputs)
+        return Entries(pieces, tokens.tobytes(), extras, whole, outputs, empties_tail)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
         """Record that the exchange with these entries succeeded and added `tail_bytes` bytes to the tail."""

@@ -8,7 +8,10 @@ local state = P .. 'engine:' .. engine
 local function take_back(id)  -- what has returned to the queue since, if no other engine has held it
   if alive(id) and not call('ZSCORE', P .. 'held:' .. engine, id)
      and call('HGET', P .. 'req:' .. id, 'from') == engine and dequeue(id) then
-    hold(engine, id)
+    local place, tenant, size, dropped = unpack(
+      call('HMGET', P .. 'req:' .. id, 'place', 'tenant', 'tokens', 'dropped'))
+    hold(engine, id, place, tenant, size)
+    for index in string.gmatch(dropped or '', '%d+') do order(engine, id .. ' ' .. index) end
   end
 end
 

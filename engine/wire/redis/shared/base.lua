@@ -1,5 +1,8 @@
 -- What every script begins with: the key prefix, the clock, and orders to an engine.
 --
+-- Redis prints each argument of a command that is a number, which takes as long as a cheap command.  So where commands
+-- are many, constants are text: '0'.
+--
 -- KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
 -- write takes memory, and no script that begins with a delete.  So submit and attach are refused before they change
 -- anything.  The other scripts, which make room in the end, always run.

@@ -4,10 +4,10 @@ local function bury(id)  -- the request is over: its log stays for a while
   local key = P .. 'req:' .. id
   local names = listeners(id)
   call('DEL', key)
-  call('HSET', key, 'gone', 1)
+  call('HSET', key, 'gone', '1')
   call('PEXPIRE', key, TOMBSTONE_MS)
   for name in each_of(names) do call('SREM', P .. 'open:' .. name, id) end
-  call('ZREM', P .. 'orphans', id)
+  if names == '' then call('ZREM', P .. 'orphans', id) end
   keep(id)
 end
 
@@ -46,20 +46,20 @@ local function claimable(id, now)
   if tokens then end_with(id, {'deadline'}) end
 end
 
--- The next request of the lane, of tenants not in `crowd`: its id, prompt tokens and tenant.  On-time requests past
--- their due time move to the late lane on the way, MOVES of them at most.
+-- The next request of the lane, of tenants not in `crowd`: its id, prompt tokens, tenant and due time.  On the way
+-- on-time requests past their due time move to the late lane, MOVES of them at most.
 local function head(lane, crowd)
   local now, moved = now_ms(), 0
   while true do
     local tenant
-    for _, name in ipairs(call('ZRANGE', P .. 'turns:' .. lane, 0, crowd and -1 or 0)) do
+    for _, name in ipairs(call('ZRANGE', P .. 'turns:' .. lane, '0', crowd and '-1' or '0')) do
       if not (crowd and crowd[name]) then tenant = name break end
     end
     if not tenant then return nil end
-    local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, 0, 0)[1]
+    local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, '0', '0')[1]
     local tokens, due = claimable(id, now)
     if tokens then
-      if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens, tenant end
+      if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens, tenant, due end
       move_to_late(id)
       moved = moved + 1
     end

@@ -11,15 +11,10 @@ local function room(me)  -- prompt tokens that the engines, except `me`, would s
   return tokens
 end
 
-local function hold(engine, id)  -- the engine has claimed the request: charge its tenant
-  local key = P .. 'req:' .. id
-  local place, tenant, tokens, dropped = unpack(call('HMGET', key, 'place', 'tenant', 'tokens', 'dropped'))
+local function hold(engine, id, place, tenant, tokens)  -- the engine has claimed the request: charge its tenant
   call('ZADD', P .. 'held:' .. engine, place, id)
-  call('HSET', key, 'engine', engine)
+  call('HSET', P .. 'req:' .. id, 'engine', engine)
   charge(tenant, tokens)
-  for index in string.gmatch(dropped or '', '%d+') do  -- withdrawn before an earlier engine died
-    order(engine, id .. ' ' .. index)
-  end
 end
 
 local function let_go(engine, id)  -- the engine holds the request no more: refund its tenant; returns whether it lives

@@ -6,16 +6,18 @@
 -- is empty is not held against it.  It grows no further than the first late request needs, because nothing else is
 -- claimed from then on.  It ends with the late lane.
 
--- The request to claim next: lane, id, prompt tokens and tenant; nil: none waits.  `left`: of each lane, the tenants
--- that are left out; nil: none.
+-- The request to claim next: lane, id, prompt tokens, tenant and due time; nil: none waits.  `left`: of each lane, the
+-- tenants that are left out; nil: none.
 local function next_request(share, left)
-  local id, tokens, tenant = head('on_time', left.on_time)
-  local credit = id and share > 0 and tonumber(call('GET', P .. 'late_credit') or 0) or 0
-  if not id or credit > 0 then
-    local late, size, other = head('late', left.late)
-    if late and (not id or credit >= (1 - share) * size) then return 'late', late, size, other end
+  local id, tokens, tenant, due = head('on_time', left.on_time)
+  if late_waits() then
+    local credit = id and share > 0 and tonumber(call('GET', P .. 'late_credit') or 0) or 0
+    if not id or credit > 0 then
+      local late, size, other = head('late', left.late)
+      if late and (not id or credit >= (1 - share) * size) then return 'late', late, size, other end
+    end
   end
-  if id then return 'on_time', id, tokens, tenant end
+  if id then return 'on_time', id, tokens, tenant, due end
 end
 
 local function count_share(share, lane, tokens)  -- prompt tokens were claimed from this lane
@@ -24,7 +26,7 @@ local function count_share(share, lane, tokens)  -- prompt tokens were claimed f
   if lane == 'late' then
     local credit = tonumber(call('GET', key) or 0) - (1 - share) * tokens
     if credit > 0 then call('SET', key, credit) else call('DEL', key) end
-  elseif lane == 'on_time' and call('EXISTS', P .. 'turns:late') == 1 then
+  elseif lane == 'on_time' and late_waits() then
     call('SET', key, (call('GET', key) or 0) + share * tokens)
   end
 end

@@ -6,13 +6,21 @@
 
 local LANES = {'on_time', 'late'}  -- engines claim in this order, but for the late share (lanes.lua)
 
+local LATE  -- what late_waits has found; the functions that enter and leave a lane keep it true
+
+local function late_waits()  -- whether any request waits in the late lane
+  if LATE == nil then LATE = call('EXISTS', P .. 'turns:late') == 1 end
+  return LATE
+end
+
 local function charge(tenant, tokens)  -- add tokens / weight to the tenant's counter; a negative number refunds
   local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
-  for _, lane in ipairs(LANES) do call('ZADD', P .. 'turns:' .. lane, 'XX', counter, tenant) end
+  call('ZADD', P .. 'turns:on_time', 'XX', counter, tenant)
+  if late_waits() then call('ZADD', P .. 'turns:late', 'XX', counter, tenant) end
 end
 
 local function in_queue(tenant)  -- whether a request of the tenant waits in any lane
-  return call('ZSCORE', P .. 'turns:on_time', tenant) or call('ZSCORE', P .. 'turns:late', tenant)
+  return call('ZSCORE', P .. 'turns:on_time', tenant) or late_waits() and call('ZSCORE', P .. 'turns:late', tenant)
 end
 
 local function lift(tenant)  -- raise the counter of a tenant with nothing queued: it saves nothing up while it is idle
@@ -39,19 +47,22 @@ local function enter_lane(lane, tenant, id, place, tokens, since)
   call('ZADD', P .. 'queue:' .. lane .. ':' .. tenant, place, id)
   call('ZADD', P .. 'ages:' .. lane, since, id)
   call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, tokens)
+  if lane == 'late' then LATE = true end
 end
 
-local function leave_lane(lane, tenant, id, tokens)
+local function leave_lane(lane, tenant, id, tokens)  -- returns whether the tenant has nothing left in the lane
   call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)
   call('ZREM', P .. 'ages:' .. lane, id)
   if lane == 'on_time' then call('ZREM', P .. 'due', id) end
-  if call('EXISTS', P .. 'queue:' .. lane .. ':' .. tenant) == 1 then
-    call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, -tokens)
-  else
-    call('HDEL', P .. 'queued_tokens:' .. lane, tenant)
-    call('ZREM', P .. 'turns:' .. lane, tenant)
-    if lane == 'late' and call('EXISTS', P .. 'turns:late') == 0 then call('DEL', P .. 'late_credit') end
+  if call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, -tokens) > 0  -- no prompt is empty
+     or call('EXISTS', P .. 'queue:' .. lane .. ':' .. tenant) == 1 then return false end
+  call('HDEL', P .. 'queued_tokens:' .. lane, tenant)
+  call('ZREM', P .. 'turns:' .. lane, tenant)
+  if lane == 'late' then
+    LATE = nil
+    if not late_waits() then call('DEL', P .. 'late_credit') end
   end
+  return true
 end
 
 local function waiting_entry(id)  -- prompt tokens, payload bytes, lane and tenant of a waiting request; nil: none waits
@@ -80,16 +91,23 @@ local function enqueue(id)
   if prefixes then call('HSET', P .. 'prefixes', id, prefixes) end
 end
 
-local function dequeue(id)  -- remove the request from the queue or the suspects; returns the lane, 'suspects' or nil
-  local tokens, bytes, lane, tenant = waiting_entry(id)
-  if not tokens then return call('ZREM', P .. 'suspects', id) == 1 and 'suspects' or nil end
-  leave_lane(lane, tenant, id, tokens)
+local LEFT = 0  -- requests that have left the queue in this script
+
+local function leave_queue(lane, tenant, id, tokens, bytes)  -- a request of that lane and tenant waits no more
+  local last = leave_lane(lane, tenant, id, tokens)
+  LEFT = LEFT + 1
   call('HDEL', P .. 'waiting', id)
   call('HDEL', P .. 'prefixes', id)
   call('HDEL', P .. 'passed', id)
   if call('DECRBY', P .. 'queued_bytes', bytes) == 0 then call('DEL', P .. 'queued_bytes') end
-  if not in_queue(tenant) then call('SET', P .. 'left', tenant) end
-  return lane
+  if last and not in_queue(tenant) then call('SET', P .. 'left', tenant) end
+end
+
+local function dequeue(id)  -- remove the request from the queue or the suspects; returns whether it was there
+  local tokens, bytes, lane, tenant = waiting_entry(id)
+  if not tokens then return call('ZREM', P .. 'suspects', id) == 1 end
+  leave_queue(lane, tenant, id, tokens, bytes)
+  return true
 end
 
 local function move_to_late(id)  -- the request cannot start in time any more
