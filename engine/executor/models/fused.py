@@ -23,6 +23,7 @@ stream, which the last product of each half updates in place:
 A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).
 
 On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
+Where all products are ours, all layers together are one operator, decoder_layers.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
 
